@@ -1,0 +1,41 @@
+# Everything from nothing: `make demo` runs the main job, `make test` passes the tests.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup demo test test-all lint format clean
+
+help:  ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "posttrain needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+setup: $(STAMP)  ## virtual environment with pinned dependencies, editable install
+
+demo: $(STAMP)  ## run the main job: configs/demo.yaml
+	$(BIN)/posttrain run configs/demo.yaml
+
+test: $(STAMP)  ## the test suite (under 10 minutes on 2 cores)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow'
+
+test-all: $(STAMP)  ## the test suite with the slow proofs
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)  ## formatter, linter and type checker, as CI runs them
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(STAMP)  ## let the formatter and the linter mend what they can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the virtual environment and caches; outputs stay
+	rm -rf $(VENV) .ruff_cache .mypy_cache posttrain.egg-info build

@@ -1,0 +1,270 @@
+"""Typed settings: one frozen dataclass per algorithm and part.
+
+Every default is the field's, with its source beside it where it is not common knowledge. Ranges are declared once, in
+`setting(...)`; they are checked here on construction and read by the configuration loader for its messages and forms.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.errors import SettingsError
+
+__all__ = [
+    "AnalysisSettings",
+    "CurriculumStage",
+    "DataSettings",
+    "EnvironmentSettings",
+    "EvaluationSettings",
+    "ExitCondition",
+    "LoopSettings",
+    "LoraSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "PolicySettings",
+    "RewardModelSettings",
+    "SFTSettings",
+    "SamplingSettings",
+    "Settings",
+    "setting",
+]
+
+
+def setting(
+    default: Any = dataclasses.MISSING,
+    *,
+    doc: str,
+    gt: float | None = None,
+    ge: float | None = None,
+    lt: float | None = None,
+    le: float | None = None,
+) -> Any:
+    """A dataclass field with its meaning and its range."""
+    limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
+    metadata = {"doc": doc, **{name: limit for name, limit in limits.items() if limit is not None}}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, kw_only=True)
+    return dataclasses.field(default=default, metadata=metadata, kw_only=True)
+
+
+_CHECKS = {
+    "gt": (lambda value, limit: value > limit, "greater than"),
+    "ge": (lambda value, limit: value >= limit, "at least"),
+    "lt": (lambda value, limit: value < limit, "less than"),
+    "le": (lambda value, limit: value <= limit, "at most"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Base of every settings class: checks each field's declared range."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, bool) or not isinstance(number, int | float):
+                    continue
+                if not math.isfinite(number):
+                    raise SettingsError(f"{field.name}: {number} is not a finite number")
+                for name, limit in field.metadata.items():
+                    if name in _CHECKS and not _CHECKS[name][0](number, limit):
+                        raise SettingsError(f"{field.name}: {number} must be {_CHECKS[name][1]} {limit}")
+        self.check()
+
+    def check(self) -> None:
+        """Raise SettingsError for combinations of settings that cannot work; overridden where there are any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings(Settings):
+    """Low-rank adapters (arXiv:2106.09685), through peft."""
+
+    rank: int = setting(16, ge=1, doc="rank of the update matrices")
+    alpha: float = setting(32.0, gt=0, doc="scale; the update is alpha / rank * B A")
+    dropout: float = setting(0.0, ge=0, lt=1, doc="dropout on the adapter's input")
+    target_modules: tuple[str, ...] = setting(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+        doc="names of the linear layers that get an adapter",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(Settings):
+    """Where the starting policy comes from: a path, a hub name, a registered model, or a preset made from scratch."""
+
+    path: str | None = setting(
+        None, doc="model folder, hub name, or models:/NAME@ALIAS; leave out to start from a preset"
+    )
+    preset: Literal["nano", "tiny", "small"] = setting("tiny", doc="size of a from-scratch model; used without a path")
+    vocab_size: int = setting(512, ge=300, doc="size of the byte-level BPE vocabulary trained for a preset")
+    context: int = setting(256, ge=16, doc="longest sequence (tokens) of a preset")
+    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", doc="type of the weights in memory")
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", doc="auto: a GPU where there is one")
+    lora: LoraSettings | None = setting(None, doc="train adapters instead of all weights")
+    trust_remote_code: bool = setting(False, doc="run Python code that comes with a hub model")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentSettings(Settings):
+    """Which environment the policy acts in."""
+
+    name: str = setting("pixel_grid", doc="a shipped environment's name, or an import path 'package.module:Class'")
+    options: dict[str, Any] = setting({}, doc="keyword arguments of the environment's class")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings(Settings):
+    """How completions are drawn."""
+
+    temperature: float = setting(1.0, ge=0, le=5, doc="0 = greedy")
+    max_completion_tokens: int = setting(64, ge=1, doc="tokens after the prompt, observations included")
+    max_turns: int = setting(6, ge=1, doc="actions of one episode")
+    slots: int = setting(128, ge=1, doc="episodes decoded at once")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSettings(Settings):
+    """What the data stage reads or makes, checks and splits."""
+
+    demonstrations: str | None = setting(
+        None, doc="JSONL/Parquet of {messages} or {prompt, completion}; left out: the environment's demonstrator"
+    )
+    num_demonstrations: int = setting(4000, ge=1, doc="how many the demonstrator writes")
+    preferences: str | None = setting(None, doc="JSONL/Parquet of {prompt, chosen, rejected}")
+    levels: tuple[str, ...] = setting((), doc="levels that the demonstrator shows; () = all")
+    heldout_fraction: float = setting(0.1, gt=0, lt=1, doc="share of prompts kept out of training")
+    max_rows: int | None = setting(None, ge=1, doc="read at most this many rows of each file")
+    on_bad_row: Literal["stop", "skip"] = setting("stop", doc="stop: refuse the file; skip: leave bad rows out, counted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings(Settings):
+    """AdamW and its schedule."""
+
+    learning_rate: float = setting(1e-3, gt=0, le=1, doc="peak learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = setting("constant", doc="shape after the warm-up")
+    warmup_steps: int = setting(10, ge=0, doc="optimizer steps of linear warm-up from 0")
+    min_lr_ratio: float = setting(0.1, ge=0, le=1, doc="floor of the schedule, as a share of the peak")
+    weight_decay: float = setting(0.01, ge=0, doc="decoupled, on matrices only (arXiv:1711.05101)")
+    betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1, doc="AdamW moments")
+    eps: float = setting(1e-8, gt=0, doc="AdamW epsilon")
+    max_grad_norm: float = setting(1.0, gt=0, doc="clip by global norm")
+    micro_batch_tokens: int = setting(16384, ge=1, doc="padded tokens of one forward pass; larger batches accumulate")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopSettings(Settings):
+    """The training loop: evaluation, checkpoints, early stopping, guards."""
+
+    eval_every: int = setting(0, ge=0, doc="iterations between evaluations; 0 = only at the end")
+    checkpoint_every: int = setting(50, ge=0, doc="iterations between checkpoints; 0 = only when stopped")
+    keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
+    patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
+    min_improvement: float = setting(0.0, ge=0, doc="what counts as an improvement")
+    max_nonfinite: int = setting(5, ge=1, doc="non-finite steps in a row that stop the run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTSettings(OptimizerSettings, LoopSettings):
+    """Supervised fine-tuning on completions."""
+
+    epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
+    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    batch_size: int = setting(64, ge=1, doc="demonstrations of one optimizer step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelSettings(OptimizerSettings, LoopSettings):
+    """Bradley-Terry reward model on preference pairs."""
+
+    epochs: float = setting(3.0, gt=0, doc="passes over the pairs")
+    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
+    batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
+    center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
+    num_pairs: int = setting(2000, ge=10, doc="pairs made from scored rollouts, when no preference file is given")
+    group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitCondition(Settings):
+    """One test on a moving average; it can only hold when its window is full."""
+
+    metric: str = setting("success_rate", doc="name of a metric of the policy stage")
+    window: int = setting(10, ge=1, doc="iterations averaged")
+    comparison: Literal[">=", ">", "<=", "<"] = setting(">=", doc="average on the left, threshold on the right")
+    threshold: float = setting(0.8, doc="what the average is compared with")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurriculumStage(Settings):
+    """One stage of the curriculum."""
+
+    name: str = setting(doc="shown in logs and metrics")
+    levels: dict[str, float] = setting(doc="environment levels and their weights in the mix")
+    exit_conditions: tuple[ExitCondition, ...] = setting((), doc="() = stay until the iterations end")
+    require: Literal["all", "any"] = setting("all", doc="how many exit conditions must hold")
+    min_iterations: int = setting(1, ge=1, doc="stay at least this long")
+    max_iterations: int | None = setting(None, ge=1, doc="leave after this many, whatever the metrics say")
+
+    def check(self) -> None:
+        """Levels need positive weights; limits must not cross."""
+        if not self.levels or any(weight <= 0 for weight in self.levels.values()):
+            raise SettingsError(f"levels: {self.levels} must name at least one level, each with a weight above 0")
+        if self.max_iterations is not None and self.max_iterations < self.min_iterations:
+            raise SettingsError(f"max_iterations: {self.max_iterations} is below min_iterations {self.min_iterations}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicySettings(OptimizerSettings, LoopSettings):
+    """Policy optimisation from rewards."""
+
+    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate")
+    weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
+    algorithm: Literal["grpo", "dr_grpo", "rloo"] = setting("grpo", doc="how credit is assigned")
+    iterations: int = setting(200, ge=1, doc="rollout + update rounds at most")
+    prompts_per_iteration: int = setting(16, ge=1, doc="P")
+    group_size: int = setting(8, ge=1, doc="G, rollouts of one prompt (arXiv:2402.03300)")
+    epochs: int = setting(1, ge=1, doc="passes over each iteration's rollouts")
+    minibatches: int = setting(1, ge=1, doc="optimizer steps of one pass")
+    clip_eps: float = setting(0.2, gt=0, lt=1, doc="lower clip of the ratio (arXiv:1707.06347)")
+    clip_eps_high: float = setting(0.2, gt=0, doc="upper clip of the ratio; DAPO uses 0.28 (arXiv:2503.14476)")
+    kl_coef: float = setting(0.0, ge=0, doc="weight of the k3 KL to the stage's starting model, in the loss")
+    entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
+    filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| carry no loss")
+    rewards: dict[str, float] = setting({"task": 1.0}, doc="reward components and their weights")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
+    curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels at once, equally")
+    early_stop: ExitCondition | None = setting(None, doc="end the stage when this holds in the last curriculum stage")
+
+    def check(self) -> None:
+        """Combinations that cannot learn."""
+        if self.group_size == 1 and self.algorithm in ("grpo", "dr_grpo", "rloo"):
+            raise SettingsError(
+                f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
+            )
+        if self.minibatches > self.prompts_per_iteration * self.group_size:
+            raise SettingsError(f"minibatches: {self.minibatches} is more than the rollouts of one iteration")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSettings(Settings):
+    """Held-out evaluation."""
+
+    episodes: int = setting(500, ge=2, doc="held-out episodes, the same for every model")
+    levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
+    samples: int = setting(1, ge=1, doc="rollouts of each episode; above 1 gives pass@k")
+    greedy: bool = setting(True, doc="also report greedy decoding")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalysisSettings(Settings):
+    """Trajectory analysis."""
+
+    bootstrap_samples: int = setting(2000, ge=100, doc="resamples of each interval")
+    side_by_side: int = setting(5, ge=0, doc="episodes shown under each model in the report")

@@ -1,0 +1,145 @@
+"""What flows between rooms: messages, trajectories, rollouts, training batches.
+
+Suffixes on tensors: P prompts, G rollouts per prompt, B = P*G rows, T completion tokens, S whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any, TypedDict
+
+import torch
+
+__all__ = ["Message", "Rollout", "RolloutGroup", "StopReason", "ToolCall", "TrainBatch", "Trajectory", "Turn"]
+
+
+class Message(TypedDict):
+    """One chat message; role is system, user, assistant or tool."""
+
+    role: str
+    content: str
+
+
+class StopReason(StrEnum):
+    """Why a rollout ended."""
+
+    TERMINATED = "terminated"  # the environment said that the episode is over
+    MAX_TURNS = "max_turns"  # the turn limit was reached
+    MAX_TOKENS = "max_tokens"  # max_completion_tokens or the context was reached
+    ENVIRONMENT = "environment"  # the environment truncated the episode
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """A parsed tool call, as in {"name": ..., "arguments": {...}}."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Turn:
+    """One action of the policy and what came back."""
+
+    action: str  # the text that the policy wrote, without its end-of-turn token
+    tool_call: ToolCall | None = None  # None = an answer, or text that parses as no call
+    observation: str | None = None  # None = the episode ended here
+    is_error: bool = False  # True = misuse: the action did not parse, named no tool, or the tool failed
+    num_tokens: int = 0  # tokens that the policy sampled in this turn, its end-of-turn token included
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """The multi-turn record of one episode, kept for analysis. One line of trajectories.jsonl."""
+
+    environment: str
+    level: str
+    kind: str  # kind of question within the environment
+    seed: int  # episode seed: (environment, level, seed) determines the episode
+    prompt: str  # the last user message
+    target: str  # the right answer, as text; "" where there is none
+    turns: list[Turn] = field(default_factory=list)
+    answer: str | None = None  # what the policy answered; None = it never did
+    success: bool = False
+    reward: float = 0.0  # the reward that training used
+    rewards: dict[str, float] = field(default_factory=dict)  # raw components by name
+    stop_reason: str = StopReason.TERMINATED
+    num_prompt_tokens: int = 0
+    num_completion_tokens: int = 0  # sampled and observed tokens after the prompt
+    num_action_tokens: int = 0  # sampled tokens only
+    mean_logprob: float = 0.0  # mean log-probability of the sampled tokens, nats
+    policy_version: int = 0
+    sample: int = 0  # index within the group of rollouts of one prompt
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict, as written to trajectories.jsonl."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Trajectory:
+        """Inverse of `to_json`."""
+        turns = [
+            Turn(**{**turn, "tool_call": ToolCall(**turn["tool_call"]) if turn.get("tool_call") else None})
+            for turn in row["turns"]
+        ]
+        return cls(**{**row, "turns": turns})
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sampled episode. Token ids are kept as sampled: they are never re-tokenised."""
+
+    prompt_ids: list[int]  # [prompt tokens]
+    completion_ids: list[int]  # [T] every token after the prompt: sampled ones and observations, in order
+    loss_mask: list[bool]  # [T] True = the policy sampled this token (its end-of-turn tokens included)
+    sampler_logprobs: list[float]  # [T] nats, under the sampling policy at temperature 1; 0.0 at observations
+    reward: float  # what training uses, after weighing
+    trajectory: Trajectory
+    is_truncated: bool = False  # True = cut by a limit, not ended by the environment
+    policy_version: int = 0  # number of optimizer steps behind the weights that sampled it
+
+    @property
+    def success(self) -> bool:
+        """Whether the environment called the episode a success."""
+        return self.trajectory.success
+
+
+@dataclass(slots=True)
+class RolloutGroup:
+    """The G rollouts of one prompt."""
+
+    rollouts: list[Rollout]  # [G]
+    advantages: list[float] | None = None  # [G], set by the algorithm
+
+    @property
+    def rewards(self) -> list[float]:
+        """[G] rewards."""
+        return [rollout.reward for rollout in self.rollouts]
+
+
+@dataclass(slots=True)
+class TrainBatch:
+    """One padded micro-batch. Rows are left-aligned: prompt, completion, padding on the right."""
+
+    input_ids_BS: torch.Tensor  # int64 [B, S], prompt then completion, right-padded
+    attention_mask_BS: torch.Tensor  # bool [B, S], True = real token
+    loss_mask_BS: torch.Tensor  # bool [B, S], True = token carries loss; position 0 is never True
+    advantages_BS: torch.Tensor | None = None  # float32 [B, S], 0 where loss_mask is False
+    old_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], log p(token s | tokens < s) when sampled
+    ref_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], the same under the reference model
+    rows: list[int] = field(default_factory=list)  # [B] index of each row in the list that it was made from
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that carry loss."""
+        return int(self.loss_mask_BS.sum())
+
+    def to(self, device: torch.device | str) -> TrainBatch:
+        """The same batch on another device."""
+        moved = {
+            name: getattr(self, name).to(device, non_blocking=True) if getattr(self, name) is not None else None
+            for name in self.__slots__
+            if name != "rows"
+        }
+        return TrainBatch(**moved, rows=self.rows)

@@ -1,0 +1,1 @@
+"""One stage of a pipeline each: load settings, call rl_core, track."""
