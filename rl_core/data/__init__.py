@@ -1,0 +1,1 @@
+"""Reading and validating records, tokenising conversations, batching and splitting."""

@@ -1,0 +1,125 @@
+"""Batches: a token budget per micro-batch, padding, and an order of rows that can be resumed.
+
+Suffixes: B rows of a batch, S sequence positions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rl_core.errors import DataError
+
+__all__ = ["DataOrder", "attention_mask", "micro_batches", "pad_rows"]
+
+
+def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Group rows of similar length, so that rows * longest row <= max_tokens in every group.
+
+    Longest first: the largest allocation comes first, and a row alone is the only group that may exceed the budget.
+    Args:
+        lengths: tokens of each row, each at least 1.
+        max_tokens: padded tokens of one group, padding included.
+    Returns: lists of row indices; every row is in exactly one. Ties keep the order of the rows.
+    Raises: DataError for an empty row or a budget below 1.
+    """
+    if max_tokens < 1:
+        raise DataError(f"max_tokens: {max_tokens} has to be at least 1")
+    if any(length < 1 for length in lengths):
+        raise DataError(f"row {next(i for i, n in enumerate(lengths) if n < 1)} has no token")
+    groups: list[list[int]] = []
+    widest = 0
+    for row in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        if groups and (len(groups[-1]) + 1) * widest <= max_tokens:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+            widest = lengths[row]
+    return groups
+
+
+def attention_mask(lengths: Sequence[int], width: int | None = None) -> torch.Tensor:
+    """Bool [B, S], True = real token; S is `width`, or the longest row."""
+    lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
+    longest = int(lengths_B.max()) if len(lengths_B) else 0
+    if width is not None and width < longest:
+        raise DataError(f"width {width} is below the longest row, {longest} tokens")
+    return torch.arange(longest if width is None else width)[None, :] < lengths_B[:, None]
+
+
+def pad_rows(
+    rows: Sequence[Sequence[Any]],
+    pad_value: float | bool = 0,
+    *,
+    dtype: torch.dtype = torch.int64,
+    width: int | None = None,
+) -> torch.Tensor:
+    """Rows of numbers as one tensor [B, S], left-aligned, `pad_value` on the right.
+
+    Args:
+        rows: B sequences of token ids, mask values or floats.
+        width: S; the longest row where left out.
+    Raises: DataError if a row is longer than `width`.
+    """
+    mask_BS = attention_mask([len(row) for row in rows], width)
+    padded_BS = torch.full(mask_BS.shape, pad_value, dtype=dtype)
+    padded_BS[mask_BS] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)
+    return padded_BS
+
+
+class DataOrder:
+    """Batches of row indices: every epoch is a new seeded permutation, and every row comes once in it.
+
+    The last batch of an epoch is short where batch_size does not divide num_rows; batches never span two epochs. The
+    order depends on (seed, epoch) alone, so a restored state continues with exactly the batches that were to come.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
+        if num_rows < 1 or batch_size < 1 or seed < 0:
+            raise DataError(
+                f"num_rows {num_rows} and batch_size {batch_size} have to be at least 1, seed {seed} at least 0"
+            )
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = 0
+        self.position = 0  # rows of this epoch that were handed out
+        self._rows = self._permutation()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Calls of `next` in one pass over the rows."""
+        return -(-self.num_rows // self.batch_size)
+
+    def next(self) -> list[int]:
+        """Row indices of the next batch."""
+        if self.position >= self.num_rows:
+            self.epoch += 1
+            self.position = 0
+            self._rows = self._permutation()
+        batch = self._rows[self.position : self.position + self.batch_size]
+        self.position += len(batch)
+        return batch
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the order stands, and what it was made for."""
+        names = ("num_rows", "batch_size", "seed", "epoch", "position")
+        return {name: getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue where `state` was taken.
+
+        Raises: DataError if it was taken with other rows, batch size or seed.
+        """
+        for name in ("num_rows", "batch_size", "seed"):
+            if state[name] != getattr(self, name):
+                raise DataError(f"data order was saved with {name} {state[name]}, now it is {getattr(self, name)}")
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._rows = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        return np.random.default_rng([self.seed, self.epoch]).permutation(self.num_rows).tolist()

@@ -1,0 +1,203 @@
+"""Data files, row by row: JSON Lines and Parquet, with clear words for what is no such file and for every bad row."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError
+
+__all__ = ["BadRow", "describe", "file_digest", "read_rows"]
+
+PARQUET_SUFFIXES = (".parquet", ".pq")
+_BOM = b"\xef\xbb\xbf"
+_BLANK = b" \t\r\n"  # JSON's own white space; U+2028 and its like belong to the text
+_HEAD = 4096
+
+_MAGIC = {  # first bytes of what is often found under a wrong name
+    b"version https://git-lfs": "is a Git LFS pointer, not the data; fetch the data with `git lfs pull`",
+    b"\x1f\x8b": "is gzip-compressed; unpack it first (`gunzip`)",
+    b"PK\x03\x04": "is a zip archive; unpack it first",
+    b"BZh": "is bzip2-compressed; unpack it first",
+    b"\xfd7zXZ\x00": "is xz-compressed; unpack it first",
+    b"\x28\xb5\x2f\xfd": "is zstd-compressed; unpack it first",
+    b"\xff\xfe": "is UTF-16 or UTF-32; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16; save it as UTF-8",
+    b"\x00\x00\xfe\xff": "is UTF-32; save it as UTF-8",
+}
+
+
+class BadRow(Exception):
+    """One row cannot be used; caught and collected by the readers of rl_core.data.records."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}" if field else reason)
+        self.field = field
+        self.reason = reason
+
+
+def describe(value: object) -> str:
+    """What was found, in JSON's words, cut to a line."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        kind = "text"
+    elif isinstance(value, bool):
+        kind = "a truth value"
+    elif isinstance(value, int | float):
+        kind = "a number"
+    elif isinstance(value, list):
+        kind = "a list"
+    elif isinstance(value, dict):
+        kind = "an object"
+    else:
+        kind = type(value).__name__
+    shown = ascii(value)
+    return f"{kind} ({shown if len(shown) <= 40 else shown[:37] + '...'})"
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of the file's bytes, as hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Rows of a file with their line number (JSON Lines) or row number (Parquet), both from 1.
+
+    Lines are split at line feeds alone. Blank lines are passed over.
+    Args:
+        columns: the columns that are read; a Parquet file may hold others of any type.
+    Raises: DataError, before the first row, if the file as a whole is not what it has to be.
+    """
+    head = _inspect(path)
+    if path.suffix.lower() in PARQUET_SUFFIXES:
+        if not head.startswith(b"PAR1"):
+            raise DataError(f"{path}: is not Parquet, whatever its name says (Parquet starts with PAR1)")
+        return _parquet_rows(path, columns)
+    _inspect_json(path, head)
+    return _json_rows(path)
+
+
+def _inspect(path: Path) -> bytes:
+    """The first bytes of a file that can be read and is nothing well known under a wrong name."""
+    try:
+        if path.is_dir():
+            raise DataError(f"{path}: is a folder; name one JSONL or Parquet file in it")
+        if path.exists() and not path.is_file():
+            raise DataError(f"{path}: is not a regular file")
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL byte in the name
+        raise DataError(f"{path}: cannot be read ({error})") from error
+    if not head:
+        raise DataError(f"{path}: is empty (0 bytes)")
+    for magic, words in _MAGIC.items():
+        if head.startswith(magic):
+            raise DataError(f"{path}: {words}")
+    return head
+
+
+def _inspect_json(path: Path, head: bytes) -> None:
+    if head.startswith(b"PAR1"):
+        raise DataError(f"{path}: is Parquet under another name; rename it to {path.stem}.parquet")
+    if head.count(0) * 5 > len(head):
+        raise DataError(f"{path}: is full of NUL bytes, so it is UTF-16, UTF-32 or no text at all; save it as UTF-8")
+    start = head.removeprefix(_BOM).lstrip(_BLANK)
+    first_line = start.split(b"\n", 1)[0].strip(_BLANK)
+    if start.startswith(b"["):
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _HEAD))
+            tail = file.read().rstrip(_BLANK)
+        if first_line == b"[" or tail.endswith(b"]"):
+            raise DataError(
+                f"{path}: is one JSON array; JSON Lines wants one object per line, without brackets and commas"
+            )
+    if first_line == b"{":
+        raise DataError(f"{path}: is one JSON document over many lines; JSON Lines wants one object per line")
+
+
+def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    with path.open("rb") as file:  # a binary file ends its lines at \n and nowhere else
+        for number, line in enumerate(file, start=1):
+            line = (line.removeprefix(_BOM) if number == 1 else line).strip(_BLANK)
+            if not line:
+                continue
+            try:
+                yield number, _parse(line)
+            except BadRow as bad:
+                yield number, bad
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    """One line as an object. Raises: BadRow."""
+    try:
+        value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
+        _refuse_nonfinite(value, "")
+    except UnicodeDecodeError as error:
+        raise BadRow("", f"is not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}") from None
+    except json.JSONDecodeError as error:
+        raise BadRow("", f"is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise BadRow("", "is nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRow("", f"is not JSON that can be read: {error}") from None
+    if not isinstance(value, dict):
+        raise BadRow("", f"has to be an object, found {describe(value)}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise BadRow(next(name for name in names if names.count(name) > 1), "appears twice in one object")
+    return value
+
+
+def _refuse_nonfinite(value: object, place: str) -> None:
+    """Python reads NaN and Infinity (and 1e999), which JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(place, f"{value} is not a number that JSON has")
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _refuse_nonfinite(item, f"{place}.{name}" if place else name)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_nonfinite(item, f"{place}[{index}]")
+
+
+def _parquet_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(f"{path}: reading Parquet needs pyarrow, which is not installed") from error
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            known = [name for name in file.schema_arrow.names if name in columns]
+            if file.metadata.num_rows and not known:
+                raise DataError(f"{path}: has none of the columns {', '.join(sorted(columns))}")
+            for batch in file.iter_batches(batch_size=1024, columns=known):
+                for row in range(batch.num_rows):
+                    number += 1
+                    yield number, _parquet_row(batch, row)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as Parquet, after {number} rows: {error}") from error
+
+
+def _parquet_row(batch: Any, row: int) -> dict[str, Any] | BadRow:
+    values: dict[str, Any] = {}
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        try:
+            values[name] = column[row].as_py()
+        except UnicodeDecodeError as error:
+            return BadRow(name, f"is not UTF-8: byte {error.start} of the text is 0x{error.object[error.start]:02x}")
+    return values

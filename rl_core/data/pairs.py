@@ -1,0 +1,54 @@
+"""Preference pairs from scored rollouts: of one prompt, a rollout that succeeded is preferred to one that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rl_core.errors import DataError
+from rl_core.types import Rollout, RolloutGroup
+
+__all__ = ["Pair", "pairs_from_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Token ids of two whole sequences (prompt and completion) of one prompt."""
+
+    chosen_ids: list[int]
+    rejected_ids: list[int]
+    chosen: Rollout | None = None  # where the pair came from
+    rejected: Rollout | None = None
+
+
+def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int) -> list[Pair]:
+    """Pairs (success, failure) of the same prompt, at most `per_group` of each group, no pair of tokens twice.
+
+    Groups that only succeed or only fail give none. Truncated rollouts count as failures, as the environment says.
+    Args:
+        groups: rollouts with `success` known.
+        per_group: pairs taken from one group at most, at least 1.
+        seed: of the choice among a group's pairs.
+    Raises: DataError if per_group is below 1.
+    """
+    if per_group < 1:
+        raise DataError(f"per_group: {per_group} has to be at least 1")
+    rng = np.random.default_rng(seed)
+    pairs: list[Pair] = []
+    for group in groups:
+        good = [rollout for rollout in group.rollouts if rollout.success]
+        bad = [rollout for rollout in group.rollouts if not rollout.success]
+        choices = [(i, j) for i in range(len(good)) for j in range(len(bad))]
+        seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        for choice in rng.permutation(len(choices)):
+            chosen, rejected = good[choices[choice][0]], bad[choices[choice][1]]
+            tokens = (tuple(chosen.completion_ids), tuple(rejected.completion_ids))
+            if len(seen) == per_group:
+                break
+            if tokens not in seen:
+                seen.add(tokens)
+                prompt = list(chosen.prompt_ids)
+                pairs.append(Pair(prompt + list(tokens[0]), prompt + list(tokens[1]), chosen, rejected))
+    return pairs

@@ -1,0 +1,243 @@
+"""Records of demonstrations, preferences and questions, read from JSONL or Parquet and checked row by row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.data.files import BadRow, describe, file_digest, read_rows
+from rl_core.errors import DataError, RecordsError, SettingsError
+
+__all__ = ["Problem", "Records", "Row", "read_demonstrations", "read_preferences", "read_questions", "report"]
+
+Row = dict[str, Any]
+
+_ROLES = ("system", "user", "assistant", "tool")
+_OPTIONAL = ("level", "kind", "seed")
+_LISTED = 10  # bad rows that a message lists
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One row that cannot be used."""
+
+    file: str
+    line: int  # line of a JSONL file, row of a Parquet file; both from 1
+    field: str  # "" = the row as a whole
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.field + ': ' if self.field else ''}{self.reason}"
+
+
+@dataclass(slots=True)
+class Records:
+    """What was read: `rows` are usable, every other row is in `problems`."""
+
+    rows: list[Row]
+    num_rows: int  # rows read, usable or not
+    num_skipped: int  # rows left out, one for each problem
+    problems: list[Problem]
+    digest: str  # SHA-256 of the file's bytes, whole, whatever max_rows says
+    lines: list[int] = field(default_factory=list)  # line or row number of each usable row
+
+
+def read_demonstrations(
+    path: str | Path,
+    *,
+    on_bad_row: str = "stop",
+    max_rows: int | None = None,
+    token_length: Callable[[Row], int] | None = None,
+    context: int | None = None,
+) -> Records:
+    """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}; each comes out with "messages".
+
+    `level` and `kind` (text) and `seed` (integer) are kept where a row has them; other columns are passed over.
+    Args:
+        on_bad_row: "stop" raises after the whole file was looked through; "skip" leaves bad rows out, counts, logs.
+        max_rows: look at this many rows and no further.
+        token_length, context: a row longer than `context` tokens by `token_length` is a bad one.
+    Raises: DataError if the file as a whole cannot be used; RecordsError (it lists the first ten bad rows) on "stop".
+    """
+    columns = ("messages", "prompt", "completion", *_OPTIONAL)
+    return _read(path, columns, _demonstration, on_bad_row, max_rows, token_length, context)
+
+
+def read_preferences(
+    path: str | Path,
+    *,
+    on_bad_row: str = "stop",
+    max_rows: int | None = None,
+    token_length: Callable[[Row], int] | None = None,
+    context: int | None = None,
+) -> Records:
+    """Rows {"prompt", "chosen", "rejected"}, all text; chosen and rejected have to differ.
+
+    Arguments, optional columns and errors are those of `read_demonstrations`.
+    """
+    columns = ("prompt", "chosen", "rejected", *_OPTIONAL)
+    return _read(path, columns, _preference, on_bad_row, max_rows, token_length, context)
+
+
+def read_questions(
+    path: str | Path,
+    *,
+    on_bad_row: str = "stop",
+    max_rows: int | None = None,
+    token_length: Callable[[Row], int] | None = None,
+    context: int | None = None,
+    check: Callable[[Row], Row] | None = None,
+) -> Records:
+    """Rows {"question", "answer", "final"}, all text.
+
+    Other arguments, optional columns and errors are those of `read_demonstrations`.
+    Args:
+        check: completes or refuses a row, by raising BadRow(field, reason); called with `final` "" where it is missing.
+    """
+
+    def question(row: Row) -> Row:
+        kept = {name: _text(row, name) for name in ("question", "answer")}
+        kept["final"] = "" if check is not None and row.get("final") is None else _text(row, "final")
+        kept |= _optional(row)
+        return kept if check is None else check(kept)
+
+    columns = ("question", "answer", "final", *_OPTIONAL)
+    return _read(path, columns, question, on_bad_row, max_rows, token_length, context)
+
+
+def _read(
+    path: str | Path,
+    columns: tuple[str, ...],
+    schema: Callable[[Row], Row],
+    on_bad_row: str,
+    max_rows: int | None,
+    token_length: Callable[[Row], int] | None,
+    context: int | None,
+) -> Records:
+    if on_bad_row not in ("stop", "skip"):
+        raise SettingsError(f"on_bad_row: '{on_bad_row}' has to be 'stop' or 'skip'")
+    path = Path(path)
+    records = Records(rows=[], num_rows=0, num_skipped=0, problems=[], digest="")
+    for line, raw in read_rows(path, columns):
+        if max_rows is not None and records.num_rows >= max_rows:
+            break
+        records.num_rows += 1
+        try:
+            if isinstance(raw, BadRow):
+                raise raw
+            row = schema(raw)
+            if token_length is not None and context is not None:
+                _check_length(row, token_length, context)
+        except BadRow as bad:
+            records.problems.append(Problem(str(path), line, bad.field, bad.reason))
+            continue
+        records.rows.append(row)
+        records.lines.append(line)
+    if not records.num_rows:
+        raise DataError(f"{path}: holds no row")
+    records.num_skipped = len(records.problems)
+    report(str(path), records.problems, records.num_rows, on_bad_row)
+    records.digest = file_digest(path)
+    return records
+
+
+def report(source: str, problems: Sequence[Problem], num_rows: int, on_bad_row: str) -> None:
+    """Stop or log, as the user chose, where some of `num_rows` rows of `source` cannot be used.
+
+    Raises: RecordsError listing the first ten problems, on "stop" or where no row would be left.
+    """
+    if not problems:
+        return
+    count = f"{source}: {len(problems)} of {num_rows} rows cannot be used"
+    listed = "".join(f"\n  {problem}" for problem in problems[:_LISTED])
+    if len(problems) > _LISTED:
+        listed += f"\n  and {len(problems) - _LISTED} more"
+    if on_bad_row == "stop":
+        raise RecordsError(f"{count}:{listed}\nMend them, or leave them out with on_bad_row: skip")
+    if len(problems) == num_rows:
+        raise RecordsError(f"{count}, so none is left:{listed}")
+    _logger.warning("%s and are left out:%s", count, listed)
+
+
+def _check_length(row: Row, token_length: Callable[[Row], int], context: int) -> None:
+    try:
+        length = token_length(row)
+    except DataError as error:  # the chat template refuses the conversation
+        raise BadRow("", str(error)) from error
+    if length > context:
+        raise BadRow("", f"is {length} tokens long, the context holds {context}")
+
+
+def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
+    """The text of one field. Raises: BadRow naming the field."""
+    place = place or name
+    if name not in row:
+        raise BadRow(place, "is missing")
+    value = row[name]
+    if not isinstance(value, str):
+        raise BadRow(place, f"has to be text, found {describe(value)}")
+    if not may_be_empty and not value.strip():
+        raise BadRow(place, "is empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(value[error.start]):04x}"
+        raise BadRow(place, f"holds half of a surrogate pair ({found} at character {error.start + 1})") from None
+    return value
+
+
+def _optional(row: Row) -> Row:
+    """What describes the episode behind a row, where the row says it."""
+    kept: Row = {name: _text(row, name) for name in ("level", "kind") if row.get(name) is not None}
+    seed = row.get("seed")
+    if seed is not None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise BadRow("seed", f"has to be an integer, found {describe(seed)}")
+        kept["seed"] = seed
+    return kept
+
+
+def _demonstration(row: Row) -> Row:
+    if row.get("messages") is None and ("prompt" in row or "completion" in row):
+        messages = [
+            {"role": "user", "content": _text(row, "prompt")},
+            {"role": "assistant", "content": _text(row, "completion")},
+        ]
+    else:
+        messages = _messages(row)
+    return {"messages": messages, **_optional(row)}
+
+
+def _messages(row: Row) -> list[dict[str, str]]:
+    if "messages" not in row:
+        raise BadRow("messages", "is missing, and so are prompt and completion")
+    found = row["messages"]
+    if not isinstance(found, list):
+        raise BadRow("messages", f"has to be a list of objects, found {describe(found)}")
+    if not found:
+        raise BadRow("messages", "is empty")
+    messages = []
+    for index, message in enumerate(found):
+        place = f"messages[{index}]"
+        if not isinstance(message, dict):
+            raise BadRow(place, f"has to be an object with role and content, found {describe(message)}")
+        role = _text(message, "role", f"{place}.role")
+        if role not in _ROLES:
+            raise BadRow(f"{place}.role", f"has to be one of {', '.join(_ROLES)}, found {describe(role)}")
+        content = _text(message, "content", f"{place}.content", may_be_empty=role == "tool")
+        messages.append({"role": role, "content": content})
+    if messages[-1]["role"] != "assistant":
+        raise BadRow(f"messages[{len(messages) - 1}].role", f"has to be assistant at the end, found '{role}'")
+    return messages
+
+
+def _preference(row: Row) -> Row:
+    kept: Row = {name: _text(row, name) for name in ("prompt", "chosen", "rejected")}
+    if kept["chosen"].strip() == kept["rejected"].strip():
+        raise BadRow("chosen", "is equal to rejected, so nothing is preferred")
+    return kept | _optional(row)

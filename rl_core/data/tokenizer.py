@@ -1,0 +1,69 @@
+"""A small byte-level BPE tokenizer, trained in about a second, for policies that start from scratch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+__all__ = ["CHAT_TEMPLATE", "END", "PAD", "ROLES", "train_tokenizer"]
+
+PAD = "<pad>"
+END = "<|end|>"  # ends every message, and is the EOS of an action
+ROLES = ("system", "user", "assistant", "tool")
+
+# One token opens a message and one ends it: a from-scratch policy of a few million parameters has a short context.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('unknown role ' + message['role']) }}{% endif %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train byte-level BPE on `texts`; any text whatever encodes and decodes without loss.
+
+    Digits are never merged, so that a number is read the same way wherever it stands (as in Llama, arXiv:2302.13971).
+    The same texts give the same tokenizer.
+    Args:
+        vocab_size: entries at most, special tokens included; fewer when the texts hold no more pairs to merge.
+    Raises: DataError if vocab_size has no room for the 256 bytes and the special tokens.
+    """
+    from transformers import PreTrainedTokenizerFast  # takes seconds to import
+
+    special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
+    smallest = 256 + len(special)
+    if vocab_size < smallest:
+        raise DataError(
+            f"vocab_size: {vocab_size} has to be at least {smallest} (256 bytes and {len(special)} special)"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=PAD,
+        additional_special_tokens=special[2:],
+        clean_up_tokenization_spaces=False,
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped

@@ -1,0 +1,98 @@
+"""Environments: what a policy acts in. `make` builds one from its name and options, as a config gives them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.environments.base import Demonstration, Environment, Episode, Step
+from rl_core.environments.tools import Tool, Toolset
+from rl_core.errors import SettingsError, nearest
+
+__all__ = ["SHIPPED", "Demonstration", "Environment", "Episode", "Step", "Tool", "Toolset", "make"]
+
+SHIPPED = {
+    "pixel_grid": "rl_core.environments.pixel_grid:PixelGrid",
+    "arithmetic": "rl_core.environments.arithmetic:Arithmetic",
+    "gsm8k": "rl_core.environments.gsm8k:GSM8K",
+}
+
+
+def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None = None) -> Environment:
+    """The environment of that name, with these keyword arguments of its class.
+
+    Args:
+        name: a name in SHIPPED, or an import path 'package.module:Class' of a subclass of Environment.
+        options: keyword arguments, checked against the constructor's names and types; `data` is not among them.
+        data: the folder that the data stage prepared.
+    Raises: SettingsError for an unknown name or option, or a wrong value.
+    """
+    cls = _find(name)
+    parameters = dict(inspect.signature(cls).parameters)
+    hints = typing.get_type_hints(cls.__init__)
+    options = dict(options or {})
+    takes_data = parameters.pop("data", None) is not None
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for key, value in options.items():
+        if key not in parameters:
+            if takes_any and key != "data":
+                continue
+            raise SettingsError(f"options.{key}: environment '{name}' has no such option; {nearest(key, parameters)}")
+        if not _fits(value, hints.get(key, Any)):
+            raise SettingsError(f"options.{key}: {value!r} is not {_words(hints[key])}")
+    for key, parameter in parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and key not in options:
+            raise SettingsError(f"options.{key}: environment '{name}' needs it")
+    return cls(**options, **({"data": data} if takes_data or takes_any else {}))
+
+
+def _find(name: str) -> type[Environment]:
+    path = SHIPPED.get(name, name)
+    module_name, separator, class_name = path.partition(":")
+    if not separator:
+        hint = nearest(name, SHIPPED)
+        raise SettingsError(f"name: no environment '{name}'; {hint} Your own goes in as 'package.module:Class'")
+    try:
+        module = importlib.import_module(module_name)
+    except (ImportError, ValueError) as error:
+        raise SettingsError(f"name: the module of environment '{name}' cannot be imported: {error}") from error
+    cls = getattr(module, class_name, None)
+    if not (isinstance(cls, type) and issubclass(cls, Environment)):
+        raise SettingsError(f"name: '{name}' names no subclass of rl_core.environments.Environment")
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise SettingsError(f"name: environment '{name}' does not define {missing}")
+    return cls
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from a config suits a type hint; hints that configs cannot express are not judged."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
+    if origin in (list, tuple):
+        items = [argument for argument in arguments if argument is not Ellipsis]
+        return isinstance(value, list | tuple) and all(_fits(item, items[0] if items else Any) for item in value)
+    if origin is dict or origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            _fits(key, arguments[0]) and _fits(item, arguments[1]) for key, item in value.items()
+        )
+    if hint in (int, float):  # bool is an int to Python, not to a reader of a config; a whole number is a float
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    if hint is None or hint is type(None):
+        return value is None
+    return isinstance(value, hint) if hint in (str, bool) else True
+
+
+def _words(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
+    return hint.__name__ if isinstance(hint, type) else str(hint)

@@ -1,0 +1,123 @@
+"""The environment protocol: seeded, single-use, multi-turn episodes with Gymnasium's meaning of the words.
+
+    episode = environment.episode(seed=7, level="easy")
+    messages = episode.reset()
+    step = episode.step("zoom 2 3")          # text of one action of the policy
+    step.messages, step.reward, step.terminated, step.truncated, step.info
+
+An environment is the task family; an episode is one instance, used once. (environment, level, seed) determines it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rl_core.environments.tools import Toolset
+from rl_core.errors import EnvironmentFault, SettingsError, nearest
+from rl_core.types import Message, ToolCall
+
+__all__ = ["Demonstration", "Environment", "Episode", "Step"]
+
+HELDOUT_START = 2**30  # generated environments train on seeds below it and are evaluated on seeds from it on
+
+
+@dataclass(slots=True)
+class Step:
+    """What one action brought about."""
+
+    messages: list[Message] = field(default_factory=list)  # observations to append; [] when the episode ended
+    reward: float = 0.0
+    terminated: bool = False  # the episode reached its end
+    truncated: bool = False  # the environment cut it off
+    tool_call: ToolCall | None = None  # the call that was run, where the action was one
+    is_error: bool = False  # misuse: the action did not parse, named no tool, or its tool failed
+    answer: str | None = None  # the final answer, where the action gave one
+    success: bool | None = None  # known at the end
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Demonstration:
+    """One written-out episode: the messages from the first to the last answer."""
+
+    messages: list[Message]
+    level: str
+    kind: str
+    seed: int
+    success: bool
+
+
+class Episode(ABC):
+    """One single-use episode. `kind`, `prompt` and `target` describe it for analysis."""
+
+    def __init__(self, seed: int, level: str) -> None:
+        self.seed = seed
+        self.level = level
+        self.kind = ""
+        self.prompt = ""
+        self.target = ""
+        self._ended = False
+
+    @abstractmethod
+    def reset(self) -> list[Message]:
+        """The opening messages."""
+
+    @abstractmethod
+    def act(self, text: str) -> Step:
+        """Play one action. Called by `step`, never after the end."""
+
+    def step(self, text: str) -> Step:
+        """Play one action of the policy.
+
+        Raises: EnvironmentFault when the episode has ended already.
+        """
+        if self._ended:
+            raise EnvironmentFault(f"episode {self.level}/{self.seed} was stepped after its end; episodes are single-use")
+        step = self.act(text)
+        self._ended = step.terminated or step.truncated
+        return step
+
+
+class Environment(ABC):
+    """A family of episodes, a tool set and levels of difficulty."""
+
+    name: ClassVar[str]
+    levels: ClassVar[tuple[str, ...]]
+
+    def __init__(self, data: Path | None = None) -> None:
+        """`data` is the folder that the data stage prepared; environments that generate their episodes ignore it."""
+        self.data = data
+
+    @property
+    @abstractmethod
+    def tools(self) -> Toolset:
+        """The tools that the policy may call."""
+
+    @abstractmethod
+    def episode(self, seed: int, level: str) -> Episode:
+        """A new episode. Raises SettingsError for an unknown level."""
+
+    def demonstration(self, seed: int, level: str) -> Demonstration | None:
+        """What the demonstrator wrote for that episode; None where there is no demonstrator."""
+        return None
+
+    def seeds(self, split: str) -> range:
+        """Seeds of the 'train' or the 'heldout' episodes; the two never meet."""
+        return range(HELDOUT_START) if split == "train" else range(HELDOUT_START, 2 * HELDOUT_START)
+
+    def seeds_of(self, split: str, level: str) -> Sequence[int]:
+        """Seeds of one split that exist at one level; environments over fixed rows override it."""
+        return self.seeds(split)
+
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+        """Write what the episodes need (checked and split rows) into the data stage's folder; report what was done."""
+        return {}
+
+    def check_level(self, level: str) -> None:
+        """Raise SettingsError for a level that this environment has not got."""
+        if level not in self.levels:
+            raise SettingsError(f"environment '{self.name}' has no level '{level}'; {nearest(level, self.levels)}")

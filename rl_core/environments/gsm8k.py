@@ -1,0 +1,240 @@
+"""Word problems with a calculator: questions of a JSONL file in the shape of GSM8K (arXiv:2110.14168).
+
+A row is {"question", "answer", "final"}; `answer` is a worked solution with <<48/2=24>> annotations, which become
+calls of the calculator in the demonstrations:
+
+    assistant   Natalia sold 48/2 =
+                calculator 48/2
+    tool        24
+    assistant   24 clips in May.
+                #### 24
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from rl_core.data.files import BadRow
+from rl_core.data.records import Row, read_questions
+from rl_core.data.splits import split_by_prompt
+from rl_core.environments.base import HELDOUT_START, Demonstration, Environment, Episode, Step
+from rl_core.environments.calculator import CALCULATOR
+from rl_core.environments.solutions import convert_solution, final_of_solution, read_final, same_number, single_number
+from rl_core.environments.tools import CallFormat, Toolset
+from rl_core.errors import SettingsError, ToolMisuse
+from rl_core.types import Message
+
+__all__ = ["GSM8K", "level_of"]
+
+_FILES = {"train": "questions_train.jsonl", "heldout": "questions_heldout.jsonl"}
+_TASK = "Solve the problem step by step. End with a line '#### NUMBER'."
+
+
+def level_of(num_steps: int) -> str:
+    """Level of a question whose worked solution has so many <<>> annotations."""
+    return "short" if num_steps <= 2 else "medium" if num_steps <= 4 else "long"
+
+
+def check_question(row: Row) -> Row:
+    """A question whose final answer is one number, with `final` in plain digits. Raises: BadRow.
+
+    `final` may be missing where the solution ends in a line `#### NUMBER`, as in the original files.
+    """
+    stated = final_of_solution(row["answer"])
+    final = single_number(row["final"] or stated or "")
+    if final is None:
+        where = "final" if row["final"] else "answer"
+        raise BadRow(where, "has to hold one number" if row["final"] else "has no final and no line '#### NUMBER'")
+    if stated is not None and not same_number(stated, final):
+        raise BadRow("final", f"is {final}, but the solution ends in '#### {stated}'")
+    return {**row, "final": final}
+
+
+class GSM8KEpisode(Episode):
+    """One question. Reward 1 for the exact final number, else 0.
+
+    A failed or misspelt call is answered with an error and the episode goes on; an action with neither a call nor an
+    answer ends it without reward, since nothing is left to react to.
+    """
+
+    def __init__(self, seed: int, level: str, row: Row, kind: str, tools: Toolset, system: str) -> None:
+        super().__init__(seed, level)
+        self.kind, self.prompt, self.target = kind, row["question"], row["final"]
+        self._tools, self._system = tools, system
+
+    def reset(self) -> list[Message]:
+        """What the tools are, and the question."""
+        return [Message(role="system", content=self._system), Message(role="user", content=self.prompt)]
+
+    def act(self, text: str) -> Step:
+        """Run a call or judge an answer."""
+        try:
+            call = self._tools.parse(text)
+        except ToolMisuse as misuse:
+            return Step([Message(role="tool", content=f"error: {misuse}")], is_error=True)
+        if call is not None:
+            observation, is_error = self._tools.run(call)
+            return Step([Message(role="tool", content=observation)], tool_call=call, is_error=is_error)
+        answer = read_final(text)
+        success = answer is not None and same_number(answer, self.target)
+        return Step(reward=float(success), terminated=True, answer=answer, success=success)
+
+
+class GSM8K(Environment):
+    """Questions of a file, split once into training and held-out ones; seeds number the rows of each split.
+
+    Args:
+        path: raw JSONL or Parquet file of questions; not needed where `data` holds the split files already.
+        heldout: share of distinct questions kept out of training.
+        call_format: how the demonstrations write calls: 'line' (calculator 48/2) or 'hermes' (<tool_call> JSON).
+        on_bad_row: 'stop' refuses a file with bad rows, 'skip' leaves them out, counted.
+        max_rows: read at most this many rows.
+    """
+
+    name: ClassVar[str] = "gsm8k"
+    levels: ClassVar[tuple[str, ...]] = ("short", "medium", "long")
+
+    def __init__(
+        self,
+        path: str | None = None,
+        heldout: float = 0.1,
+        call_format: CallFormat = "line",
+        on_bad_row: Literal["stop", "skip"] = "stop",
+        max_rows: int | None = None,
+        data: Path | None = None,
+    ) -> None:
+        super().__init__(data)
+        if not 0 < heldout < 1:
+            raise SettingsError(f"options.heldout: {heldout} has to be between 0 and 1")
+        if call_format not in ("line", "hermes"):
+            raise SettingsError(f"options.call_format: '{call_format}' has to be 'line' or 'hermes'")
+        if max_rows is not None and max_rows < 2:
+            raise SettingsError(f"options.max_rows: {max_rows} has to be at least 2")
+        self._path = None if path is None else Path(path)
+        if not self._is_prepared():
+            if self._path is None:
+                raise SettingsError("options.path: environment 'gsm8k' needs a JSONL file of questions")
+            if not self._path.exists():
+                raise SettingsError(f"options.path: no such file: {self._path}")
+        self._heldout, self._on_bad_row, self._max_rows = heldout, on_bad_row, max_rows
+        self._call_format: CallFormat = call_format
+        self._tools = Toolset([CALCULATOR])
+        self._system = f"{_TASK} {self._tools.instructions(call_format)}"
+        self._splits: dict[str, list[Row]] | None = None
+        self._by_level: dict[tuple[str, str], list[int]] = {}
+
+    @property
+    def tools(self) -> Toolset:
+        """The calculator."""
+        return self._tools
+
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+        """Check and split the raw file, write questions_train.jsonl and questions_heldout.jsonl, report.
+
+        Raises: DataError or RecordsError if the file cannot be used; nothing is written then.
+        """
+        splits, report = self._read_raw(seed)
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, rows in splits.items():
+            lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (folder / _FILES[split]).write_bytes(lines.encode("utf-8"))
+        self._use(splits)
+        return report
+
+    def seeds(self, split: str) -> range:
+        """Seeds of all rows of 'train' or 'heldout'."""
+        _check_split(split)
+        start = HELDOUT_START if split == "heldout" else 0
+        return range(start, start + len(self._rows(split)))
+
+    def seeds_of(self, split: str, level: str) -> Sequence[int]:
+        """Seeds of the rows of one level."""
+        self.check_level(level)
+        _check_split(split)
+        self._rows(split)
+        return self._by_level.get((split, level), [])
+
+    def episode(self, seed: int, level: str) -> GSM8KEpisode:
+        """The episode of one row. Raises: SettingsError if there is no such row or it is of another level."""
+        row, kind = self._row(seed, level)
+        return GSM8KEpisode(seed, level, row, kind, self._tools, self._system)
+
+    def demonstration(self, seed: int, level: str) -> Demonstration:
+        """The worked solution of one row, its annotations turned into calls."""
+        row, kind = self._row(seed, level)
+        messages = self.episode(seed, level).reset()
+        messages += convert_solution(row["answer"], row["final"], self._tools, self._call_format).messages
+        return Demonstration(messages=messages, level=level, kind=kind, seed=seed, success=True)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _is_prepared(self) -> bool:
+        return self.data is not None and all((self.data / name).is_file() for name in _FILES.values())
+
+    def _row(self, seed: int, level: str) -> tuple[Row, str]:
+        """The row of a seed, and its kind of question."""
+        self.check_level(level)
+        split, index = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
+        rows = self._rows(split)
+        if not 0 <= index < len(rows):
+            raise SettingsError(f"seed {seed}: the {split} set of 'gsm8k' has {len(rows)} rows")
+        num_steps = rows[index]["answer"].count("<<")
+        if level_of(num_steps) != level:
+            raise SettingsError(f"seed {seed}: that question is of level '{level_of(num_steps)}', not '{level}'")
+        return rows[index], f"{num_steps} steps"
+
+    def _rows(self, split: str) -> list[Row]:
+        if self._splits is None:
+            if self._is_prepared():
+                assert self.data is not None
+                paths = {name: self.data / file for name, file in _FILES.items()}
+                self._use({name: read_questions(path, check=check_question).rows for name, path in paths.items()})
+            else:
+                self._use(self._read_raw(seed=0)[0])
+        assert self._splits is not None
+        return self._splits[split]
+
+    def _use(self, splits: dict[str, list[Row]]) -> None:
+        self._splits = splits
+        self._by_level = {}
+        for split, rows in splits.items():
+            start = HELDOUT_START if split == "heldout" else 0
+            for index, row in enumerate(rows):
+                level = level_of(row["answer"].count("<<"))
+                self._by_level.setdefault((split, level), []).append(start + index)
+
+    def _read_raw(self, seed: int) -> tuple[dict[str, list[Row]], dict[str, Any]]:
+        """Both splits of the raw file, and what is to be told about them."""
+        if self._path is None:
+            raise SettingsError("options.path: environment 'gsm8k' needs a JSONL file of questions to prepare")
+        records = read_questions(self._path, on_bad_row=self._on_bad_row, max_rows=self._max_rows, check=check_question)
+        train, heldout, split_report = split_by_prompt(records.rows, _question, self._heldout, seed)
+        calls: Counter[str] = Counter()
+        for row in records.rows:
+            calls += convert_solution(row["answer"], row["final"], self._tools, self._call_format).counts
+        report: dict[str, Any] = {
+            "file": str(self._path),
+            "digest": records.digest,
+            "num_skipped": records.num_skipped,
+            "problems": [str(problem) for problem in records.problems[:10]],
+            **split_report,
+            **{f"num_calls_{name}": calls[name] for name in ("exact", "rounded", "wrong", "unreadable")},
+        }
+        splits = {"train": train, "heldout": heldout}
+        for split, rows in splits.items():
+            levels = Counter(level_of(row["answer"].count("<<")) for row in rows)
+            report |= {f"num_{split}_{level}": levels[level] for level in self.levels}
+        return splits, report
+
+
+def _question(row: Row) -> str:
+    return row["question"]
+
+
+def _check_split(split: str) -> None:
+    if split not in _FILES:
+        raise SettingsError(f"split '{split}' has to be 'train' or 'heldout'")

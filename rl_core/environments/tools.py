@@ -1,0 +1,239 @@
+"""Tools that a policy may call: parsing its text, running the call within limits, describing the tools.
+
+Two ways to write a call are always understood:
+
+    line     the last non-empty line starts with a tool's name:        zoom 2 3
+    hermes   a JSON object between tags, as Qwen and Hermes models do: <tool_call>{"name": "zoom", ...}</tool_call>
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.errors import SettingsError, ToolMisuse, nearest
+from rl_core.types import ToolCall
+
+__all__ = ["CallFormat", "Tool", "ToolMisuse", "Toolset"]
+
+logger = logging.getLogger(__name__)
+
+CallFormat = Literal["line", "hermes"]
+
+OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
+MAX_HUNG_CALLS = 32  # threads cannot be killed: beyond this many that still hang, timed tools answer with an error
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would also take '1_000' and other scripts' digits
+_DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
+_JSON_TYPES = {int: "integer", float: "number", str: "string"}
+_WORDS = {int: "a whole number", float: "a number", str: "text"}
+
+_hung: list[threading.Thread] = []
+_hung_lock = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool. Its function is called with keyword arguments, after the context that `Toolset.bind` gives."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, type]  # argument name -> int, float or str, in the order in which a line lists them
+    function: Callable[..., Any]  # what it returns is shown to the policy through str()
+    timeout_s: float | None = None  # None = pure and quick: runs on the caller's own thread, without a limit
+    max_output_chars: int = 2000  # a longer output is an error
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise SettingsError(f"tool name {self.name!r} must be letters, digits, '_' or '-', starting with a letter")
+        for parameter, kind in self.parameters.items():
+            if kind not in _JSON_TYPES or not parameter.isidentifier():
+                raise SettingsError(f"tool '{self.name}': {parameter!r} must have a name and int, float or str")
+        if self.timeout_s is not None and not 0 < self.timeout_s < math.inf:
+            raise SettingsError(f"tool '{self.name}': timeout_s {self.timeout_s} must be above 0 and finite, or None")
+        if self.max_output_chars < 1:
+            raise SettingsError(f"tool '{self.name}': max_output_chars {self.max_output_chars} must be at least 1")
+
+    @property
+    def usage(self) -> str:
+        """How a line calls it, as in 'zoom ROW COLUMN'."""
+        return " ".join([self.name, *(parameter.upper() for parameter in self.parameters)])
+
+
+class Toolset:
+    """The tools of one environment.
+
+    `bind(context)` gives the same tools with what one episode hides (its grid, its database): every function gets the
+    context as its first positional arguments.
+    """
+
+    def __init__(self, tools: Iterable[Tool] = ()) -> None:
+        tools = list(tools)
+        self._tools = {tool.name: tool for tool in tools}
+        self._context: tuple[Any, ...] = ()
+        if len(self._tools) != len(tools):
+            raise SettingsError(f"two tools share a name: {sorted(tool.name for tool in tools)}")
+
+    @property
+    def tools(self) -> dict[str, Tool]:
+        """Tools by name."""
+        return dict(self._tools)
+
+    def bind(self, *context: Any) -> Toolset:
+        """The same tools, run with this context."""
+        bound = Toolset.__new__(Toolset)
+        bound._tools, bound._context = self._tools, context
+        return bound
+
+    def parse(self, text: str) -> ToolCall | None:
+        """The call that an action makes; None when it is no call at all (an answer, or prose).
+
+        Raises: ToolMisuse when it is a call, but of an unknown tool, with wrong arguments, or in unreadable JSON.
+        """
+        text = text.rpartition("</think>")[2]  # what a reasoning model merely thinks about calling is no call
+        if OPEN_TAG in text:
+            return self._parse_hermes(text)
+        lines = text.strip().splitlines()
+        words = lines[-1].split(maxsplit=1) if lines else []
+        if not words or words[0] not in self._tools:
+            return None
+        return self._parse_line(self._tools[words[0]], words[1] if len(words) > 1 else "")
+
+    def run(self, call: ToolCall) -> tuple[str, bool]:
+        """Run a call: (observation, is_error). Never raises: what a tool does wrong becomes 'error: ...'."""
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: no tool '{call.name}'; {nearest(call.name, self._tools)}", True
+        if tool.timeout_s is None:
+            return self._call(tool, call.arguments)
+        return self._call_in_thread(tool, call.arguments, tool.timeout_s)
+
+    def schema(self) -> list[dict[str, Any]]:
+        """The tools as chat templates and OpenAI-style interfaces want them."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": tool.name,
+                    "description": tool.description,
+                    "parameters": {
+                        "type": "object",
+                        "properties": {name: {"type": _JSON_TYPES[kind]} for name, kind in tool.parameters.items()},
+                        "required": list(tool.parameters),
+                    },
+                },
+            }
+            for tool in self._tools.values()
+        ]
+
+    def instructions(self, style: CallFormat = "line") -> str:
+        """The tools in words, for the system message of a model that was not trained on them."""
+        if style == "hermes":
+            schemas = "\n".join(json.dumps(entry) for entry in self.schema())
+            example = f'{OPEN_TAG}{{"name": NAME, "arguments": {{...}}}}{CLOSE_TAG}'
+            return f"You may call one tool per turn:\n{schemas}\nTo call it, write: {example}"
+        lines = [f"{tool.usage}: {tool.description}" for tool in self._tools.values()]
+        return "\n".join(["You may call one tool per turn, on the last line of your turn:", *lines])
+
+    def format(self, call: ToolCall, style: CallFormat = "line") -> str:
+        """The text that `parse` reads as this call."""
+        if style == "hermes":
+            return f"{OPEN_TAG}{json.dumps({'name': call.name, 'arguments': call.arguments})}{CLOSE_TAG}"
+        return " ".join([call.name, *(str(call.arguments[name]) for name in self._tools[call.name].parameters)])
+
+    def _parse_line(self, tool: Tool, rest: str) -> ToolCall:
+        kinds = list(tool.parameters.values())
+        takes_rest = bool(kinds) and kinds[-1] is str  # trailing text may hold blanks: calculator 3 + 4
+        words = rest.split(maxsplit=len(kinds) - 1) if takes_rest else rest.split()
+        if len(words) != len(kinds):
+            raise ToolMisuse(f"{tool.name} takes {len(kinds)} arguments, not {len(words)}; usage: {tool.usage}")
+        pairs = zip(tool.parameters.items(), words, strict=True)
+        return ToolCall(tool.name, {name: _from_word(tool, name, kind, word.strip()) for (name, kind), word in pairs})
+
+    def _parse_hermes(self, text: str) -> ToolCall:
+        if text.count(OPEN_TAG) > 1:
+            raise ToolMisuse("more than one tool call in a turn; make one and wait for its result")
+        body, closed, _ = text.partition(OPEN_TAG)[2].partition(CLOSE_TAG)
+        if not closed:
+            raise ToolMisuse(f"the tool call is not closed by {CLOSE_TAG}")
+        try:
+            value = json.loads(body, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise ToolMisuse(f"the tool call is not valid JSON: {str(error)[:100]}") from None
+        if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+            raise ToolMisuse('the tool call must be {"name": ..., "arguments": {...}}')
+        tool = self._tools.get(value["name"])
+        if tool is None:
+            raise ToolMisuse(f"no tool '{value['name'][:64]}'; {nearest(value['name'][:64], self._tools)}")
+        arguments = value.get("arguments", {})
+        if not isinstance(arguments, dict) or set(arguments) != set(tool.parameters):
+            raise ToolMisuse(f"{tool.name} takes the arguments {list(tool.parameters)}")
+        kinds = tool.parameters.items()
+        return ToolCall(tool.name, {name: _from_json(tool, name, kind, arguments[name]) for name, kind in kinds})
+
+    def _call(self, tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:
+        try:
+            output = str(tool.function(*self._context, **arguments))
+        except (Exception, SystemExit) as error:  # SystemExit: a tool must not end the run
+            message = str(error) or type(error).__name__
+            return _printable(f"error: {message[: tool.max_output_chars]}"), True
+        if len(output) > tool.max_output_chars:
+            return f"error: {tool.name} gave {len(output)} characters; at most {tool.max_output_chars} are shown", True
+        return _printable(output), False
+
+    def _call_in_thread(self, tool: Tool, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
+        with _hung_lock:
+            _hung[:] = [thread for thread in _hung if thread.is_alive()]
+            if len(_hung) >= MAX_HUNG_CALLS:
+                return f"error: {tool.name} is out of service; {len(_hung)} earlier calls still hang", True
+        results: list[tuple[str, bool]] = []
+        # Daemon, so that a call that never returns cannot keep the process alive either.
+        thread = threading.Thread(target=lambda: results.append(self._call(tool, arguments)), daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if results:
+            return results[0]
+        with _hung_lock:
+            _hung.append(thread)
+        logger.warning("tool %s did not answer within %g s; its thread is abandoned", tool.name, timeout_s)
+        return f"error: {tool.name} did not answer within {timeout_s:g} seconds", True
+
+
+def _from_word(tool: Tool, name: str, kind: type, word: str) -> Any:
+    """One argument of a line."""
+    if kind is str:
+        return word
+    if kind is int and _INTEGER.fullmatch(word):
+        return int(word)
+    if kind is float and _DECIMAL.fullmatch(word) and math.isfinite(float(word)):
+        return float(word)
+    raise ToolMisuse(f"{tool.name}: {name} must be {_WORDS[kind]}, not '{word[:40]}'; usage: {tool.usage}")
+
+
+def _from_json(tool: Tool, name: str, kind: type, value: Any) -> Any:
+    """One argument of a JSON call; a whole number will do where a number is wanted."""
+    if kind is str:
+        fits = isinstance(value, str)
+    elif kind is int:
+        fits = isinstance(value, int) and not isinstance(value, bool) and abs(value) < 10**18
+    else:  # the comparison is False for NaN and infinity
+        fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    if fits:
+        return kind(value)
+    raise ToolMisuse(f"{tool.name}: {name} must be {_WORDS[kind]}, not {json.dumps(value)[:40]}")
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _printable(text: str) -> str:
+    """Lone surrogates replaced: they cannot be tokenized or written as UTF-8."""
+    return text.encode("utf-8", "replace").decode("utf-8")

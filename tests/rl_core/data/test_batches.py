@@ -1,0 +1,86 @@
+"""Token budgets, padding, and an order of rows that continues where it was stopped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pad_rows
+from rl_core.errors import DataError
+
+
+def test_micro_batches_worked_by_hand() -> None:
+    # longest first: 10 alone fills 10; 5 + 5 pad to 10; 4, 3 pad to 8 and a third row of 4 would make 12
+    assert micro_batches([5, 10, 3, 5, 4, 1], 10) == [[1], [0, 3], [4, 2], [5]]
+    assert micro_batches([7, 3], 5) == [[0], [1]], "a row above the budget stands alone"
+    assert micro_batches([], 5) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 200))
+def test_micro_batches_hold_every_row_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    groups = micro_batches(lengths, budget)
+    assert sorted(row for group in groups for row in group) == list(range(len(lengths)))
+    for group in groups:
+        assert len(group) == 1 or len(group) * max(lengths[row] for row in group) <= budget
+
+
+@pytest.mark.parametrize(("lengths", "budget"), [([3, 0], 5), ([3], 0)])
+def test_micro_batches_refuse_nonsense(lengths: list[int], budget: int) -> None:
+    with pytest.raises(DataError):
+        micro_batches(lengths, budget)
+
+
+def test_padding_is_on_the_right() -> None:
+    rows = [[1, 2, 3], [4], []]
+    assert pad_rows(rows, 9).tolist() == [[1, 2, 3], [4, 9, 9], [9, 9, 9]]
+    assert attention_mask([3, 1, 0]).tolist() == [[True, True, True], [True, False, False], [False, False, False]]
+    assert pad_rows([[True], [False]], False, dtype=torch.bool, width=2).tolist() == [[True, False], [False, False]]
+    padded = pad_rows([[0.5], [1.5, 2.5]], dtype=torch.float32)
+    assert padded.dtype == torch.float32 and padded.tolist() == [[0.5, 0.0], [1.5, 2.5]]
+    assert pad_rows([], 0).shape == (0, 0)
+    with pytest.raises(DataError, match="width 2 is below the longest row, 3 tokens"):
+        pad_rows(rows, 0, width=2)
+
+
+def test_every_epoch_shows_every_row_once_in_a_new_order() -> None:
+    order = DataOrder(10, 4, seed=3)
+    assert order.batches_per_epoch == 3
+    epochs = [[order.next() for _ in range(3)] for _ in range(2)]
+    for epoch in epochs:
+        assert [len(batch) for batch in epoch] == [4, 4, 2]
+        assert sorted(row for batch in epoch for row in batch) == list(range(10))
+    assert epochs[0] != epochs[1]
+    assert DataOrder(10, 4, seed=3).next() == epochs[0][0]
+    assert DataOrder(10, 4, seed=4).next() != epochs[0][0]
+
+
+@pytest.mark.parametrize("done", range(8))
+def test_order_continues_from_its_state_wherever_it_was_taken(done: int) -> None:
+    order = DataOrder(7, 3, seed=0)
+    for _ in range(done):
+        order.next()
+    restored = DataOrder(7, 3, seed=0)
+    restored.load_state_dict(order.state_dict())
+    assert [restored.next() for _ in range(5)] == [order.next() for _ in range(5)]
+
+
+def test_a_batch_that_was_handed_out_is_the_callers() -> None:
+    order, same = DataOrder(4, 2, seed=0), DataOrder(4, 2, seed=0)
+    order.next().clear()
+    same.next()
+    assert order.next() == same.next()
+
+
+@pytest.mark.parametrize("other", [DataOrder(8, 3, 0), DataOrder(7, 2, 0), DataOrder(7, 3, 1)])
+def test_a_state_of_another_order_is_refused(other: DataOrder) -> None:
+    with pytest.raises(DataError, match="data order was saved with"):
+        DataOrder(7, 3, seed=0).load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])
+def test_an_order_of_nothing_is_refused(arguments: tuple[int, int, int]) -> None:
+    with pytest.raises(DataError):
+        DataOrder(*arguments)

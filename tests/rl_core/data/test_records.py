@@ -1,0 +1,298 @@
+"""Every way in which a data file or one of its rows can be wrong, and the words for it."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from rl_core.data.records import Problem, Records, read_demonstrations, read_preferences, read_questions, report
+from rl_core.errors import DataError, RecordsError, SettingsError
+
+GOOD = {"prompt": "Who?", "chosen": "Ada", "rejected": "Bob"}
+GOOD_LINE = json.dumps(GOOD).encode()
+
+
+def written(folder: Path, content: bytes | list[Any], name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    if isinstance(content, list):
+        content = b"".join(json.dumps(row).encode() + b"\n" for row in content)
+    path.write_bytes(content)
+    return path
+
+
+def problem_of(path: Path, read: Callable[..., Records] = read_preferences, **options: Any) -> tuple[int, str, str]:
+    """The one problem of a file whose other rows are good: line, field, reason."""
+    records = read(path, on_bad_row="skip", **options)
+    assert records.num_skipped == len(records.problems) == 1
+    assert len(records.rows) == records.num_rows - 1
+    problem = records.problems[0]
+    assert problem.file == str(path)
+    with pytest.raises(RecordsError):
+        read(path, **options)
+    return problem.line, problem.field, problem.reason
+
+
+BAD_PREFERENCES = [
+    (b"not json", "", "is not JSON: Expecting value at character 1"),
+    (b'{"prompt": "a"', "", "is not JSON: Expecting ',' delimiter at character 15"),
+    (b'{"prompt": "\xff"}', "", "is not UTF-8: byte 12 of the line is 0xff"),
+    (b'{"prompt": "a", "chosen": "b"}', "rejected", "is missing"),
+    (b'{"prompt": "", "chosen": "b", "rejected": "c"}', "prompt", "is empty"),
+    (b'{"prompt": "a", "chosen": " \\n", "rejected": "c"}', "chosen", "is empty"),
+    (b'{"prompt": 3, "chosen": "b", "rejected": "c"}', "prompt", "has to be text, found a number (3)"),
+    (b'{"prompt": "a", "chosen": null, "rejected": "c"}', "chosen", "has to be text, found null"),
+    (b'{"prompt": "a", "chosen": true, "rejected": "c"}', "chosen", "has to be text, found a truth value (True)"),
+    (b'{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "chosen", "has to be text, found a list (['b'])"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "b "}', "chosen", "is equal to rejected, so nothing is preferred"),
+    (b'{"prompt": NaN, "chosen": "b", "rejected": "c"}', "prompt", "nan is not a number that JSON has"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": {"y": [-Infinity]}}', "x.y[0]", "-inf is not a number"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1e999}', "x", "inf is not a number"),
+    (
+        b'{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}',
+        "prompt",
+        "half of a surrogate pair (\\ud800 at character",
+    ),
+    (b'{"prompt": "a", "prompt": "z", "chosen": "b", "rejected": "c"}', "prompt", "appears twice in one object"),
+    (b'["a", "b", "c"]', "", "has to be an object, found a list (['a', 'b', 'c'])"),
+    (b"null", "", "has to be an object, found null"),
+    (b"[" * 100_000, "", "is nested too deeply"),
+    (b'{"x": ' + b"9" * 5000 + b"}", "", "is not JSON that can be read"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "seed": "7"}', "seed", "has to be an integer, found text ('7')"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "level": 7}', "level", "has to be text, found a number (7)"),
+]
+
+
+@pytest.mark.parametrize(("line", "field", "reason"), BAD_PREFERENCES)
+def test_a_bad_row_is_named_with_line_field_and_reason(tmp_path: Path, line: bytes, field: str, reason: str) -> None:
+    path = written(tmp_path, b"\n".join([GOOD_LINE, line, GOOD_LINE]))
+    found = problem_of(path)
+    assert found[:2] == (2, field)
+    assert reason in found[2]
+
+
+def test_stop_lists_the_first_ten_and_the_count(tmp_path: Path) -> None:
+    path = written(tmp_path, [GOOD] + [{**GOOD, "chosen": ""} for _ in range(13)])
+    with pytest.raises(RecordsError) as caught:
+        read_preferences(path)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{path}: 13 of 14 rows cannot be used:"
+    assert lines[1:11] == [f"  {path}:{line}: chosen: is empty" for line in range(2, 12)]
+    assert lines[11] == "  and 3 more"
+    assert "on_bad_row: skip" in lines[12] and len(lines) == 13
+
+
+def test_skip_leaves_out_counts_and_logs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = written(tmp_path, [GOOD, {**GOOD, "chosen": "Bob"}, {**GOOD, "prompt": "Where?"}])
+    with caplog.at_level(logging.WARNING):
+        records = read_preferences(path, on_bad_row="skip")
+    assert [row["prompt"] for row in records.rows] == ["Who?", "Where?"]
+    assert (records.num_rows, records.num_skipped, records.lines) == (3, 1, [1, 3])
+    assert records.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert f"{path}:2: chosen: is equal to rejected" in caplog.text
+    with pytest.raises(RecordsError, match="so none is left"):
+        read_preferences(written(tmp_path, b"x\n"), on_bad_row="skip")
+    with pytest.raises(SettingsError, match="on_bad_row: 'ignore'"):
+        read_preferences(path, on_bad_row="ignore")
+
+
+def test_problems_found_elsewhere_are_reported_alike(caplog: pytest.LogCaptureFixture) -> None:
+    problem = Problem("demonstrations of x", 3, "", "is 9 tokens long, the context holds 8")
+    report("demonstrations of x", [], 5, "stop")
+    with pytest.raises(
+        RecordsError, match="demonstrations of x: 1 of 5 rows cannot be used:\n  demonstrations of x:3: is 9"
+    ):
+        report("demonstrations of x", [problem], 5, "stop")
+    with pytest.raises(RecordsError, match="so none is left"):
+        report("demonstrations of x", [problem], 1, "skip")
+    with caplog.at_level(logging.WARNING):
+        report("demonstrations of x", [problem], 5, "skip")
+    assert "1 of 5 rows cannot be used and are left out" in caplog.text
+
+
+WHOLE_FILES = [
+    (b"", "is empty"),
+    (b"\xef\xbb\xbf\n \r\n", "holds no row"),
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n", "Git LFS pointer.*git lfs pull"),
+    (gzip.compress(GOOD_LINE), "gzip-compressed"),
+    (b"PK\x03\x04 and so on", "zip archive"),
+    (GOOD_LINE.decode().encode("utf-16"), "UTF-16"),
+    (GOOD_LINE.decode().encode("utf-16-le"), "UTF-16"),
+    (b"\xfe\xff" + GOOD_LINE.decode().encode("utf-16-be"), "UTF-16"),
+    (b"[" + GOOD_LINE + b",\n" + GOOD_LINE + b"]\n", "one JSON array"),
+    (json.dumps([GOOD], indent=2).encode(), "one JSON array"),
+    (b"[\n" + GOOD_LINE, "one JSON array"),
+    (json.dumps(GOOD, indent=2).encode(), "one JSON document over many lines"),
+    (b"PAR1 and so on", "is Parquet under another name; rename it to rows.parquet"),
+]
+
+
+@pytest.mark.parametrize(("content", "words"), WHOLE_FILES)
+@pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
+def test_a_file_that_is_no_jsonl(tmp_path: Path, content: bytes, words: str, on_bad_row: str) -> None:
+    path = written(tmp_path, content)
+    with pytest.raises(DataError, match=words) as caught:
+        read_preferences(path, on_bad_row=on_bad_row)
+    assert str(caught.value).startswith(str(path)) and not isinstance(caught.value, RecordsError)
+
+
+def test_what_is_no_file_at_all(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read_preferences(tmp_path / "none.jsonl")
+    with pytest.raises(DataError, match="is a folder"):
+        read_preferences(tmp_path)
+    os.mkfifo(tmp_path / "pipe.jsonl")  # opening it would wait for ever
+    with pytest.raises(DataError, match="not a regular file"):
+        read_preferences(tmp_path / "pipe.jsonl")
+    with pytest.raises(DataError, match=r"cannot be read|no such file"):
+        read_preferences("a\0b")
+
+
+def test_only_line_feeds_split_lines(tmp_path: Path) -> None:
+    text = "one\u2028two\u2029three\x85four\u000bfive"
+    row = json.dumps({**GOOD, "prompt": text}, ensure_ascii=False).encode()
+    records = read_preferences(written(tmp_path, row + b"\n" + GOOD_LINE))
+    assert [row["prompt"] for row in records.rows] == [text, "Who?"]
+
+
+def test_bom_crlf_and_blank_lines_are_fine(tmp_path: Path) -> None:
+    content = b"\xef\xbb\xbf" + GOOD_LINE + b"\r\n\r\n" + GOOD_LINE + b"\r\n"
+    records = read_preferences(written(tmp_path, content))
+    assert records.rows == [GOOD, GOOD] and records.lines == [1, 3]
+
+
+def test_other_columns_are_passed_over_and_known_ones_kept(tmp_path: Path) -> None:
+    row = {**GOOD, "source": [1, None], "level": "easy", "kind": "k", "seed": 7}
+    records = read_preferences(written(tmp_path, [row, {**GOOD, "seed": None}]))
+    assert records.rows == [{**GOOD, "level": "easy", "kind": "k", "seed": 7}, GOOD]
+
+
+def test_max_rows_stops_before_later_problems(tmp_path: Path) -> None:
+    path = written(tmp_path, GOOD_LINE + b"\n" + GOOD_LINE + b"\nbroken")
+    records = read_preferences(path, max_rows=2)
+    assert (records.num_rows, len(records.rows)) == (2, 2)
+    assert records.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_rows_too_long_for_the_context(tmp_path: Path) -> None:
+    path = written(tmp_path, [GOOD, {**GOOD, "chosen": "a b c d"}])
+
+    def words(row: dict[str, Any]) -> int:
+        return max(len(row["chosen"].split()), len(row["rejected"].split()))
+
+    assert problem_of(path, token_length=words, context=3) == (2, "", "is 4 tokens long, the context holds 3")
+    assert len(read_preferences(path, token_length=words, context=4).rows) == 2
+
+    def refuses(row: dict[str, Any]) -> int:
+        if row["chosen"] == "Ada":
+            raise DataError("the template refuses this")
+        return 1
+
+    assert problem_of(path, token_length=refuses, context=3) == (1, "", "the template refuses this")
+
+
+def test_demonstrations_come_as_messages(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "cell?"},
+        {"role": "assistant", "content": "zoom 1 2"},
+        {"role": "tool", "content": ""},
+        {"role": "assistant", "content": "answer red"},
+    ]
+    path = written(tmp_path, [{"messages": messages, "seed": 3}, {"prompt": "p", "completion": "c"}])
+    assert read_demonstrations(path).rows == [
+        {"messages": messages, "seed": 3},
+        {"messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]},
+    ]
+
+
+USER = {"role": "user", "content": "u"}
+
+
+@pytest.mark.parametrize(
+    ("row", "field", "reason"),
+    [
+        ({"x": 1}, "messages", "is missing, and so are prompt and completion"),
+        ({"prompt": "p"}, "completion", "is missing"),
+        ({"messages": "hi"}, "messages", "has to be a list of objects, found text ('hi')"),
+        ({"messages": []}, "messages", "is empty"),
+        ({"messages": ["hi"]}, "messages[0]", "has to be an object with role and content, found text ('hi')"),
+        ({"messages": [USER, {"content": "a"}]}, "messages[1].role", "is missing"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "has to be one of"),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "found null"),
+        ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1].content", "is empty"),
+        ({"messages": [USER]}, "messages[0].role", "has to be assistant at the end, found 'user'"),
+    ],
+)
+def test_bad_demonstrations(tmp_path: Path, row: dict[str, Any], field: str, reason: str) -> None:
+    path = written(tmp_path, [{"prompt": "p", "completion": "c"}, row])
+    found = problem_of(path, read_demonstrations)
+    assert found[:2] == (2, field) and reason in found[2]
+
+
+def test_questions(tmp_path: Path) -> None:
+    row = {"question": "1+1?", "answer": "2\n#### 2", "final": "2"}
+    path = written(tmp_path, [row, {**row, "final": 2}])
+    assert problem_of(path, read_questions) == (2, "final", "has to be text, found a number (2)")
+    assert read_questions(path, max_rows=1).rows == [row]
+
+
+def parquet(folder: Path, columns: dict[str, Any], name: str = "rows.parquet") -> Path:
+    pq.write_table(pa.table(columns), folder / name)
+    return folder / name
+
+
+def test_parquet_is_read_with_row_numbers(tmp_path: Path) -> None:
+    path = parquet(
+        tmp_path,
+        {
+            "prompt": ["a", "b", None, "d"],
+            "chosen": ["1", "2", "3", "4"],
+            "rejected": pa.array(["x", "2", "y", "z"]).dictionary_encode(),
+            "score": [float("nan")] * 4,
+        },
+    )
+    records = read_preferences(path, on_bad_row="skip")
+    assert records.rows == [
+        {"prompt": "a", "chosen": "1", "rejected": "x"},
+        {"prompt": "d", "chosen": "4", "rejected": "z"},
+    ]
+    assert [(problem.line, problem.field) for problem in records.problems] == [(2, "chosen"), (3, "prompt")]
+    assert records.problems[1].reason == "has to be text, found null"
+    assert records.digest == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_parquet_holds_messages_and_wrong_types(tmp_path: Path) -> None:
+    messages = [[{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]]
+    records = read_demonstrations(parquet(tmp_path, {"messages": messages, "level": [None]}))
+    assert records.rows == [{"messages": messages[0]}]
+    path = parquet(tmp_path, {"prompt": ["a", "b"], "chosen": [float("nan"), 1.0], "rejected": ["x", "y"]})
+    with pytest.raises(RecordsError, match=r"rows.parquet:1: chosen: has to be text, found a number \(nan\)"):
+        read_preferences(path)
+
+
+def test_parquet_with_broken_text_loses_one_row(tmp_path: Path) -> None:
+    raw = pa.array([b"fine", b"\xff\xfe", b"good"], pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 3, raw.buffers())
+    path = parquet(tmp_path, {"prompt": text, "chosen": ["1", "2", "3"], "rejected": ["x", "y", "z"]})
+    assert problem_of(path) == (2, "prompt", "is not UTF-8: byte 0 of the text is 0xff")
+
+
+def test_files_that_are_no_parquet(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not Parquet, whatever its name says"):
+        read_preferences(written(tmp_path, GOOD_LINE, "rows.parquet"))
+    whole = parquet(tmp_path, {"prompt": ["a"] * 100}, "whole.parquet").read_bytes()
+    with pytest.raises(DataError, match="cannot be read as Parquet"):
+        read_preferences(written(tmp_path, whole[:-20], "cut.parquet"))
+    with pytest.raises(DataError, match="none of the columns chosen, "):
+        read_preferences(parquet(tmp_path, {"text": ["a"]}))
+    with pytest.raises(DataError, match="holds no row"):
+        read_preferences(parquet(tmp_path, {"prompt": pa.array([], pa.string())}))
