@@ -3,7 +3,8 @@
     PosttrainError
     |-- SettingsError (ValueError)      a setting is unknown, mistyped, out of range, or impossible beside another
     |-- DataError (ValueError)          a tensor, record or file is not what it has to be
-    |   `-- RecordsError                bad rows of a data file: file, line, field, what was found, what was expected
+    |   |-- RecordsError                bad rows of a data file: file, line, field, what was found, what was expected
+    |   `-- NonFiniteTensor             a tensor given to a loss holds NaN or infinity; the message names it
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
     |   |-- CorruptError                bytes differ from their manifest
     |   `-- ResumeRefused               settings, data or code changed since the checkpoint was written
@@ -32,6 +33,7 @@ __all__ = [
     "EnvironmentFault",
     "FolderBusy",
     "NonFiniteError",
+    "NonFiniteTensor",
     "OutOfMemory",
     "PosttrainError",
     "RecordsError",
@@ -58,6 +60,10 @@ class DataError(PosttrainError, ValueError):
 
 class RecordsError(DataError):
     """Rows of a data file that cannot be used; the message lists the first ten with file, line, field and reason."""
+
+
+class NonFiniteTensor(DataError):
+    """A tensor given to a loss holds NaN or infinity; the message names it, the place and the value."""
 
 
 class CheckpointError(PosttrainError):

@@ -1,0 +1,230 @@
+"""The `posttrain` command.
+
+Only the standard library and the error tree are imported here, so that `posttrain --help` starts at once; each command
+imports what it needs.
+
+Exit codes: 0 done; 1 it failed; 2 the command, the settings or the data are wrong; 130 and 143 stopped by Ctrl-C and
+SIGTERM, with everything saved.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from flows.cli_parser import build_parser
+from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
+
+if TYPE_CHECKING:
+    from tasks.config import PipelineSettings
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    arguments = build_parser().parse_args(argv)
+    _raise_on_sigterm()
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader went away, as in `posttrain runs | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Run the command and turn what people can mend into a message and an exit code."""
+    try:
+        return COMMANDS[arguments.command](arguments)
+    except Stopped as stopped:
+        return _failed(arguments, str(stopped), 128 + stopped.signum)
+    except KeyboardInterrupt:
+        return _failed(arguments, "stopped by Ctrl-C; the same command goes on from the last checkpoint", 130)
+    except (SettingsError, DataError) as error:
+        return _failed(arguments, str(error), 2)
+    except PosttrainError as error:
+        return _failed(arguments, f"{type(error).__name__}: {error}", 1)
+
+
+def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
+    if arguments.debug:
+        traceback.print_exc()
+    print(f"posttrain: {message}", file=sys.stderr)
+    return code
+
+
+def _raise_on_sigterm() -> None:
+    """Outside a training loop, which saves and stops by itself, SIGTERM unwinds like Ctrl-C and closes what is open."""
+
+    def stop(signum: int, frame: Any) -> NoReturn:
+        raise Stopped("stopped by SIGTERM; the same command goes on from the last checkpoint", signum)
+
+    try:
+        signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not the main thread: whoever started it handles signals
+        return
+
+
+# ------------------------------------------------------------------------------------------------------------ commands
+
+
+def _load(arguments: argparse.Namespace) -> PipelineSettings:
+    from tasks.config import load
+
+    return load(arguments.config, arguments.set)
+
+
+def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:
+    if arguments.config is None and arguments.set:
+        raise SettingsError("--set changes a configuration; give one with --config")
+    return None if arguments.config is None else _load(arguments)
+
+
+def _prepare(settings: PipelineSettings) -> None:
+    """Put Prefect's own files beside the pipeline's; has to come before Prefect is imported."""
+    from flows.prefect_home import prepare_prefect
+
+    prepare_prefect(Path(settings.output))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the pipeline of a configuration."""
+    settings = _load(arguments)
+    _prepare(settings)
+    from flows.post_training import run_pipeline
+
+    result = run_pipeline(settings, fresh=arguments.fresh, quiet=arguments.quiet)
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Check a configuration and say what it would run."""
+    settings = _load(arguments)
+    from tasks.config import resolve, settings_digest
+
+    if arguments.show:
+        import yaml
+
+        print(yaml.safe_dump(resolve(settings), sort_keys=False, allow_unicode=True), end="")
+        return 0
+    print(f"{arguments.config}: fine")
+    print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
+    print(f"  stages    {' -> '.join(settings.stages.active)}")
+    print(f"  model     {settings.model.path or f'preset {settings.model.preset}, from scratch'}")
+    print(f"  acts in   {settings.environment.name}")
+    print(f"  writes to {Path(settings.output).absolute() / settings.name}")
+    return 0
+
+
+def stage(arguments: argparse.Namespace) -> int:
+    """Run one stage."""
+    settings = _load(arguments)
+    if getattr(settings.stages, arguments.name) is None:
+        raise SettingsError(
+            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; "
+            f"add it with --set stages.{arguments.name}={{}}"
+        )
+    _prepare(settings)
+    from flows.single_stage import run_stage
+
+    result = run_stage(settings, arguments.name, model=arguments.model, fresh=arguments.fresh, quiet=arguments.quiet)
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate one model on a configuration's held-out episodes."""
+    settings = _load(arguments)
+    _prepare(settings)
+    from flows.single_stage import evaluate_model
+
+    result = evaluate_model(settings, arguments.model, quiet=arguments.quiet)
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def analyze(arguments: argparse.Namespace) -> int:
+    """Analyse trajectory files."""
+    settings = _optional(arguments)
+    missing = [path for path in arguments.paths if not Path(path).exists()]
+    if missing:
+        raise DataError(f"{missing[0]}: no such file; give trajectories.jsonl files or folders that hold some")
+    from flows.single_stage import analyze as analyze_paths
+
+    report = analyze_paths([Path(path) for path in arguments.paths], settings, Path(arguments.out))
+    print(f"report: {report}")
+    return 0
+
+
+def promote(arguments: argparse.Namespace) -> int:
+    """Move the alias `champion`."""
+    settings = _load(arguments)
+    from tasks.promote import promote_version
+
+    print(promote_version(settings, arguments.version, arguments.note))
+    return 0
+
+
+def ui(arguments: argparse.Namespace) -> int:
+    """Serve the MLflow and the Prefect pages until Ctrl-C."""
+    settings = _optional(arguments)
+    from flows.ui import serve
+
+    output = Path(settings.output if settings else arguments.output)
+    serve(
+        output,
+        settings.tracking.uri if settings else None,
+        host=arguments.host,
+        mlflow_port=arguments.mlflow_port,
+        prefect_port=arguments.prefect_port,
+    )
+    return 0
+
+
+def runs(arguments: argparse.Namespace) -> int:
+    """List runs with status and result."""
+    settings = _optional(arguments)
+    from tasks.tracking import list_runs
+
+    output = Path(settings.output if settings else arguments.output)
+    rows = list_runs(output, uri=settings.tracking.uri if settings else None, limit=arguments.limit)
+    print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run configs/demo.yaml")
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Say what this machine has and what is missing."""
+    settings = _optional(arguments)
+    from flows.doctor import examine, report
+
+    findings = examine(
+        Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
+    )
+    print(report(findings))
+    return 1 if any(finding.is_bad for finding in findings) else 0
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of equal keys as aligned text."""
+    head = list(rows[0])
+    cells = [head, *([str(row.get(name, "")) for name in head] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join(lines)
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    command.__name__: command for command in (run, validate, stage, evaluate, analyze, promote, ui, runs, doctor)
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,217 @@
+"""The arguments of the `posttrain` command. Imports nothing but the standard library: `--help` has to start at once."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["STAGE_NAMES", "build_parser"]
+
+STAGE_NAMES = ("prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote")
+
+_ABOUT = """\
+Post-train language-model policies: prepare data, SFT, reward model, policy optimisation, evaluation, analysis,
+promotion. A pipeline is one YAML file.
+"""
+
+_START = """\
+start here:
+  posttrain run configs/demo.yaml          the whole pipeline on an environment that needs no download
+  posttrain validate configs/demo.yaml     check a configuration without running anything
+  posttrain ui                             look at results in MLflow and Prefect
+  posttrain doctor                         what this machine has and what is missing
+
+exit codes:
+  0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command goes on from the last checkpoint
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="posttrain", description=_ABOUT, epilog=_START, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
+    parser.set_defaults(debug=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for add in (_add_run, _add_validate, _add_stage, _add_evaluate, _add_analyze, _add_promote, _add_ui, _add_runs):
+        add(commands)
+    _add_doctor(commands)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version; it is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any, **named: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"posttrain {version('posttrain')}")
+        except PackageNotFoundError:
+            print("posttrain, not installed")
+        parser.exit()
+
+
+def _add(commands: Any, name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n".join(["examples:", *(f"  posttrain {example}" for example in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of every error")
+    parser.set_defaults(command=name)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False) -> None:
+    about = "the pipeline's YAML file"
+    if option:
+        parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=about)
+    else:
+        parser.add_argument("config", metavar="CONFIG", help=about)
+    parser.add_argument(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="change one setting, as in stages.policy.learning_rate=3e-4; may be given several times; VALUE is YAML, "
+        "and null removes a stage",
+    )
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output", "-o", default="outputs", help="output folder, without --config (default: outputs)")
+
+
+def _add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the table at the end")
+
+
+def _add_run(commands: Any) -> None:
+    parser = _add(
+        commands,
+        "run",
+        "run a pipeline; stages that were finished with the same settings and data are not run again",
+        [
+            "run configs/demo.yaml",
+            "run configs/demo.yaml --set stages.policy.learning_rate=1e-3 --set seed=1",
+            "run configs/demo.yaml --set stages.reward_model=null --set 'stages.evaluate.levels=[easy, hard]'",
+            "run configs/gsm8k.yaml --set environment.options.path=train.jsonl",
+        ],
+    )
+    _add_config(parser)
+    parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever was finished before")
+    _add_quiet(parser)
+
+
+def _add_validate(commands: Any) -> None:
+    examples = ["validate configs/demo.yaml", "validate configs/demo.yaml --set stages.policy.group_size=16 --show"]
+    parser = _add(commands, "validate", "check a configuration; nothing is run or written", examples)
+    _add_config(parser)
+    parser.add_argument("--show", action="store_true", help="print all settings, defaults included, as YAML")
+
+
+def _add_stage(commands: Any) -> None:
+    examples = [
+        "stage prepare_data configs/demo.yaml",
+        "stage policy configs/demo.yaml --model outputs/my-sft-model",
+        "stage sft configs/demo.yaml --set stages.sft.epochs=1 --fresh",
+    ]
+    about = "run one stage; what it needs is taken from finished stages, or run first"
+    parser = _add(commands, "stage", about, examples)
+    parser.add_argument("name", metavar="NAME", choices=STAGE_NAMES, help=f"one of {', '.join(STAGE_NAMES)}")
+    _add_config(parser)
+    parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
+    parser.add_argument("--fresh", action="store_true", help="run the stage again, even if it was finished before")
+    _add_quiet(parser)
+
+
+def _add_evaluate(commands: Any) -> None:
+    examples = [
+        "evaluate models:/demo@champion --config configs/demo.yaml",
+        "evaluate path/to/model -c configs/demo.yaml --set stages.evaluate.episodes=100",
+    ]
+    about = "evaluate a model on the held-out episodes of a configuration"
+    parser = _add(commands, "evaluate", about, examples)
+    parser.add_argument("model", metavar="MODEL", help="model folder, hub name or models:/NAME@ALIAS")
+    _add_config(parser, option=True, required=True)
+    _add_quiet(parser)
+
+
+def _add_analyze(commands: Any) -> None:
+    examples = [
+        "analyze outputs/demo/stages/evaluate/KEY --out report",
+        "analyze sft.jsonl policy.jsonl --config configs/demo.yaml",
+    ]
+    about = "analyse trajectory files: tables, pictures, one HTML report"
+    parser = _add(commands, "analyze", about, examples)
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="trajectories.jsonl files, or folders that hold some")
+    _add_config(parser, option=True)
+    parser.add_argument("--out", default="analysis", help="folder of the report (default: analysis)")
+
+
+def _add_promote(commands: Any) -> None:
+    examples = [
+        "promote --config configs/demo.yaml --note 'loops on hard questions'    (back to the champion before)",
+        "promote --version 3 --config configs/demo.yaml",
+    ]
+    about = "move the alias champion by hand: back to the champion before, or to any version"
+    parser = _add(commands, "promote", about, examples)
+    parser.add_argument("--version", type=_positive, metavar="N", help="version of the registered model")
+    parser.add_argument("--note", default="", help="why; kept as a tag of the version")
+    _add_config(parser, option=True, required=True)
+
+
+def _add_ui(commands: Any) -> None:
+    examples = ["ui", "ui --output outputs --mlflow-port 5000 --prefect-port 4200"]
+    parser = _add(commands, "ui", "serve the MLflow and the Prefect pages on this machine until Ctrl-C", examples)
+    _add_config(parser, option=True)
+    _add_output(parser)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, loopback)")
+    parser.add_argument(
+        "--mlflow-port",
+        type=_port,
+        default=5000,
+        metavar="PORT",
+        help="default: 5000; the next free one where it is taken",
+    )
+    parser.add_argument(
+        "--prefect-port",
+        type=_port,
+        default=4200,
+        metavar="PORT",
+        help="default: 4200; the next free one where it is taken",
+    )
+
+
+def _add_runs(commands: Any) -> None:
+    parser = _add(commands, "runs", "list runs, newest first, with status and result", ["runs", "runs --limit 5"])
+    _add_config(parser, option=True)
+    _add_output(parser)
+    parser.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
+
+
+def _add_doctor(commands: Any) -> None:
+    examples = ["doctor", "doctor --config configs/gsm8k.yaml"]
+    about = "check versions, devices, stores and folders; exits with 1 when something needed is missing"
+    parser = _add(commands, "doctor", about, examples)
+    _add_config(parser, option=True)
+    _add_output(parser)
+
+
+def _positive(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    number = _positive(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; ports are 1 to 65535")
+    return number

@@ -1,0 +1,74 @@
+"""What a person sees while a pipeline runs: a bar for every stage, or plain lines where there is no terminal."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+__all__ = ["Display"]
+
+LINE_SECONDS = 10.0  # between two plain lines of one stage
+
+
+class Display:
+    """Live progress of the stages; a context manager and a `ProgressCallback`."""
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        self.console = console or Console()
+        self.quiet = quiet
+        self.live = self.console.is_terminal and not quiet
+        self._tasks: dict[str, TaskID] = {}
+        self._last: dict[str, float] = {}
+        self._progress = Progress(
+            TextColumn("[bold]{task.description:<18}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[message]}"),
+            console=self.console,
+            refresh_per_second=4,
+        )
+
+    def __enter__(self) -> Display:
+        if self.live:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.live:
+            self._progress.stop()
+
+    def __call__(self, stage: str, done: int, total: int, message: str = "") -> None:
+        """Show how far a stage is."""
+        if self.quiet:
+            return
+        if not self.live:
+            self._line(stage, done, total, message)
+            return
+        if stage not in self._tasks:
+            self._finish_others(stage)
+            self._tasks[stage] = self._progress.add_task(stage.replace("_", " "), total=total, message="")
+        self._progress.update(self._tasks[stage], completed=done, total=total, message=message)
+
+    def _finish_others(self, stage: str) -> None:
+        """Stages run one after the other: a clock that goes on for an ended one would mislead."""
+        for name, task in self._tasks.items():
+            if name != stage:
+                self._progress.stop_task(task)
+
+    def _line(self, stage: str, done: int, total: int, message: str) -> None:
+        now = time.monotonic()
+        if done < total and now - self._last.get(stage, -LINE_SECONDS) < LINE_SECONDS:
+            return
+        self._last[stage] = now
+        self.console.print(f"{stage.replace('_', ' ')}: {done}/{total} {message}".rstrip(), highlight=False)
+
+    def say(self, text: str) -> None:
+        """Print a line above the bars."""
+        if not self.quiet:
+            self.console.print(text, highlight=False)

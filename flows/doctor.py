@@ -1,0 +1,270 @@
+"""`posttrain doctor`: what this machine has, and what is missing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import sys
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Literal
+from urllib.parse import urlsplit
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+__all__ = ["Finding", "examine", "report"]
+
+GIB = 2**30
+TIMEOUT_SECONDS = 5.0  # for a server to answer
+CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    state: Literal["ok", "note", "bad"]  # note: works, but worth knowing; bad: something needed is missing
+    detail: str
+    advice: str = ""
+
+    @property
+    def is_bad(self) -> bool:
+        """Whether a pipeline cannot run like this."""
+        return self.state == "bad"
+
+
+def examine(output: Path, tracking_uri: str | None = None) -> list[Finding]:
+    """Look at Python, packages, devices, memory, the output folder and the stores. Writes nothing that stays.
+
+    Args:
+        output: the folder that pipelines write into.
+        tracking_uri: `tracking.uri` of a config; None: MLFLOW_TRACKING_URI, else the output folder's own database.
+    """
+    return [
+        *_packages(),
+        *_devices(),
+        _memory(),
+        _folder(output),
+        _disk(output),
+        _mlflow(tracking_uri, output),
+        _prefect(),
+    ]
+
+
+def report(findings: list[Finding]) -> str:
+    """The findings as text, with what to do under each that asks for it."""
+    words = {"ok": "ok  ", "note": "note", "bad": "BAD "}
+    width = max(len(finding.name) for finding in findings)
+    lines = []
+    for finding in findings:
+        lines.append(f"{words[finding.state]}  {finding.name.ljust(width)}  {finding.detail}")
+        if finding.advice:
+            lines.append(f"      {' ' * width}  -> {finding.advice}")
+    num_bad = sum(finding.is_bad for finding in findings)
+    lines.append(
+        f"\n{num_bad} needed {'thing is' if num_bad == 1 else 'things are'} missing" if num_bad else "\nall is there"
+    )
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------ packages
+
+
+def _packages() -> Iterator[Finding]:
+    try:
+        described = metadata.metadata("posttrain")
+        requirements = metadata.requires("posttrain") or []
+    except metadata.PackageNotFoundError:
+        yield Finding("posttrain", "bad", "is not installed", "run `make setup`, or `pip install -e .`")
+        return
+    yield Finding("posttrain", "ok", described["Version"])
+    yield _python(str(described["Requires-Python"] or ""))
+    pins = _pins()
+    for text in requirements:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+            yield _package(requirement, pins.get(_canonical(requirement.name)))
+
+
+def _python(allowed: str) -> Finding:
+    version = ".".join(str(part) for part in sys.version_info[:3])
+    if version not in SpecifierSet(allowed):
+        return Finding("python", "bad", f"{version}; needed {allowed}", "make the environment with another Python")
+    return Finding("python", "ok", version)
+
+
+def _package(requirement: Requirement, pin: str | None) -> Finding:
+    name = requirement.name
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return Finding(name, "bad", f"is not installed; needed {requirement.specifier}", "run `make setup`")
+    if not requirement.specifier.contains(version, prereleases=True):
+        return Finding(name, "bad", f"{version}; needed {requirement.specifier}", "pip install -c constraints.txt -e .")
+    if pin is not None and Version(version).public != Version(pin).public:
+        return Finding(name, "note", f"{version}; tested with {pin}")
+    return Finding(name, "ok", version)
+
+
+def _pins() -> dict[str, str]:
+    """The tested versions by canonical name; {} where the package was installed without its checkout."""
+    pins = {}
+    lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
+    for line in lines:
+        try:
+            requirement = Requirement(line.split("#")[0].strip())
+        except InvalidRequirement:  # a comment or an empty line
+            continue
+        exact = [item.version for item in requirement.specifier if item.operator == "=="]
+        if exact:
+            pins[_canonical(requirement.name)] = exact[0]
+    return pins
+
+
+def _canonical(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+# ------------------------------------------------------------------------------------------------------------- machine
+
+
+def _devices() -> Iterator[Finding]:
+    try:
+        import torch
+    except Exception as error:  # a broken native library raises OSError and others
+        yield Finding("torch import", "bad", f"{type(error).__name__}: {error}", "install torch again, see README")
+        return
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    limit = os.environ.get("OMP_NUM_THREADS")
+    yield Finding(
+        "threads",
+        "ok",
+        f"{usable} of {os.cpu_count()} CPU cores usable, torch takes {torch.get_num_threads()}"
+        + (f" (OMP_NUM_THREADS={limit})" if limit else ""),
+    )
+    if not torch.cuda.is_available():
+        built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        yield Finding("gpu", "note", f"none: {built}", "fine for the demo; for large models see README, 'With a GPU'")
+        return
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / GIB:.0f} GiB"
+        yield Finding(f"gpu {index}", "ok", f"{properties.name}, {memory}, CUDA {torch.version.cuda}")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    detail = f"{memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
+    if memory.available < 4 * GIB:
+        return Finding("memory", "note", detail, "the demo takes up to 4 GiB")
+    return Finding("memory", "ok", detail)
+
+
+def _existing(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that exists."""
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def _folder(output: Path) -> Finding:
+    place = _existing(output)
+    if not place.is_dir():
+        return Finding("output", "bad", f"{place} is a file", "give another folder with --output")
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        return Finding("output", "bad", f"{place} cannot be written into: {error.strerror}", "give another folder")
+    made = "" if place == output.absolute() else " (made at the first run)"
+    return Finding("output", "ok", f"{output.absolute()}{made}")
+
+
+def _disk(output: Path) -> Finding:
+    free = shutil.disk_usage(_existing(output)).free
+    detail = f"{free / GIB:.1f} GiB free"
+    if free < GIB:
+        return Finding("disk", "bad", detail, "a run needs at least 1 GiB; free some, or give another --output")
+    return Finding("disk", "note" if free < 5 * GIB else "ok", detail)
+
+
+# -------------------------------------------------------------------------------------------------------------- stores
+
+
+def _mlflow(uri: str | None, output: Path) -> Finding:
+    from tasks.tracking.store import default_uri, without_password
+
+    uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(output)
+    shown = without_password(uri)
+    scheme = urlsplit(uri).scheme
+    if scheme in ("http", "https"):
+        problem = _asked(f"{uri.rstrip('/')}/health")
+        advice = "start it, or leave MLFLOW_TRACKING_URI and tracking.uri out for a local database"
+    elif scheme == "sqlite":
+        path = Path(uri.removeprefix("sqlite:///"))
+        if not path.exists():
+            return Finding("mlflow store", "ok", f"{shown} (made at the first run)")
+        problem, advice = _opened(path), "restore the file, or move it away to start a new one"
+    else:
+        problem, advice = _connected(uri), "check the address, the driver and that the database is up"
+    if problem:
+        return Finding("mlflow store", "bad", f"{shown}: {problem}", advice)
+    return Finding("mlflow store", "ok", shown)
+
+
+def _prefect() -> Finding:
+    url = os.environ.get("PREFECT_API_URL")
+    if not url:
+        return Finding("prefect api", "ok", "none set: every run starts its own for as long as it runs")
+    problem = _asked(f"{url.rstrip('/')}/health")
+    if problem:
+        advice = "start it (`prefect server start`), or unset PREFECT_API_URL"
+        return Finding("prefect api", "bad", f"{url}: {problem}", advice)
+    return Finding("prefect api", "ok", url)
+
+
+def _asked(url: str) -> str:
+    """What went wrong when a server was asked for its health; "" = it answered."""
+    try:
+        with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS):
+            return ""
+    except urllib.error.HTTPError as error:
+        # Servers that want a token say so here; they are up.
+        return "" if error.code in (401, 403) else f"answered {error.code}"
+    except (OSError, ValueError) as error:
+        return f"no answer ({getattr(error, 'reason', None) or error})"
+
+
+def _opened(path: Path) -> str:
+    """What went wrong when a sqlite file was opened; "" = it is a database."""
+    try:
+        connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=TIMEOUT_SECONDS)
+        try:
+            connection.execute("select name from sqlite_master limit 1").fetchall()
+        finally:
+            connection.close()
+    except sqlite3.Error as error:
+        return str(error)
+    return ""
+
+
+def _connected(uri: str) -> str:
+    """What went wrong when a database server was connected to; "" = it answered."""
+    import sqlalchemy
+
+    try:
+        engine = sqlalchemy.create_engine(uri, pool_pre_ping=True)
+        with engine.connect():
+            return ""
+    except Exception as error:  # drivers raise their own errors, and a missing driver an ImportError
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -1,0 +1,153 @@
+"""The pipeline as a DAG: prepare data -> SFT -> reward model -> policy -> evaluate -> analyze -> promote.
+
+Stages that a config leaves out are skipped; what comes after them starts from what came before them.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flows.display import Display
+from flows.prefect_home import prepare_prefect
+from flows.summary import describe, parent_metrics, result_rows, result_table
+from rl_core.errors import SettingsError
+from tasks.config import PipelineSettings, from_dict, resolve
+
+__all__ = ["PipelineResult", "post_training", "run_pipeline"]
+
+prepare_prefect()  # before Prefect is imported; the command line has given it the config's output folder by now
+
+from prefect import flow  # noqa: E402
+from prefect.runtime import flow_run  # noqa: E402
+
+from tasks.analyze import analyze_trajectories  # noqa: E402
+from tasks.evaluate import evaluate_models  # noqa: E402
+from tasks.policy import optimise_policy  # noqa: E402
+from tasks.prefect_task import stage_task  # noqa: E402
+from tasks.prepare_data import prepare_data  # noqa: E402
+from tasks.promote import promote  # noqa: E402
+from tasks.reward_model import reward_model  # noqa: E402
+from tasks.session import Session  # noqa: E402
+from tasks.sft import sft  # noqa: E402
+from tasks.stage import StageResult  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+# A flow's parameters are data that Prefect stores; who shows progress is known to this process alone.
+_display: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
+
+
+@dataclass(frozen=True)
+class PipelineResult:
+    """What a run of the pipeline gave."""
+
+    results: dict[str, StageResult]
+    rows: list[dict[str, Any]]  # of the table
+    run_url: str  # the parent run in MLflow
+    seconds: float
+    facts: dict[str, Any] = field(default_factory=dict)
+    ok: bool = True
+
+    def table(self, width: int | None = None) -> str:
+        """The table that ends a run: stage, success with its interval, reward, tokens/s, seconds, where to look."""
+        return result_table(self.rows, self.run_url, self.facts, width)
+
+
+@flow(
+    name="post-training",
+    flow_run_name="{settings[name]}",
+    description=(__doc__ or "").strip(),
+    validate_parameters=False,
+    persist_result=False,
+)
+def post_training(settings: dict[str, Any], fresh: bool = False, only: str | None = None) -> PipelineResult:
+    """Run the pipeline that `settings` describes, as a config file would.
+
+    Args:
+        fresh: run stages again though they are finished.
+        only: the one stage that `fresh` is meant for; None = all.
+    """
+    typed = from_dict(settings)
+    display = _display.get()
+    with Session(
+        typed,
+        fresh=fresh,
+        only=only,
+        flow_run_id=str(flow_run.id or ""),
+        flow_run_url=str(flow_run.ui_url or ""),
+        on_progress=display,
+    ) as session:
+        _run_stages(session)
+        rows = result_rows(session)
+        session.parent.log_metrics(parent_metrics(session), 0)
+        session.parent.set_description(describe(session, rows))
+    cost = session.tracking.cost
+    facts = {
+        "output": str(session.home),
+        "tracking_seconds": cost.foreground_seconds,
+        "tracking_background_seconds": cost.background_seconds,
+    }
+    return PipelineResult(
+        results=dict(session.results),
+        rows=rows,
+        run_url=session.tracking.run_url(session.parent.run_id),
+        seconds=session.seconds,
+        facts=facts,
+    )
+
+
+def _run_stages(session: Session) -> None:
+    """The DAG. Each arrow is a path that one stage hands to another."""
+    stages = session.settings.stages
+    base = session.resolve_base_model()
+    data: StageResult | None = None
+    if stages.prepare_data is not None or base is None:
+        data = stage_task("prepare_data", prepare_data, session)(base)
+    model: StageResult | Path | str
+    if base is not None:
+        model = base
+    else:
+        assert data is not None
+        model = data.model
+    models: dict[str, StageResult | Path | str] = {}
+    reward: StageResult | None = None
+    if stages.sft is not None:
+        if data is None:
+            raise SettingsError("stages.sft needs stages.prepare_data, which makes or reads the demonstrations")
+        models["sft"] = result = stage_task("sft", sft, session)(model, data)
+        model = result.model
+    if stages.reward_model is not None:
+        reward = stage_task("reward_model", reward_model, session)(model, data)
+    if stages.policy is not None:
+        models["policy"] = result = stage_task("policy", optimise_policy, session)(model, data, reward)
+        model = result.model
+    if stages.evaluate is None:
+        return
+    models = models or {"base": model}
+    evaluation = stage_task("evaluate", evaluate_models, session)(models, data)
+    if stages.analyze is not None:
+        training = {name: result for name, result in session.results.items() if name in ("sft", "policy")}
+        stage_task("analyze", analyze_trajectories, session)(evaluation, training, data)
+    challenger = session.results.get("policy") or session.results.get("sft")
+    if stages.promote is not None and challenger is not None:
+        stage_task("promote", promote, session)(evaluation, challenger.stage, challenger, data)
+
+
+def run_pipeline(
+    settings: PipelineSettings, *, fresh: bool = False, only: str | None = None, quiet: bool = False
+) -> PipelineResult:
+    """Run the flow in this process, with live progress on the terminal.
+
+    Raises: what a stage raises; Stopped when it was interrupted and its state saved.
+    """
+    with Display(quiet=quiet) as display:
+        token = _display.set(display)
+        try:
+            result: PipelineResult = post_training(resolve(settings), fresh, only)
+        finally:
+            _display.reset(token)
+    return result

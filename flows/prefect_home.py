@@ -1,0 +1,39 @@
+"""Prefect's settings for a run: where its database is, how it starts without a server, what it prints.
+
+Imported before Prefect itself. Whatever the user has set stays.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["prefect_environment", "prepare_prefect"]
+
+
+def prefect_environment(output: Path | None = None) -> dict[str, str]:
+    """Environment variables under which Prefect works beside this project without a server of its own.
+
+    Args:
+        output: the output folder, which then also holds Prefect's database; None leaves the user's own place.
+    """
+    values = {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "true",
+        # The first start of the embedded server makes its database; 20 s, the default, is tight on a busy machine.
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
+        # The terminal shows our own progress; the log itself goes to the Prefect UI in full.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+    }
+    if output is not None and not {"PREFECT_API_URL", "PREFECT_PROFILE"} & os.environ.keys():
+        values["PREFECT_HOME"] = str(output.resolve() / "prefect")
+    return values
+
+
+def prepare_prefect(output: Path | None = None) -> None:
+    """Set them, where the user has not. Has no effect on a Prefect that was imported before."""
+    for name, value in prefect_environment(output).items():
+        os.environ.setdefault(name, value)
+    if output is not None:
+        Path(os.environ.get("PREFECT_HOME", output)).mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,73 @@
+"""Parts of a pipeline on their own: one stage, the evaluation of one model, the analysis of trajectory files."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows.post_training import PipelineResult, run_pipeline
+from rl_core.analysis import analyze as analyze_trajectories
+from rl_core.errors import DataError
+from rl_core.settings import AnalysisSettings, EvaluationSettings
+from tasks.analyze import image_function
+from tasks.config import STAGES, PipelineSettings, StagesSettings
+from tasks.policy_model import make_environment
+
+__all__ = ["analyze", "evaluate_model", "run_stage"]
+
+
+def run_stage(
+    settings: PipelineSettings, name: str, *, model: str | None = None, fresh: bool = False, quiet: bool = False
+) -> PipelineResult:
+    """Run one stage; what it needs from earlier ones is taken from finished runs, or run first.
+
+    Args:
+        name: a stage of the config.
+        model: start from this folder, hub name or registered model, in place of the stages that would make one.
+        fresh: run this stage again even when it is finished; the stages before it are not.
+    """
+    return run_pipeline(_up_to(settings, name, model), fresh=fresh, only=name, quiet=quiet)
+
+
+def _up_to(settings: PipelineSettings, name: str, model: str | None) -> PipelineSettings:
+    """The pipeline without what comes after a stage, and without what a given model replaces."""
+    order = list(STAGES)
+    needed = set(order[: order.index(name) + 1])
+    if name in ("sft", "policy"):
+        needed -= {"evaluate", "analyze"}
+    if name != "reward_model" and not (settings.stages.policy and "learned" in settings.stages.policy.rewards):
+        needed.discard("reward_model")
+    if model is not None:
+        needed -= {stage for stage in ("sft", "policy") if stage != name}
+        settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=model))
+    kept = {stage: getattr(settings.stages, stage) if stage in needed else None for stage in order}
+    return dataclasses.replace(settings, stages=StagesSettings(**kept))
+
+
+def evaluate_model(settings: PipelineSettings, model: str, *, quiet: bool = False) -> PipelineResult:
+    """Play the config's held-out episodes with one model: a folder, hub name or registered model."""
+    evaluation = settings.stages.evaluate or EvaluationSettings()
+    stages = StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation)
+    start = dataclasses.replace(settings.model, path=model)
+    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), quiet=quiet)
+
+
+def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path) -> Path:
+    """Analyse trajectory files (or every one in a folder), the oldest model first; returns the report's path.
+
+    Raises: DataError when there is no trajectory file, or one cannot be read.
+    """
+    models: dict[str, Path] = {}
+    for path in paths:
+        found = sorted(path.glob("trajectories*.jsonl")) if path.is_dir() else [path]
+        if not found:
+            raise DataError(f"{path}: holds no trajectories*.jsonl")
+        for file in found:
+            name = file.stem.removeprefix("trajectories").strip("_-") or file.parent.name
+            while name in models:
+                name += "'"
+            models[name] = file
+    stage = settings.stages.analyze if settings else None
+    image_of = image_function(make_environment(settings, None)) if settings else None
+    return analyze_trajectories(models, out, stage or AnalysisSettings(), image_of=image_of).report

@@ -1,0 +1,119 @@
+"""What a run comes to: the rows of its table, its metrics on the parent run, its description in MLflow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from tasks.session import Session
+
+__all__ = ["describe", "parent_metrics", "result_rows", "result_table"]
+
+
+def result_rows(session: Session) -> list[dict[str, Any]]:
+    """One row a stage, in order: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}."""
+    evaluated = session.results["evaluate"].summary["models"] if "evaluate" in session.results else {}
+    rows = []
+    for name, result in session.results.items():
+        row: dict[str, Any] = {
+            "stage": name,
+            "seconds": result.summary.get("seconds", result.seconds),
+            "cached": result.cached,
+            "url": session.tracking.run_url(result.run_id) if result.run_id else "",
+            "note": result.summary.get("note", ""),
+            "tokens_per_second": result.summary.get("tokens_per_second"),
+        }
+        if name in evaluated:
+            found = evaluated[name]
+            row |= {"success": found["success"], "low": found["success_low"], "high": found["success_high"]}
+            row["reward"] = found["reward"]
+        if name == "reward_model":
+            row |= {key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY.items()}
+        if name == "evaluate":
+            rates = [found["tokens_per_second"] for found in evaluated.values()]
+            row["tokens_per_second"] = sum(rates) / len(rates) if rates else None
+        rows.append(row)
+    return rows
+
+
+_ACCURACY = {"accuracy": "", "low": "_low", "high": "_high"}
+
+
+def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping[str, Any], width: int | None) -> str:
+    """The rows as text, with where to look next."""
+    table = Table(title=None, pad_edge=False)
+    for name, justify in (
+        ("stage", "left"), ("success (95% interval)", "right"), ("reward", "right"), ("tokens/s", "right"),
+        ("seconds", "right"),
+    ):  # fmt: skip
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for row in rows:
+        table.add_row(
+            str(row["stage"]).replace("_", " "),
+            _rate(row),
+            "" if row.get("reward") is None else f"{row['reward']:.3f}",
+            "" if not row.get("tokens_per_second") else f"{row['tokens_per_second']:,.0f}",
+            "cached" if row["cached"] else f"{row['seconds']:.1f}",
+        )
+    console = Console(file=io.StringIO(), width=width or Console().width, force_terminal=False)
+    console.print(table)
+    for row in rows:
+        console.print(f"{str(row['stage']).replace('_', ' ')}: {row['note']}", soft_wrap=True, highlight=False)
+    console.print()
+    console.print(f"MLflow run  {run_url}", soft_wrap=True)
+    console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
+    if "127.0.0.1" in run_url:
+        console.print("Pages       posttrain ui    starts the MLflow and Prefect pages behind these links")
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _rate(row: Mapping[str, Any]) -> str:
+    if row.get("success") is not None:
+        return f"{row['success']:.1%} [{row['low']:.1%}, {row['high']:.1%}]"
+    if row.get("accuracy") is not None:
+        return f"ranks {row['accuracy']:.1%} [{row['low']:.1%}, {row['high']:.1%}]"
+    return ""
+
+
+def parent_metrics(session: Session) -> dict[str, float]:
+    """The few numbers by which parent runs are compared in the runs table."""
+    cost = session.tracking.cost
+    metrics: dict[str, float] = {
+        "pipeline/seconds": session.seconds,
+        "pipeline/tracking_seconds": cost.foreground_seconds,
+        "pipeline/tracking_background_seconds": cost.background_seconds,
+    }
+    for row in result_rows(session):
+        name = row["stage"]
+        if row.get("success") is not None:
+            metrics[f"success_rate/{name}"] = row["success"]
+            metrics[f"success_rate/{name}_low"] = row["low"]
+            metrics[f"success_rate/{name}_high"] = row["high"]
+        if row.get("accuracy") is not None:
+            metrics["reward_model/accuracy"] = row["accuracy"]
+        if not row["cached"]:
+            metrics[f"seconds/{name}"] = float(row["seconds"])
+    return metrics
+
+
+def describe(session: Session, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The parent run's description in MLflow: markdown that tells what came out."""
+    lines = ["| stage | success (95% interval) | reward | seconds | result |", "|---|---|---|---|---|"]
+    for row in rows:
+        stage = str(row["stage"]).replace("_", " ")
+        linked = f"[{stage}]({row['url']})" if row["url"] else stage
+        reward = "" if row.get("reward") is None else f"{row['reward']:.3f}"
+        seconds = "cached" if row["cached"] else f"{row['seconds']:.1f}"
+        note = str(row["note"]).replace("|", "/")
+        lines.append(f"| {linked} | {_rate(row)} | {reward} | {seconds} | {note} |")
+    lines.append("")
+    if session.flow_run_url:
+        lines.append(f"[Prefect flow run]({session.flow_run_url}) · ")
+    lines.append("Report: artifact `report.html` · settings: artifact `config.json`")
+    return "\n".join(lines)

@@ -1,0 +1,287 @@
+"""`posttrain ui`: the MLflow page and the Prefect page of an output folder, on loopback, until Ctrl-C.
+
+Both are child processes in groups of their own; whatever ends this process ends them too, a SIGKILL included. A
+service that runs elsewhere already (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from flows.prefect_home import prefect_environment
+from rl_core.errors import BackendError, SettingsError
+from tasks.tracking import Tracking, offline_environment
+
+__all__ = ["Service", "Services", "serve"]
+
+log = logging.getLogger(__name__)
+
+START_SECONDS = 120.0  # a first start creates databases
+STOP_SECONDS = 8.0  # for an orderly end; after that the group is killed
+PORTS_TRIED = 100
+
+# Asks the kernel for SIGTERM when the parent dies, then becomes the server.
+_TIED = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
+"""
+
+
+@dataclass
+class Service:
+    """One web page: its name, link, and the process that serves it (None = it runs elsewhere)."""
+
+    name: str
+    url: str
+    health: str = ""
+    log_path: Path | None = None
+    process: subprocess.Popen[bytes] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def answers(self) -> bool:
+        """Whether the page is up."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback needs no proxy
+        try:
+            with opener.open(self.health, timeout=2) as response:
+                return bool(response.status == 200)
+        except (OSError, urllib.error.URLError, ValueError):
+            return False
+
+    def tail(self) -> str:
+        """The last lines that the process printed."""
+        if self.log_path is None or not self.log_path.exists():
+            return ""
+        return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
+
+    def check_alive(self) -> None:
+        """Raise BackendError, with its last words, when the process has ended."""
+        if self.process is not None and self.process.poll() is not None:
+            code = self.process.returncode
+            raise BackendError(f"the {self.name} server ended (exit code {code}); its last lines:\n{self.tail()}")
+
+
+class Services:
+    """Both pages, as a context manager."""
+
+    def __init__(
+        self,
+        output: Path,
+        tracking_uri: str | None = None,
+        *,
+        host: str = "127.0.0.1",
+        mlflow_port: int = 5000,
+        prefect_port: int = 4200,
+    ) -> None:
+        """Nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
+        if host not in ("127.0.0.1", "localhost", "::1"):
+            raise SettingsError(
+                f"host: '{host}' is not loopback; neither page asks for a password, so use an SSH tunnel"
+            )
+        self.output, self.host = Path(output).resolve(), host
+        self._tracking = Tracking(tracking_uri, self.output)
+        self._ports = {"MLflow": mlflow_port, "Prefect": prefect_port}
+        self._taken: set[int] = set()
+        self.services: list[Service] = []
+
+    def __enter__(self) -> Services:
+        try:
+            self.services.append(self._mlflow())
+            self.services.append(self._prefect())
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    # -- the two servers ----------------------------------------------------------------------------------------
+
+    def _mlflow(self) -> Service:
+        store = self._tracking.store
+        if not store.is_local:
+            return Service("MLflow", store.label, notes=["(runs elsewhere)"])
+        if store.uri.startswith("sqlite:///"):
+            Path(store.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+        artifacts = self.output / "mlflow" / "artifacts"
+        service = self._service("MLflow", "/health")
+        port = self._ports["MLflow"]
+        arguments = [
+            "mlflow", "server", "--backend-store-uri", store.uri, "--default-artifact-root", artifacts.as_uri(),
+            "--host", self.host, "--port", str(port), "--workers", "1",
+            "--allowed-hosts", f"{self._netloc(port)},127.0.0.1:{port},localhost:{port}",
+        ]  # fmt: skip
+        environment = {**offline_environment(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        self._start(service, arguments, environment)
+        return service
+
+    def _prefect(self) -> Service:
+        elsewhere = os.environ.get("PREFECT_API_URL")
+        if elsewhere:
+            return Service("Prefect", elsewhere.removesuffix("/").removesuffix("/api"), notes=["(runs elsewhere)"])
+        service = self._service("Prefect", "/api/health")
+        port = self._ports["Prefect"]
+        environment = {
+            **prefect_environment(self.output),
+            "PREFECT_CLI_PROMPT": "false",
+            "PREFECT_UI_API_URL": f"{service.url}/api",
+            "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
+        }
+        self._start(service, ["prefect", "server", "start", "--host", self.host, "--port", str(port)], environment)
+        return service
+
+    def _netloc(self, port: int) -> str:
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    def _service(self, name: str, health: str) -> Service:
+        wanted = self._ports[name]
+        port = self._ports[name] = self._free_port(wanted)
+        url = f"http://{self._netloc(port)}"
+        service = Service(name, url, url + health, self.output / "logs" / f"{name.lower()}-ui.log")
+        if port != wanted:
+            service.notes.append(f"(port {wanted} is taken)")
+        return service
+
+    def _free_port(self, wanted: int) -> int:
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        for port in range(wanted, min(65536, wanted + PORTS_TRIED)):
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                # As servers do it: a port whose last connections are still closing is free.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((self.host, port))
+                except PermissionError as error:
+                    raise SettingsError(f"port {wanted}: {error.strerror}; use one above 1023") from None
+                except OSError:
+                    continue
+            if port not in self._taken:
+                self._taken.add(port)
+                return port
+        raise BackendError(
+            f"no free port on {self.host} from {wanted} on; name another with --mlflow-port/--prefect-port"
+        )
+
+    def _start(self, service: Service, arguments: list[str], environment: dict[str, str]) -> None:
+        assert service.log_path is not None
+        service.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with service.log_path.open("wb") as output:
+            service.process = subprocess.Popen(
+                [sys.executable, "-c", _TIED, str(os.getpid()), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**environment, **os.environ, **_quiet(environment)},
+                cwd=self.output,
+                start_new_session=True,  # Ctrl-C reaches us alone, and a group can be ended as a whole
+            )
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        waiting = [service for service in self.services if service.process is not None]
+        while waiting:
+            for service in list(waiting):
+                service.check_alive()
+                if service.answers():
+                    waiting.remove(service)
+            if waiting and time.monotonic() > deadline:
+                late = waiting[0]
+                raise BackendError(f"the {late.name} server does not answer at {late.url}; last lines:\n{late.tail()}")
+            time.sleep(0.1)
+
+    # -- until the end ------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """Return never; raises BackendError when a server ends by itself."""
+        while True:
+            for service in self.services:
+                service.check_alive()
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """End both process groups; whoever does not go is killed."""
+        running = [service.process for service in self.services if service.process is not None]
+        for process in running:
+            _signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.info("process %d takes too long to stop and is killed", process.pid)
+            # Workers may outlive their master for a moment, or for ever.
+            while _signal_group(process, 0) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            _signal_group(process, signal.SIGKILL)
+            process.wait()
+        self.services = []
+
+
+def _quiet(environment: dict[str, str]) -> dict[str, str]:
+    """What a user's environment must not override: without these the pages call home or ask questions."""
+    names = ("MLFLOW_DISABLE_TELEMETRY", "PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_CLI_PROMPT", "PREFECT_UI_API_URL")
+    return {name: environment[name] for name in names if name in environment}
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Signal a child's group (its session's leader is the child); False when nobody is left in it."""
+    try:
+        os.killpg(process.pid, number)
+        return True
+    except (ProcessLookupError, PermissionError):
+        return False
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def serve(
+    output: Path,
+    tracking_uri: str | None = None,
+    *,
+    host: str = "127.0.0.1",
+    mlflow_port: int = 5000,
+    prefect_port: int = 4200,
+) -> None:
+    """Serve both pages until Ctrl-C or SIGTERM; prints the links once both answer.
+
+    Args:
+        output: the output folder, whose stores are shown.
+        tracking_uri: the MLflow store; None as for runs (MLFLOW_TRACKING_URI, else the folder's own).
+        host: a loopback name; neither page has a password.
+        mlflow_port, prefect_port: the next free one is taken where it is in use.
+    Raises: SettingsError, BackendError when a server does not start or ends by itself.
+    """
+    Path(output).mkdir(parents=True, exist_ok=True)
+    # SIGINT too: a shell starts background jobs with it ignored.
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        print("starting the MLflow and Prefect pages ...", flush=True)
+        pages = Services(output, tracking_uri, host=host, mlflow_port=mlflow_port, prefect_port=prefect_port)
+        with pages as running:
+            for service in running.services:
+                print(f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True)
+            print("Ctrl-C stops both", flush=True)
+            running.watch()
+    except KeyboardInterrupt:
+        print("\nstopped")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

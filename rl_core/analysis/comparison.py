@@ -1,0 +1,122 @@
+"""Two models on the same episodes: paired differences with intervals, per level and kind, and where one fell behind."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any
+
+from rl_core.analysis.index import EpisodeIndex, EpisodeRef, PairCounts
+from rl_core.analysis.statistics import Difference, bootstrap_mean, sign_test
+from rl_core.analysis.trajectories import turning_point
+from rl_core.errors import DataError
+
+__all__ = ["Comparison", "PairedRow", "compare_models", "turning_point"]
+
+REGRESSIONS = 10  # episodes listed
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRow:
+    """The difference of success rates on one group of episodes."""
+
+    name: str  # all, a level or a kind
+    success: Difference
+    episodes: int
+    wins: int  # episodes that the second model solves more often
+    losses: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The second model minus the first, on the episodes that both played."""
+
+    first: str
+    second: str
+    total: PairedRow
+    reward: Difference
+    by_level: list[PairedRow]
+    by_kind: list[PairedRow]
+    p_value: float  # exact sign test of wins against losses
+    regressions: list[EpisodeRef]  # offsets and outcomes in the order (first, second)
+    improvements: list[EpisodeRef]
+    only_first: int  # episodes that the second did not play, or played with another prompt or target
+    only_second: int
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+
+        def row(paired: PairedRow) -> dict[str, Any]:
+            return {**asdict(paired), "success": paired.success._asdict()}
+
+        def ref(episode: EpisodeRef) -> dict[str, Any]:
+            return {name: value for name, value in asdict(episode).items() if name != "offsets"}
+
+        return {
+            "first": self.first,
+            "second": self.second,
+            "total": row(self.total),
+            "reward": self.reward._asdict(),
+            "by_level": [row(paired) for paired in self.by_level],
+            "by_kind": [row(paired) for paired in self.by_kind],
+            "p_value": self.p_value,
+            "regressions": [ref(episode) for episode in self.regressions],
+            "improvements": [ref(episode) for episode in self.improvements],
+            "only_first": self.only_first,
+            "only_second": self.only_second,
+        }
+
+
+def compare_models(
+    index: EpisodeIndex, names: list[str], first: int, second: int, *, samples: int, seed: int, confidence: float = 0.95
+) -> Comparison:
+    """Compare two models of the index.
+
+    Args:
+        names: of the models in the index, by number. first, second: numbers; differences are second minus first.
+        samples, seed, confidence: of the bootstrap over episodes.
+    Raises: DataError where the two have no episode in common.
+    """
+
+    def row(name: str, pairs: PairCounts) -> PairedRow:
+        difference = bootstrap_mean(pairs.values, pairs.counts, samples=samples, seed=seed, confidence=confidence)
+        signed = list(zip(pairs.values, pairs.counts, strict=True))
+        wins, losses = sum(c for v, c in signed if v > 0), sum(c for v, c in signed if v < 0)
+        return PairedRow(name, difference, pairs.episodes, wins, losses)
+
+    total = index.pairs(first, second)
+    if not total:
+        raise DataError(
+            f"models '{names[first]}' and '{names[second]}' have no episode in common (environment, level, seed, "
+            "prompt and target must agree); play both on the same held-out episodes"
+        )
+    pairs = total["all"]
+    summed = row("all", pairs)
+    return Comparison(
+        first=names[first],
+        second=names[second],
+        total=summed,
+        reward=_mean_difference(pairs, confidence),
+        by_level=[row(name, group) for name, group in index.pairs(first, second, "level").items()],
+        by_kind=[row(name, group) for name, group in index.pairs(first, second, "kind").items()],
+        p_value=sign_test(summed.wins, summed.losses),
+        regressions=index.changed((first, second), worse=True, limit=REGRESSIONS),
+        improvements=index.changed((first, second), worse=False, limit=REGRESSIONS),
+        only_first=index.episodes(first) - pairs.episodes,
+        only_second=index.episodes(second) - pairs.episodes,
+    )
+
+
+def _mean_difference(pairs: PairCounts, confidence: float) -> Difference:
+    """Mean difference of rewards with the normal interval mean +- z s / sqrt(n), s the spread between episodes.
+
+    Rewards take any value, so a bootstrap would have to hold them all; this needs their sum and sum of squares alone.
+    """
+    n = pairs.episodes
+    mean = pairs.reward_sum / n
+    if n < 2:
+        return Difference(mean, mean, mean)
+    variance = max(0.0, pairs.reward_squares - n * mean * mean) / (n - 1)
+    half = NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(variance / n)
+    return Difference(mean, mean - half, mean + half)

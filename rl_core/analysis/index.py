@@ -1,0 +1,223 @@
+"""The outcomes of every episode under every model, on disk: pairing in memory that does not grow with their number.
+
+It is SQLite's private temporary database, which spills to a file of the temporary folder and goes with the process.
+Queries return sums over episodes, never the episodes themselves.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Literal, Self
+
+from rl_core.analysis.statistics import Rate, pass_at_k, rate_from_sums
+from rl_core.errors import DataError
+from rl_core.types import Trajectory
+
+__all__ = ["EpisodeIndex", "EpisodeRef", "PairCounts"]
+
+_SCHEMA = """
+CREATE TABLE episode (
+    place INTEGER,      -- number of (environment, level)
+    seed INTEGER,
+    model INTEGER,
+    kind INTEGER,
+    digest INTEGER,     -- of prompt and target: the same seed under another version of the data is another episode
+    samples INTEGER,
+    successes INTEGER,
+    reward REAL,        -- sum over the samples
+    offset INTEGER,     -- of the first sample's line
+    PRIMARY KEY (place, seed, model)
+) WITHOUT ROWID
+"""
+_BATCH = 2000  # rows written by one statement
+_JOIN = """
+FROM episode a JOIN episode b USING (place, seed)
+WHERE a.model = ? AND b.model = ? AND a.digest = b.digest
+"""
+Group = Literal["all", "level", "kind"]
+_ALIASES = "abcdefgh"  # names of the joined tables; as many models as can be compared at once
+MAX_GROUPS = 1000  # levels or kinds; a file with more has put something else into these fields
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRef:
+    """One episode and where each model's first trajectory of it starts in that model's file."""
+
+    environment: str
+    level: str
+    kind: str
+    seed: int
+    offsets: tuple[int, ...]  # in the order of the models asked for
+    success: tuple[float, ...]  # share of the samples that succeeded, in that order
+    reward: tuple[float, ...]  # mean over the samples
+
+
+@dataclass(frozen=True, slots=True)
+class PairCounts:
+    """How two models' outcomes on the same episodes differ: distinct differences of success (b - a), and how often."""
+
+    values: list[float]
+    counts: list[int]
+    reward_sum: float  # of the differences b - a of mean rewards
+    reward_squares: float
+
+    @property
+    def episodes(self) -> int:
+        """Episodes compared."""
+        return sum(self.counts)
+
+
+class EpisodeIndex:
+    """Add trajectories model by model, then ask. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._db = sqlite3.connect("", isolation_level=None)
+        # It is a scratch pad: no journal, no fsync; 32 MB of pages in memory.
+        for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -32000"):
+            self._db.execute(f"PRAGMA {pragma}")
+        self._db.execute(_SCHEMA)
+        self._db.execute("BEGIN")
+        self._places: dict[tuple[str, str], int] = {}
+        self._kinds: dict[str, int] = {}
+        self._pending: list[tuple[int | float, ...]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._db.close()
+
+    def add(self, model: int, trajectory: Trajectory, offset: int) -> None:
+        """Count one trajectory of one model; `offset` is where its line starts."""
+        place = self._places.setdefault((trajectory.environment, trajectory.level), len(self._places))
+        kind = self._kinds.setdefault(trajectory.kind, len(self._kinds))
+        if max(place, kind) >= MAX_GROUPS:
+            raise DataError(
+                f"more than {MAX_GROUPS} different levels or kinds of question; is something else in there?"
+            )
+        digest = zlib.crc32(f"{trajectory.prompt}\0{trajectory.target}".encode("utf-8", "surrogatepass"))
+        self._pending.append(
+            (place, trajectory.seed, model, kind, digest, int(trajectory.success), trajectory.reward, offset)
+        )
+        if len(self._pending) >= _BATCH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what was added; every question asks for it first."""
+        self._db.executemany(
+            """INSERT INTO episode VALUES (?, ?, ?, ?, ?, 1, ?, ?, ?)
+            ON CONFLICT DO UPDATE SET samples = samples + 1, successes = successes + excluded.successes,
+            reward = reward + excluded.reward""",
+            self._pending,
+        )
+        self._pending.clear()
+
+    def label(self, place: int) -> str:
+        """The level, with its environment where there are several."""
+        environment, level = list(self._places)[place]
+        return level if len({name for name, _ in self._places}) == 1 else f"{environment}/{level}"
+
+    def names(self, by: Group) -> dict[int, str]:
+        """Number -> shown name of the levels or kinds, sorted as first seen; {0: 'all'} for all."""
+        if by == "all":
+            return {0: "all"}
+        if by == "level":
+            return {number: self.label(number) for number in self._places.values()}
+        return {number: kind for kind, number in self._kinds.items()}
+
+    def rates(self, model: int, by: Group = "all") -> dict[str, Rate]:
+        """Success with its interval, of all episodes of a model, or by level or kind."""
+        self.flush()
+        rows = self._db.execute(
+            f"""SELECT {_column(by)}, COUNT(*), SUM(samples), SUM(successes), SUM(successes * successes),
+            SUM(samples * samples), SUM(successes * samples) FROM episode WHERE model = ? GROUP BY 1 ORDER BY 1""",
+            (model,),
+        )
+        names = self.names(by)
+        return {names[row[0]]: rate_from_sums(*row[1:]) for row in rows}
+
+    def pass_at_ks(self, model: int) -> dict[int, float]:
+        """pass@k for k = 1, 2, 4, ... and the fewest samples that an episode has."""
+        self.flush()
+        rows = self._db.execute(
+            "SELECT samples, successes, COUNT(*) FROM episode WHERE model = ? GROUP BY 1, 2", (model,)
+        ).fetchall()
+        fewest = min(row[0] for row in rows)
+        ks = sorted({2**i for i in range(fewest.bit_length())} | {fewest})
+        total = sum(count for _, _, count in rows)
+        return {k: sum(pass_at_k(n, c, k) * count for n, c, count in rows) / total for k in ks}
+
+    def episodes(self, model: int) -> int:
+        """Distinct episodes of a model."""
+        self.flush()
+        return int(self._db.execute("SELECT COUNT(*) FROM episode WHERE model = ?", (model,)).fetchone()[0])
+
+    def pairs(self, a: int, b: int, by: Group = "all") -> dict[str, PairCounts]:
+        """Differences b - a on the episodes that both models played, overall or by level or kind."""
+        self.flush()
+        rows = self._db.execute(
+            f"""SELECT {_column(by, "a.")}, 1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples, COUNT(*),
+            SUM(b.reward / b.samples - a.reward / a.samples),
+            SUM((b.reward / b.samples - a.reward / a.samples) * (b.reward / b.samples - a.reward / a.samples))
+            {_JOIN} GROUP BY 1, 2 ORDER BY 1, 2""",
+            (a, b),
+        )
+        names = self.names(by)
+        found: dict[str, PairCounts] = {}
+        for number, value, count, reward, squares in rows:
+            old = found.get(names[number], PairCounts([], [], 0.0, 0.0))
+            found[names[number]] = PairCounts(
+                [*old.values, value], [*old.counts, count], old.reward_sum + reward, old.reward_squares + squares
+            )
+        return found
+
+    def changed(self, models: Sequence[int], *, worse: bool, limit: int) -> list[EpisodeRef]:
+        """Episodes that all these models played and on which the last does worse (or better) than the first.
+
+        The largest difference of success comes first, then that of reward.
+        """
+        sign = 1 if worse else -1
+        last = _ALIASES[len(models) - 1]
+        success = f"{sign} * (1.0 * {last}.successes / {last}.samples - 1.0 * a.successes / a.samples)"
+        reward = f"{sign} * ({last}.reward / {last}.samples - a.reward / a.samples)"
+        return self._refs(models, f"AND {success} < 0", f"{success}, {reward}, ", limit)
+
+    def shared(self, models: Sequence[int], limit: int) -> list[EpisodeRef]:
+        """Episodes that all these models played, scattered over levels and seeds, always the same ones."""
+        return self._refs(models, "", "", limit)
+
+    def _refs(self, models: Sequence[int], where: str, order: str, limit: int) -> list[EpisodeRef]:
+        """Rows of the join of several models' episodes; ties in a scattered but fixed order."""
+        self.flush()
+        names = _ALIASES[: len(models)]
+        joins = " ".join(
+            f"JOIN episode {n} ON {n}.place = a.place AND {n}.seed = a.seed AND {n}.digest = a.digest AND {n}.model = ?"
+            for n in names[1:]
+        )
+        columns = ", ".join(f"{n}.offset, 1.0 * {n}.successes / {n}.samples, {n}.reward / {n}.samples" for n in names)
+        rows = self._db.execute(
+            f"""SELECT a.place, a.kind, a.seed, {columns} FROM episode a {joins} WHERE a.model = ? {where}
+            ORDER BY {order}((a.seed & 65535) * 40503 + a.place * 30011) & 65535, a.place, a.seed LIMIT ?""",
+            (*models[1:], models[0], limit),
+        )
+        places, kinds = list(self._places), list(self._kinds)
+        return [
+            EpisodeRef(
+                environment=places[row[0]][0],
+                level=places[row[0]][1],
+                kind=kinds[row[1]],
+                seed=row[2],
+                offsets=tuple(row[3::3]),
+                success=tuple(row[4::3]),
+                reward=tuple(row[5::3]),
+            )
+            for row in rows
+        ]
+
+
+def _column(by: Group, table: str = "") -> str:
+    return {"all": "0", "level": f"{table}place", "kind": f"{table}kind"}[by]

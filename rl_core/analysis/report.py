@@ -1,0 +1,284 @@
+"""The HTML report: one file without links to anything outside it, readable in light and dark.
+
+Trajectories hold what a policy wrote, so every text passes `_text`, and the page forbids scripts and loading.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from rl_core.analysis.comparison import Comparison
+from rl_core.analysis.results import Analysis, Case, ModelResult
+from rl_core.analysis.statistics import Difference, Rate
+from rl_core.analysis.style import STYLE
+from rl_core.analysis.summary import NO_CALL
+from rl_core.types import Trajectory, Turn
+
+__all__ = ["render"]
+
+MAX_TEXT = 4000  # characters shown of one action or observation
+
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+_MEASURES = (
+    ("reward_mean", "Mean reward", "{:.3f}"),
+    ("turns_mean", "Turns per episode", "{:.2f}"),
+    ("tool_calls_mean", "Tool calls per episode", "{:.2f}"),
+    ("action_tokens_mean", "Sampled tokens per episode", "{:.1f}"),
+    ("looked_rate", "Looked with a tool before answering", "{:.1%}"),
+    ("answered_rate", "Gave an answer", "{:.1%}"),
+    ("truncated_rate", "Cut by a limit", "{:.1%}"),
+    ("misuse_rate", "Turns that misused a tool", "{:.2%}"),
+    ("trajectories_with_misuse", "Episodes with misuse", "{:.1%}"),
+    ("loop_rate", "Episodes with a loop", "{:.1%}"),
+    ("exploration_efficiency", "Exploration efficiency", "{:.3f}"),
+    ("distinct_2", "Diversity (distinct-2)", "{:.3f}"),
+    ("strategy_entropy", "Strategy entropy (nats)", "{:.2f}"),
+    ("nll_per_token", "Surprise of own tokens (nats)", "{:.3f}"),
+)
+_GLOSSARY = (
+    ("Interval", "Success: Wilson 95%, at the effective sample size where an episode was sampled several times. "
+     "Differences: paired bootstrap over episodes, 95%; of rewards: normal, 95%."),
+    ("Looked with a tool", "Share of episodes in which a tool showed the policy something before it answered: "
+     "reasoning in pixel space, where the tools look at an image."),
+    ("Misuse", "An action that parses as neither call nor answer, names no tool, or whose tool failed."),
+    ("Loop", "A block of tool steps (the same actions leading to the same observations) that is at once repeated."),
+    ("Exploration efficiency", "Distinct useful observations over steps; 1 = no step was wasted on an error or on "
+     "what was known already."),
+    ("Diversity", "distinct-2: distinct pairs of neighbouring words over all pairs, in the actions of up to 1,000 "
+     "episodes of each model. Strategy entropy: of the sequences of tools used."),
+    ("Turning point", "The first turn in which a model acts differently from the first model."),
+)  # fmt: skip
+
+
+def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str = "Trajectory analysis") -> str:
+    """The page.
+
+    Args:
+        figures: PNG files and what each shows, in order; their bytes are put into the page.
+    """
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<meta http-equiv='Content-Security-Policy' content=\"{_POLICY}\">",
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main><h1>{_text(title)}</h1>",
+        _headline(analysis),
+        "".join(f"<p class='note'>{_text(note)}</p>" for note in analysis.notes),
+        _overview(analysis.models),
+        _comparisons(analysis.comparisons),
+        _pictures(figures),
+        _rates("Success by level", [(m.name, m.by_level) for m in analysis.models], "Level"),
+        _rates("Success by kind of question", [(m.name, m.by_kind) for m in analysis.models], "Kind"),
+        _tools(analysis.models),
+        _loops(analysis.models),
+        _regressions(analysis.comparisons),
+        _cases(analysis),
+        "<section><h2>How to read this</h2><dl>",
+        "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _GLOSSARY),
+        "</dl></section></main></body></html>\n",
+    ]
+    return "".join(parts)
+
+
+def _text(value: object, limit: int = MAX_TEXT) -> str:
+    """Text made safe for HTML: markup escaped, control characters and lone surrogates replaced, length capped."""
+    text = str(value)
+    if len(text) > limit:
+        text = f"{text[:limit]}… ({len(text) - limit:,} more characters)"
+    text = text.encode("utf-8", "replace").decode("utf-8")
+    return escape("".join(c if c in "\n\t" or (c >= " " and c != "\x7f") else "�" for c in text), quote=True)
+
+
+def _percent(rate: Rate) -> str:
+    return f"{100 * rate.rate:.1f}% <small>[{100 * rate.low:.1f}, {100 * rate.high:.1f}]</small>"
+
+
+def _points(difference: Difference, scale: float = 100, digits: int = 1) -> str:
+    d, low, high = (scale * value + 0.0 for value in difference)
+    kind = "better" if low > 0 else "worse" if high < 0 else "same"
+    return f"<span class='{kind}'>{d:+.{digits}f}</span> <small>[{low:+.{digits}f}, {high:+.{digits}f}]</small>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1) -> str:
+    """A table of cells that are HTML already; the first `text_columns` are text, the others numbers."""
+
+    def cell(tag: str, column: int, content: str) -> str:
+        return f"<{tag}{' class=text' if column < text_columns else ''}>{content}</{tag}>"
+
+    heads = "".join(cell("th", column, content) for column, content in enumerate(head))
+    body = "".join(
+        f"<tr>{''.join(cell('td', column, content) for column, content in enumerate(row))}</tr>" for row in rows
+    )
+    caption = f"<caption>{label}</caption>" if label else ""
+    return f"<div class='scroll'><table>{caption}<thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _headline(analysis: Analysis) -> str:
+    last = analysis.models[-1]
+    text = (
+        f"<b>{_text(last.name)}</b> succeeds in <b>{100 * last.total.rate:.1f}%</b> of {last.total.n:,} attempts at "
+        f"{last.episodes:,} episodes (95% interval {100 * last.total.low:.1f} to {100 * last.total.high:.1f}%)"
+    )
+    for pair in analysis.comparisons:
+        if pair.second == last.name:
+            d = pair.total.success
+            verdict = "better than" if d.low > 0 else "worse than" if d.high < 0 else "not clearly different from"
+            text += (
+                f". It is <b>{verdict} {_text(pair.first)}</b>: {100 * d.difference:+.1f} points [{100 * d.low:+.1f}, "
+                f"{100 * d.high:+.1f}] on the {pair.total.episodes:,} episodes that both played"
+            )
+    return f"<p class='lead'>{text}.</p>"
+
+
+def _overview(models: Sequence[ModelResult]) -> str:
+    ks = sorted({k for model in models for k in model.pass_at_k if k > 1})
+    metrics = [model.summary.metrics() for model in models]
+    rows: list[list[str]] = [
+        ["Success (95% interval)", *(_percent(model.total) for model in models)],
+        *(
+            [f"pass@{k}", *(f"{100 * m.pass_at_k[k]:.1f}%" if k in m.pass_at_k else "&ndash;" for m in models)]
+            for k in ks
+        ),
+        ["Episodes &times; samples", *(f"{m.episodes:,} &times; {m.total.n / m.episodes:.3g}" for m in models)],
+        *([label, *(form.format(row[name]) for row in metrics)] for name, label, form in _MEASURES),
+    ]
+    return f"<section><h2>Overview</h2>{_table(['', *(_text(m.name) for m in models)], rows)}</section>"
+
+
+def _comparisons(comparisons: Sequence[Comparison]) -> str:
+    if not comparisons:
+        return ""
+    rows = []
+    for pair in comparisons:
+        total = pair.total
+        p_value = "&lt; 0.001" if pair.p_value < 0.001 else f"{pair.p_value:.3f}"
+        rows.append([
+            f"{_text(pair.second)} &minus; {_text(pair.first)}", _points(total.success), _points(pair.reward, 1, 3),
+            f"{total.episodes:,}", f"{total.wins:,}", f"{total.losses:,}", p_value,
+        ])  # fmt: skip
+    head = ["Difference", "Success, points", "Reward", "Episodes", "Better on", "Worse on", "Sign test p"]
+    return f"<section><h2>The same episodes, paired</h2>{_table(head, rows)}</section>"
+
+
+def _pictures(figures: Sequence[tuple[Path, str]]) -> str:
+    shown = ""
+    for path, caption in figures:
+        data = path.read_bytes()
+        width = int.from_bytes(data[16:20], "big") // 1.5  # PNG header; one scale for all, so one size of type
+        shown += (
+            f"<figure><img alt='{_text(caption)}' width='{width:.0f}' "
+            f"src='data:image/png;base64,{base64.b64encode(data).decode()}'><figcaption>{_text(caption)}</figcaption></figure>"
+        )
+    return f"<section><h2>Pictures</h2>{shown}</section>" if shown else ""
+
+
+def _rates(title: str, models: Sequence[tuple[str, dict[str, Rate]]], head: str) -> str:
+    groups = list(dict.fromkeys(name for _, rates in models for name in rates))
+    rows = [
+        [_text(group), *(_percent(rates[group]) if group in rates else "&ndash;" for _, rates in models)]
+        for group in groups
+    ]
+    return f"<section><h2>{title}</h2>{_table([head, *(_text(name) for name, _ in models)], rows)}</section>"
+
+
+def _tools(models: Sequence[ModelResult]) -> str:
+    rows = []
+    for model in models:
+        tools = list(model.summary.tools.values())
+        total = sum(t.trajectories for t in tools)
+        for name in [*model.summary.tool_names(), NO_CALL]:
+            calls, errors = sum(t.calls[name] for t in tools), sum(t.errors[name] for t in tools)
+            if calls or errors:
+                share = f"{100 * errors / calls:.1f}%" if calls else "&ndash;"
+                rows.append(
+                    [_text(model.name), _text(name), f"{calls:,}", f"{calls / total:.2f}", f"{errors:,}", share]
+                )
+    if not rows:
+        return ""
+    head = ["Model", "Tool", "Calls", "Per episode", "Misuse", "Share of calls"]
+    return f"<section><h2>Tools</h2>{_table(head, rows, text_columns=2)}</section>"
+
+
+def _loops(models: Sequence[ModelResult]) -> str:
+    rows = []
+    for model in models:
+        total = max(1, model.summary.trajectories)
+        for strategy, count in model.summary.strategies.most_common(5):
+            rows.append([_text(model.name), _text(strategy, 120), f"{count:,}", f"{100 * count / total:.1f}%"])
+    loops = [
+        f"{_text(model.name)}: {sum(model.summary.loop_periods.values()):,} ("
+        + ", ".join(f"{count:,} of period {period}" for period, count in sorted(model.summary.loop_periods.items()))
+        + ")"
+        for model in models
+        if model.summary.loop_periods
+    ]
+    said = f"Episodes with loops: {'; '.join(loops)}." if loops else "No episode repeated a state-action cycle."
+    head = ["Model", "Sequence of actions", "Episodes", "Share"]
+    return f"<section><h2>Strategies and loops</h2><p>{said}</p>{_table(head, rows, text_columns=2)}</section>"
+
+
+def _regressions(comparisons: Sequence[Comparison]) -> str:
+    parts = []
+    for pair in comparisons:
+        rows = [
+            [
+                f"{_text(e.level)} / {e.seed}", _text(e.kind), f"{100 * e.success[0]:.0f}% → {100 * e.success[1]:.0f}%",
+                f"{e.reward[0]:.3f} → {e.reward[1]:.3f}",
+            ]
+            for e in pair.regressions
+        ]  # fmt: skip
+        if rows:
+            label = f"{_text(pair.second)} does worse than {_text(pair.first)} on {pair.total.losses:,} episodes"
+            parts.append(_table(["Level / seed", "Kind", "Success", "Reward"], rows, label, text_columns=2))
+    return f"<section><h2>Worst regressions</h2>{''.join(parts)}</section>" if parts else ""
+
+
+def _cases(analysis: Analysis) -> str:
+    if not analysis.cases:
+        return ""
+    names = [model.name for model in analysis.models]
+    shown = "".join(_case(case, names) for case in analysis.cases)
+    return f"<section class='wide'><h2>Episodes side by side</h2>{shown}</section>"
+
+
+def _case(case: Case, names: Sequence[str]) -> str:
+    episode, first = case.episode, case.trajectories[0]
+    image = ""
+    if case.image is not None:
+        data = base64.b64encode(case.image).decode()
+        image = f"<img class='image' alt='the hidden image' src='data:image/png;base64,{data}'>"
+    columns = []
+    for index, (name, trajectory) in enumerate(zip(names, case.trajectories, strict=True)):
+        turn = case.turning_points[index] if index else case.first_turning_point
+        columns.append(_column(name, trajectory, turn))
+    target = f"<p><b>Right answer</b> {_text(first.target)}</p>" if first.target else ""
+    return (
+        f"<article><h3>{_text(episode.level)} · {_text(episode.kind)} · seed {episode.seed}</h3><div class='question'>"
+        f"{image}<div><pre>{_text(first.prompt)}</pre>{target}</div></div>"
+        f"<div class='columns'>{''.join(columns)}</div></article>"
+    )
+
+
+def _column(name: str, trajectory: Trajectory, turning: int | None) -> str:
+    outcome = "<span class='good'>✓ success</span>" if trajectory.success else "<span class='bad'>✗ failure</span>"
+    answer = "none" if trajectory.answer is None else _text(trajectory.answer, 200)
+    turns = "".join(_turn(number, turn, number == turning) for number, turn in enumerate(trajectory.turns))
+    ended_early = turning is not None and turning >= len(trajectory.turns)
+    end = "<p class='turning'>turning point: it ends here</p>" if ended_early else ""
+    return (
+        f"<div class='column'><h4>{_text(name)} {outcome}</h4><ol>{turns}</ol>{end}"
+        f"<p class='end'>answer: <b>{answer}</b> · reward {trajectory.reward:.3f} · {_text(trajectory.stop_reason)}</p>"
+        "</div>"
+    )
+
+
+def _turn(number: int, turn: Turn, turning: bool) -> str:
+    mark = "<p class='turning'>turning point</p>" if turning else ""
+    error = " error" if turn.is_error else ""
+    observation = ""
+    if turn.observation is not None:
+        observation = f"<pre class='observation{error}'>{_text(turn.observation)}</pre>"
+    flag = "<span class='bad flag'>misuse</span>" if turn.is_error else ""
+    return f"<li value='{number + 1}'>{mark}<pre class='action'>{_text(turn.action)}</pre>{flag}{observation}</li>"

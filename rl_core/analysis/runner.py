@@ -1,0 +1,221 @@
+"""The whole analysis: read the trajectories of several models once, count, pair, draw, report.
+
+Memory does not grow with their number: counts and reservoirs are bounded, outcomes by episode are on disk.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from rl_core.analysis import figures
+from rl_core.analysis.comparison import Comparison, compare_models
+from rl_core.analysis.index import EpisodeIndex, EpisodeRef
+from rl_core.analysis.report import render
+from rl_core.analysis.results import Analysis, Case, ModelResult, metrics_of, summary_rows, write_csv, write_json
+from rl_core.analysis.summary import Summary
+from rl_core.analysis.training import TrainingCurves, read_training
+from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
+from rl_core.errors import DataError
+from rl_core.settings import AnalysisSettings
+
+__all__ = ["AnalysisResult", "ImageOf", "analyze"]
+
+logger = logging.getLogger(__name__)
+
+ImageOf = Callable[[str, int], bytes | None]  # (level, seed) -> PNG of the episode's hidden image
+MAX_MODELS = 8  # colours that can be told apart
+
+
+@dataclass
+class AnalysisResult:
+    """What an analysis gave."""
+
+    metrics: dict[str, float]  # `analysis/...`, for tracking
+    files: list[Path]  # written, report first
+    summary: list[dict[str, Any]]  # one row for each model
+    comparisons: list[Comparison]
+    notes: list[str]  # what a reader of the numbers has to know
+
+    @property
+    def report(self) -> Path:
+        """The HTML page."""
+        return self.files[0]
+
+
+def analyze(
+    models: Mapping[str, Path],
+    out: Path,
+    settings: AnalysisSettings,
+    *,
+    training: Mapping[str, Path] | None = None,
+    image_of: ImageOf | None = None,
+    image_tools: Collection[str] | None = None,
+    title: str = "Trajectory analysis",
+    seed: int = 0,
+) -> AnalysisResult:
+    """Analyse the trajectories of one or several models and write report.html, analysis.json, analysis.csv and PNGs.
+
+    Args:
+        models: name -> trajectories.jsonl, the oldest model first: differences are later minus earlier.
+        out: folder to write into; made when everything was read, so bad input leaves nothing behind.
+        training: name -> metrics.jsonl of a training stage, for its curves.
+        image_of: renders an episode's hidden image for the report. image_tools: tools that look at it; None = all.
+    Raises: DataError for unreadable files (file, line, reason), and for models without a common episode.
+    """
+    if not models or len(models) > MAX_MODELS:
+        raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
+    names, paths = list(models), [Path(path) for path in models.values()]
+    curves = {
+        name: read_training(path, figures.WANTED, figures.LEVEL_PREFIXES) for name, path in (training or {}).items()
+    }
+    with EpisodeIndex() as index:
+        results = [
+            _count(index, number, name, path, image_tools, seed)
+            for number, (name, path) in enumerate(zip(names, paths, strict=True))
+        ]
+        comparisons = [
+            compare_models(index, names, first, second, samples=settings.bootstrap_samples, seed=seed)
+            for first, second in combinations(range(len(names)), 2)
+        ]
+        chosen = _choose(index, len(names), settings.side_by_side)
+        cases = [_case(episode, paths, image_of) for episode in chosen]
+    analysis = Analysis(results, comparisons, cases, _notes(comparisons, curves))
+    for note in analysis.notes:
+        logger.warning("%s", note)
+    out.mkdir(parents=True, exist_ok=True)
+    drawn = _draw(analysis, curves, out)
+    report = out / "report.html"
+    report.write_text(render(analysis, drawn, title), encoding="utf-8")
+    files = [
+        report,
+        write_json(out / "analysis.json", analysis),
+        write_csv(out / "analysis.csv", analysis),
+        *(path for path, _ in drawn),
+    ]
+    return AnalysisResult(metrics_of(analysis), files, summary_rows(analysis), comparisons, analysis.notes)
+
+
+def _count(
+    index: EpisodeIndex, number: int, name: str, path: Path, image_tools: Collection[str] | None, seed: int
+) -> ModelResult:
+    """Read one model's file into its summary and the index."""
+    summary = Summary(image_tools, seed)
+    for offset, trajectory in read_with_offsets(path):
+        summary.add(trajectory)
+        index.add(number, trajectory, offset)
+    return ModelResult(
+        name=name,
+        summary=summary,
+        total=index.rates(number)["all"],
+        by_level=index.rates(number, "level"),
+        by_kind=index.rates(number, "kind"),
+        pass_at_k=index.pass_at_ks(number),
+        episodes=index.episodes(number),
+    )
+
+
+def _choose(index: EpisodeIndex, models: int, limit: int) -> list[EpisodeRef]:
+    """Episodes to show: where the last model is worse than the first, where it is better, then others, a third each."""
+    if not limit:
+        return []
+    everyone = range(models)
+    pools = [index.shared(everyone, limit)]
+    if models > 1:
+        pools = [index.changed(everyone, worse=worse, limit=limit) for worse in (True, False)] + pools
+    chosen: dict[tuple[str, str, int], EpisodeRef] = {}
+    for rank in range(limit):
+        for pool in pools:
+            if rank < len(pool) and len(chosen) < limit:
+                chosen.setdefault((pool[rank].environment, pool[rank].level, pool[rank].seed), pool[rank])
+    return list(chosen.values())
+
+
+def _case(episode: EpisodeRef, paths: Sequence[Path], image_of: ImageOf | None) -> Case:
+    trajectories = [read_trajectory_at(path, offset) for path, offset in zip(paths, episode.offsets, strict=True)]
+    image = None
+    if image_of is not None:
+        try:
+            image = image_of(episode.level, episode.seed)
+        except Exception:  # a picture is an extra: whatever a user's renderer raises must not cost the analysis
+            logger.warning("no image of %s/%d", episode.level, episode.seed, exc_info=True)
+    turning_points = [None, *(turning_point(trajectories[0], other) for other in trajectories[1:])]
+    return Case(episode, trajectories, turning_points, image)
+
+
+def _notes(comparisons: Sequence[Comparison], curves: Mapping[str, TrainingCurves]) -> list[str]:
+    notes = [
+        f"'{pair.first}' and '{pair.second}' did not play the same episodes: they are compared on the "
+        f"{pair.total.episodes:,} that both played ({pair.only_first:,} only '{pair.first}', {pair.only_second:,} only "
+        f"'{pair.second}'); the other tables count each model's own episodes."
+        for pair in comparisons
+        if pair.only_first or pair.only_second
+    ]
+    return notes + [
+        f"{run.skipped:,} unreadable rows of the training metrics of '{name}' were left out."
+        for name, run in curves.items()
+        if run.skipped
+    ]
+
+
+def _draw(analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path) -> list[tuple[Path, str]]:
+    """All pictures that the data can fill, with their captions."""
+    models = analysis.models
+    drawn: list[tuple[Path, str]] = []
+    by_level = {m.name: {"all": m.total, **m.by_level} for m in models}
+    path = figures.success_by_group(out / "success_by_level.png", by_level, "Success by level")
+    drawn.append((path, "Success on held-out episodes, by level of difficulty."))
+    if len({kind for m in models for kind in m.by_kind}) > 1:
+        by_kind = {m.name: m.by_kind for m in models}
+        path = figures.success_by_group(out / "success_by_kind.png", by_kind, "Success by kind of question")
+        drawn.append((path, "Success by kind of question."))
+    shown = [pair for pair in analysis.comparisons if pair.first == models[0].name]
+    rows = [
+        (f"{'all' if row is pair.total else row.name}: {pair.second}", row.success, row.episodes)
+        for pair in shown
+        for row in (pair.total, *pair.by_level)
+    ]
+    if rows:
+        title = f"Paired difference to {models[0].name}"
+        path = figures.differences(out / "differences.png", rows, title)
+        drawn.append((path, "Difference on the same episodes; blue is better, orange worse, grey undecided."))
+    panels = {
+        label: {m.name: m.summary.distributions[name].reservoir.items for m in models}
+        for name, label in (("reward", "reward"), ("action_tokens", "sampled tokens"), ("turns", "turns"))
+    }
+    path = figures.distributions(out / "distributions.png", panels)
+    drawn.append((path, "Reward and length of the trajectories."))
+    drawn += _draw_tools(models, out)
+    if any(len(m.summary.rewards) > 1 for m in models):
+        parts = {m.name: {name: moments.mean for name, moments in m.summary.rewards.items()} for m in models}
+        drawn.append((figures.reward_parts(out / "rewards.png", parts), "Reward components."))
+    for number, (name, run) in enumerate(curves.items()):
+        if figures.training(out / f"training_{number}.png", run, name) is not None:
+            drawn.append((out / f"training_{number}.png", f"Training of {name}."))
+    return drawn
+
+
+def _draw_tools(models: Sequence[ModelResult], out: Path) -> list[tuple[Path, str]]:
+    """Heat maps of tool calls and of misuse."""
+    drawn = []
+    wanted = (
+        ("tools", "calls", "How often each tool is called", "calls per episode", 2),
+        ("misuse", "errors", "Misuse", "errors per 100 episodes", 1),
+    )
+    for name, attribute, title, label, digits in wanted:
+        scale = 100 if attribute == "errors" else 1
+        tables = {
+            model.name: {
+                level: {tool: scale * n / tools.trajectories for tool, n in getattr(tools, attribute).most_common(12)}
+                for (_, level), tools in model.summary.tools.items()
+            }
+            for model in models
+        }
+        if any(row for table in tables.values() for row in table.values()):
+            path = figures.tool_heat_map(out / f"{name}.png", tables, title, label, digits)
+            drawn.append((path, f"{title}: {label}, by level."))
+    return drawn

@@ -1,0 +1,291 @@
+"""Statistics of evaluation results: intervals, paired differences, pass@k, loops, diversity. Pure functions of numbers.
+
+Suffixes on arrays: E episodes, K samples of one episode, U distinct values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rl_core.errors import DataError
+
+__all__ = [
+    "Difference",
+    "Loop",
+    "Rate",
+    "bootstrap_mean",
+    "clustered_rate",
+    "distinct_n",
+    "entropy",
+    "find_loop",
+    "mean_pass_at_k",
+    "moving_average",
+    "paired_bootstrap",
+    "pass_at_k",
+    "rate_from_sums",
+    "sign_test",
+    "wilson_interval",
+]
+
+_CHUNK = 2_000_000  # multinomial cells held at once, so that a bootstrap needs at most 16 MB
+
+
+class Rate(NamedTuple):
+    """A share with its interval; `n` counts what it is a share of."""
+
+    rate: float
+    low: float
+    high: float
+    n: int
+
+
+class Difference(NamedTuple):
+    """A paired difference of means with its interval."""
+
+    difference: float
+    low: float
+    high: float
+
+
+class Loop(NamedTuple):
+    """A block of `period` steps, from step `start` on, that occurs `repeats` times in a row."""
+
+    start: int
+    period: int
+    repeats: int
+
+
+def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
+    """Score interval of a binomial share.
+
+    (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes/n, z the normal quantile.
+    Args:
+        successes: how many of n; a fraction where n is an effective sample size.
+        n: trials; 0 gives (0, 1), since nothing is known.
+        confidence: coverage, in (0, 1).
+    Returns: (low, high) within [0, 1]; never a point, also at 0 or n successes.
+    Raises: DataError if successes lie outside [0, n] or the confidence outside (0, 1).
+    Source: Wilson 1927, doi:10.2307/2276774; Brown, Cai, DasGupta 2001, doi:10.1214/ss/1009213286.
+    """
+    if not 0 <= successes <= n:
+        raise DataError(f"wilson_interval: {successes} successes of {n} trials; successes must lie within 0 and n")
+    _check_confidence(confidence)
+    if n == 0:
+        return 0.0, 1.0
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    p = successes / n
+    center = p + z * z / (2 * n)
+    half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    # At 0 or n successes one bound is exactly 0 or 1; rounding would leave 1e-17 there.
+    low = 0.0 if successes == 0 else max(0.0, (center - half) / scale)
+    high = 1.0 if successes == n else min(1.0, (center + half) / scale)
+    return low, high
+
+
+def rate_from_sums(episodes: int, n: int, c: int, cc: float, nn: float, cn: float, confidence: float = 0.95) -> Rate:
+    """Share of successes over episodes that were each sampled several times, from sums over the episodes.
+
+    Samples of one episode are alike, so the interval is Wilson's at the effective sample size
+    n_eff = p(1-p) / Var(p), Var(p) = sum_i (c_i - p n_i)^2 / n^2 (ratio estimator over clusters). With one sample an
+    episode n_eff = n, Wilson's own; with perfectly alike samples n_eff = the number of episodes.
+    Args:
+        episodes: clusters. n, c: sums of samples n_i and successes c_i. cc, nn, cn: sums of c_i^2, n_i^2, c_i n_i.
+    Returns: Rate whose `n` is the number of samples.
+    Source: Kish 1965, Survey Sampling, ch. 5.4 and 8.2; Korn and Graubard 1998 (effective sample size in an interval).
+    """
+    if n == 0:
+        return Rate(0.0, 0.0, 1.0, 0)
+    p = c / n
+    spread = cc - 2 * p * cn + p * p * nn
+    # At p = 0 or 1 the spread says nothing; episodes are then the number of independent looks that is safe to claim.
+    n_eff = float(episodes) if c in (0, n) or spread <= 0 else min(float(n), p * (1 - p) * n * n / spread)
+    low, high = wilson_interval(p * n_eff, n_eff, confidence)
+    return Rate(p, low, high, n)
+
+
+def clustered_rate(successes_E: ArrayLike, samples_E: ArrayLike, confidence: float = 0.95) -> Rate:
+    """`rate_from_sums` of arrays.
+
+    Args:
+        successes_E: int [E], successes of each episode. samples_E: int [E], its samples.
+    Raises: DataError if shapes differ or an episode has more successes than samples.
+    """
+    c_E, n_E = np.asarray(successes_E, dtype=np.int64), np.asarray(samples_E, dtype=np.int64)
+    if c_E.shape != n_E.shape or c_E.ndim != 1:
+        raise DataError(f"clustered_rate: successes {c_E.shape} and samples {n_E.shape} must be vectors of one length")
+    if (c_E < 0).any() or (c_E > n_E).any():
+        raise DataError("clustered_rate: every episode needs 0 <= successes <= samples")
+    return rate_from_sums(
+        len(n_E), int(n_E.sum()), int(c_E.sum()), int(c_E @ c_E), int(n_E @ n_E), int(c_E @ n_E), confidence
+    )
+
+
+def bootstrap_mean(
+    values_U: ArrayLike, counts_U: ArrayLike, *, samples: int, seed: int, confidence: float = 0.95
+) -> Difference:
+    """Percentile bootstrap interval of a mean, from distinct values and how often each occurs.
+
+    Drawing N items with replacement from N items that take U distinct values is one multinomial draw of N over the U
+    values, so this is the ordinary bootstrap in memory that does not grow with N.
+    Args:
+        values_U: float [U]. counts_U: int [U], at least one in all.
+        samples: resamples. seed: of the generator. confidence: coverage, in (0, 1).
+    Returns: Difference(mean, low, high). It is a point where all values are equal: the bootstrap sees no spread then.
+    Raises: DataError if shapes differ, nothing is counted or a value is not finite.
+    Source: Efron 1979, doi:10.1214/aos/1176344552 (section 3: the multinomial form).
+    """
+    values, counts = np.asarray(values_U, dtype=np.float64), np.asarray(counts_U, dtype=np.int64)
+    _check_confidence(confidence)
+    if values.shape != counts.shape or values.ndim != 1:
+        raise DataError(
+            f"bootstrap_mean: values {values.shape} and counts {counts.shape} must be vectors of one length"
+        )
+    if samples < 1 or (counts < 0).any() or counts.sum() == 0:
+        raise DataError("bootstrap_mean: needs at least one value and one resample")
+    if not np.isfinite(values).all():
+        raise DataError("bootstrap_mean: values must be finite")
+    total = int(counts.sum())
+    generator = np.random.default_rng(seed)
+    rows = max(1, _CHUNK // len(values))
+    means = np.empty(samples)
+    for start in range(0, samples, rows):
+        size = min(rows, samples - start)
+        means[start : start + size] = generator.multinomial(total, counts / total, size=size) @ values / total
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Difference(float(counts @ values / total), float(low), float(high))
+
+
+def paired_bootstrap(
+    a: ArrayLike, b: ArrayLike, samples: int = 2000, seed: int = 0, confidence: float = 0.95
+) -> Difference:
+    """Mean of a minus mean of b on the same episodes, with a bootstrap interval over episodes.
+
+    Args:
+        a, b: float [E] or [E, K]: outcome of each episode (or of its K samples) under either model, in one order.
+            Samples of an episode are averaged first, since episodes are what is drawn independently.
+    Returns: Difference(mean(a) - mean(b), low, high).
+    Raises: DataError if the numbers of episodes differ, or there is none.
+    Source: Efron 1979; Koehn 2004, aclanthology.org/W04-3250 (paired form).
+    """
+    a_E, b_E = (np.asarray(x, dtype=np.float64) for x in (a, b))
+    a_E, b_E = (x.mean(axis=1) if x.ndim == 2 and x.shape[1] else x for x in (a_E, b_E))
+    if a_E.shape != b_E.shape or a_E.ndim != 1:
+        raise DataError(f"paired_bootstrap: outcomes of {a_E.shape} and {b_E.shape} episodes cannot be paired")
+    values_U, counts_U = np.unique(a_E - b_E, return_counts=True)
+    return bootstrap_mean(values_U, counts_U, samples=samples, seed=seed, confidence=confidence)
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided exact p-value of `wins` against `losses` among pairs that differ (ties left out).
+
+    2 P(X <= min(wins, losses)), X ~ Binomial(wins + losses, 1/2), at most 1. For successes it is McNemar's exact test.
+    Raises: DataError for negative counts.
+    Source: McNemar 1947, doi:10.1007/BF02295996.
+    """
+    if min(wins, losses) < 0:
+        raise DataError(f"sign_test: counts {wins} and {losses} must not be negative")
+    n, k = wins + losses, min(wins, losses)
+    # Terms from C(n, k) / 2^n downwards, C(n, i-1) = C(n, i) i / (n-i+1), until they no longer count.
+    term = math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))
+    total = 0.0
+    for i in range(k, -1, -1):
+        total += term
+        term *= i / (n - i + 1)
+        if term < 1e-17 * total:
+            break
+    return min(1.0, 2 * total)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the chance that at least one of k samples succeeds, from c successes of n samples.
+
+    1 - C(n-c, k) / C(n, k)
+    Raises: DataError unless 1 <= k <= n and 0 <= c <= n.
+    Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise DataError(f"pass_at_k: needs 1 <= k <= n and 0 <= c <= n, found n={n}, c={c}, k={k}")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def mean_pass_at_k(samples_E: Iterable[int], successes_E: Iterable[int], k: int) -> float | None:
+    """Mean of `pass_at_k` over the episodes with at least k samples; None where there is none."""
+    groups = Counter((n, c) for n, c in zip(samples_E, successes_E, strict=True) if n >= k)
+    total = sum(groups.values())
+    return sum(pass_at_k(n, c, k) * count for (n, c), count in groups.items()) / total if total else None
+
+
+def entropy(counts: Iterable[float]) -> float:
+    """Shannon entropy in nats of the distribution proportional to `counts`: -sum p log p; 0 for an empty one."""
+    kept = [count for count in counts if count > 0]
+    total = sum(kept)
+    return max(0.0, -sum(count / total * math.log(count / total) for count in kept)) if kept else 0.0
+
+
+def distinct_n(texts: Iterable[str], n: int) -> float:
+    """Distinct word n-grams over all word n-grams of the texts (n-grams do not cross texts); 0 where there is none.
+
+    It falls with the amount of text: compare samples of one size.
+    Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
+    """
+    seen: set[tuple[str, ...]] = set()
+    total = 0
+    for text in texts:
+        words = text.split()
+        grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
+        seen.update(grams)
+        total += len(grams)
+    return len(seen) / total if total else 0.0
+
+
+def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> Loop | None:
+    """The cycle that covers most steps: a block that is at once repeated, `min_repeats` times or more in all.
+
+    A step is a state-action pair, e.g. (canonical action, state that it led to): going back and forth between two
+    states is a cycle of period 2 although neighbouring steps differ. Ties go to the shorter period, then the earlier.
+    Args:
+        steps: T hashable steps. min_repeats: occurrences of the block in a row, at least 2.
+    Returns: Loop, whose `repeats` counts whole blocks; None where nothing repeats.
+    """
+    if min_repeats < 2:
+        raise DataError(f"find_loop: min_repeats {min_repeats} must be at least 2")
+    total = len(steps)
+    if total < min_repeats or len(set(steps)) == total:
+        return None
+    numbers: dict[Hashable, int] = {}
+    ids_T = np.array([numbers.setdefault(step, len(numbers)) for step in steps])
+    best: Loop | None = None
+    for period in range(1, total // min_repeats + 1):
+        for start, matches in _runs(ids_T[period:] == ids_T[:-period]):
+            repeats = matches // period + 1  # m matches at lag p mean that m + p steps have period p
+            if repeats >= min_repeats and (best is None or repeats * period > best.repeats * best.period):
+                best = Loop(start, period, repeats)
+    return best
+
+
+def moving_average(values_T: ArrayLike, window: int) -> NDArray[np.float64]:
+    """Trailing mean over the last `window` values (fewer at the start). Returns: float [T]."""
+    values = np.asarray(values_T, dtype=np.float64)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - window)
+    return np.asarray((sums[ends] - sums[starts]) / (ends - starts))
+
+
+def _runs(flags_T: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """(start, length) of every run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], flags_T, [False]]).astype(np.int8)))
+    return [(int(start), int(end - start)) for start, end in zip(edges[::2], edges[1::2], strict=True)]
+
+
+def _check_confidence(confidence: float) -> None:
+    if not 0 < confidence < 1:
+        raise DataError(f"confidence: {confidence} must lie between 0 and 1")

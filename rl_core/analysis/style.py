@@ -1,0 +1,52 @@
+"""The style sheet of the report. It is Python text, so that every way of installing brings it along."""
+
+__all__ = ["STYLE"]
+
+STYLE = """
+:root{color-scheme:light dark;--ink:#1f2630;--faint:#5d6875;--page:#fbfbfa;--card:#fff;--line:#dde2e8;--tint:#f0f4f8;
+--blue:#0060a0;--orange:#b34700;--mark:#fff1d6}
+@media (prefers-color-scheme:dark){:root{--ink:#e4e8ed;--faint:#9aa6b3;--page:#15181c;--card:#1d2127;--line:#343b45;
+--tint:#262c34;--blue:#6cb8f0;--orange:#ff9d5c;--mark:#463611}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1080px;margin:0 auto;padding:28px 22px 60px}
+h1{font-size:26px;margin:0 0 6px}
+h2{font-size:18px;margin:38px 0 10px;padding-bottom:5px;border-bottom:1px solid var(--line)}
+h3{font-size:15px;margin:0 0 10px}
+h4{font-size:14px;margin:0 0 8px;display:flex;justify-content:space-between;gap:8px}
+.lead{font-size:17px;max-width:860px}
+.note{background:var(--mark);padding:8px 12px;border-radius:6px}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;margin-bottom:12px}
+caption{text-align:left;color:var(--faint);padding:4px 0}
+th,td{padding:6px 12px;border-bottom:1px solid var(--line);text-align:right;white-space:nowrap}
+.text{text-align:left}
+thead th{color:var(--faint);font-weight:600;font-size:13px}
+tbody tr:hover{background:var(--tint)}
+small{color:var(--faint);font-size:12.5px}
+.better,.good{color:var(--blue);font-weight:600}
+.worse,.bad{color:var(--orange);font-weight:600}
+figure{margin:0 0 22px;text-align:center}
+figure img{max-width:100%;background:#fff;border:1px solid var(--line);border-radius:8px;padding:8px}
+figcaption{color:var(--faint);font-size:13px}
+article{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:16px;margin:0 0 20px}
+.question{display:flex;gap:16px;align-items:flex-start;margin-bottom:12px}
+.question .image{width:180px;max-width:35%;border-radius:6px;image-rendering:pixelated;border:1px solid var(--line)}
+.question p{margin:6px 0}
+.columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(250px,1fr));gap:14px}
+.column{border-left:3px solid var(--line);padding-left:12px;min-width:0}
+ol{margin:0;padding-left:22px}
+li{margin-bottom:8px}
+li::marker{color:var(--faint);font-size:12px}
+pre{margin:0 0 3px;white-space:pre-wrap;overflow-wrap:anywhere;
+font:13px/1.45 ui-monospace,SFMono-Regular,Menlo,monospace}
+.action{font-weight:600}
+.observation{background:var(--tint);border-radius:5px;padding:4px 8px;max-height:220px;overflow:auto}
+.observation.error{border-left:3px solid var(--orange)}
+.flag{font-size:12.5px}
+.turning{display:inline-block;background:var(--mark);border-radius:4px;padding:0 8px;margin:0 0 4px;font-size:12.5px}
+.end{color:var(--faint);font-size:13px;margin:6px 0 0}
+dt{font-weight:600}
+dd{margin:0 0 8px;color:var(--faint)}
+@media print{article{break-inside:avoid}}
+"""

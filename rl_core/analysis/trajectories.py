@@ -1,0 +1,225 @@
+"""Reading and writing trajectories.jsonl, one trajectory at a time, and where two trajectories part."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError
+from rl_core.types import ToolCall, Trajectory, Turn
+
+__all__ = [
+    "action_key",
+    "read_trajectories",
+    "read_trajectory_at",
+    "read_with_offsets",
+    "state_key",
+    "turning_point",
+    "write_trajectories",
+]
+
+MAX_LINE = 64 * 2**20  # bytes; a longer line is no trajectory, and reading it would break the promise of bounded memory
+_OPENINGS = {
+    b"\x1f\x8b": "is gzip-compressed; unpack it first",
+    b"\xff\xfe": "is UTF-16; save it as UTF-8",
+    b"\xfe\xff": "is UTF-16; save it as UTF-8",
+    b"PAR1": "is Parquet; trajectories are read from JSONL",
+    b"version https://git-lfs": "is a Git LFS pointer; fetch the file itself with `git lfs pull`",
+    b"[": "starts with '[' as a JSON array does; one JSON object per line is expected",
+}
+_KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+_FIELDS = {f.name: str(f.type) for f in dataclasses.fields(Trajectory)}
+_REQUIRED = [
+    f.name
+    for f in dataclasses.fields(Trajectory)
+    if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+]
+_TURN_FIELDS = {f.name: str(f.type) for f in dataclasses.fields(Turn)}
+
+
+def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
+    """Write one line for each trajectory and return how many; the bytes are on disk when it returns.
+
+    Raises: DataError for a number that JSON cannot hold (NaN, infinity).
+    """
+    count = 0
+    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+        for trajectory in trajectories:
+            try:
+                # ASCII escapes keep lone surrogates and U+2028 readable by every JSON parser.
+                file.write(json.dumps(trajectory.to_json(), allow_nan=False) + "\n")
+            except (ValueError, TypeError) as error:
+                where = f"{trajectory.environment}/{trajectory.level}/{trajectory.seed}"
+                raise DataError(
+                    f"{path}: trajectory {count + 1} ({where}) cannot be written as JSON: {error}"
+                ) from error
+            count += 1
+        file.flush()
+        os.fsync(file.fileno())
+    return count
+
+
+def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
+    """The trajectories of a file, one at a time.
+
+    Raises: DataError naming file, line and reason, when the line is reached: a file that is missing, a folder, empty,
+        compressed or no JSONL; a line that is torn, no JSON, no object, or has missing, unknown or mistyped fields.
+    """
+    for _, trajectory in read_with_offsets(path):
+        yield trajectory
+
+
+def read_with_offsets(path: Path | str) -> Iterator[tuple[int, Trajectory]]:
+    """As `read_trajectories`, with the byte at which each line starts."""
+    path = Path(path)
+    found = 0
+    with _open(path) as file:
+        offset = 0
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
+            if number == 1 and (problem := next((p for start, p in _OPENINGS.items() if line.startswith(start)), None)):
+                raise DataError(f"{path}: the file {problem}")
+            body = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+            if body.strip():
+                yield offset, _parse(body, path, number)
+                found += 1
+            offset += len(line)
+    if not found:
+        raise DataError(f"{path}: the file holds no trajectories")
+
+
+def read_trajectory_at(path: Path | str, offset: int) -> Trajectory:
+    """The trajectory whose line starts at a byte that `read_with_offsets` gave."""
+    with _open(Path(path)) as file:
+        file.seek(offset)
+        return _parse(file.readline(MAX_LINE).removeprefix(b"\xef\xbb\xbf"), Path(path), None)
+
+
+def action_key(turn: Turn) -> str:
+    """An action in a form that is equal for actions that do the same, however they are written.
+
+    A tool call counts by its name and arguments; other text without case and surplus white space.
+    """
+    if turn.tool_call is not None:
+        return json.dumps([turn.tool_call.name, turn.tool_call.arguments], sort_keys=True, default=str)
+    return " ".join(turn.action.split()).casefold()
+
+
+def state_key(turn: Turn) -> str:
+    """The state that an action led to, as far as the policy sees it: its observation."""
+    return "" if turn.observation is None else " ".join(turn.observation.split()).casefold()
+
+
+def turning_point(a: Trajectory, b: Trajectory) -> int | None:
+    """Index of the first turn in which two trajectories of one episode differ; None where they never do.
+
+    A turn differs by its action (`action_key`); where one trajectory goes on after the other's end, the turning point
+    is the first turn that only one of them has.
+    """
+    for index, (turn_a, turn_b) in enumerate(zip(a.turns, b.turns, strict=False)):
+        if action_key(turn_a) != action_key(turn_b):
+            return index
+    return None if len(a.turns) == len(b.turns) else min(len(a.turns), len(b.turns))
+
+
+def _open(path: Path) -> Any:
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        raise DataError(
+            f"{path}: there is no such file; trajectories.jsonl is written by the evaluation stage"
+        ) from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: this is a folder; name the trajectories.jsonl in it") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def _parse(line: bytes, path: Path, number: int | None) -> Trajectory:
+    place = f"{path}:{number}" if number else str(path)
+    torn = not line.endswith(b"\n")
+    if torn and len(line) >= MAX_LINE:
+        raise DataError(f"{place}: the line is longer than {MAX_LINE // 2**20} MiB")
+    try:
+        row = json.loads(line.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: byte {error.start + 1} of the line is not UTF-8") from None
+    except RecursionError:
+        raise DataError(f"{place}: the JSON is nested too deeply") from None
+    except ValueError as error:
+        if torn:
+            raise DataError(
+                f"{place}: the last line is cut off after {len(line)} bytes; was the writer killed?"
+            ) from None
+        raise DataError(f"{place}: this is not JSON ({error})") from None
+    try:
+        return _trajectory(row)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from None
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _trajectory(row: Any) -> Trajectory:
+    if not isinstance(row, dict):
+        raise DataError(f"found {_name(row)}, expected an object with the fields of a trajectory")
+    missing = [name for name in _REQUIRED if name not in row]
+    if missing:
+        raise DataError(f"field '{missing[0]}' is missing")
+    _check_fields(row, _FIELDS, "")
+    if not -(2**63) <= row["seed"] < 2**63:
+        raise DataError("field 'seed': the number does not fit into 64 bits")
+    if not isinstance(turns := row.get("turns", []), list):
+        raise DataError(f"field 'turns': found {_name(turns)}, expected a list")
+    rewards = row.get("rewards", {})
+    if not isinstance(rewards, dict) or not all(_is(value, "float") for value in rewards.values()):
+        raise DataError("field 'rewards': expected an object of numbers")
+    return Trajectory(**{**row, "turns": [_turn(turn, f"turns[{index}]") for index, turn in enumerate(turns)]})
+
+
+def _turn(row: Any, place: str) -> Turn:
+    if not isinstance(row, dict):
+        raise DataError(f"field '{place}': found {_name(row)}, expected an object")
+    if "action" not in row:
+        raise DataError(f"field '{place}.action' is missing")
+    _check_fields(row, _TURN_FIELDS, f"{place}.")
+    call = row.get("tool_call")
+    if call is None:
+        return Turn(**row)
+    if not (
+        isinstance(call, dict)
+        and call.keys() == {"name", "arguments"}
+        and isinstance(call["name"], str)
+        and isinstance(call["arguments"], dict)
+    ):
+        raise DataError(f"field '{place}.tool_call': expected null or an object of 'name' and 'arguments'")
+    return Turn(**{**row, "tool_call": ToolCall(call["name"], call["arguments"])})
+
+
+def _check_fields(row: dict[str, Any], fields: dict[str, str], prefix: str) -> None:
+    for name, value in row.items():
+        if name not in fields:
+            raise DataError(f"field '{prefix}{name}' is unknown; was the file written by another version?")
+        kind = fields[name].removesuffix(" | None")
+        if value is None and kind != fields[name]:
+            continue
+        if kind in _KINDS and not _is(value, kind):
+            raise DataError(f"field '{prefix}{name}': found {_name(value)}, expected {kind}")
+
+
+def _is(value: Any, kind: str) -> bool:
+    if isinstance(value, bool) and kind != "bool":  # True is an int to Python, but no number to us
+        return False
+    # 1e999 is legal JSON and reads as infinity
+    return isinstance(value, _KINDS[kind]) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def _name(value: Any) -> str:
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), f"the number {value}" if isinstance(value, int | float) else type(value).__name__)

@@ -1,0 +1,241 @@
+"""The only code that writes or reads a checkpoint.
+
+    <folder>/.lock                  flock of the one writer
+    <folder>/LATEST                 name of the newest acknowledged version
+    <folder>/checkpoint-00000012/   state.json, <part>-<n>.safetensors, manifest.json
+    <folder>/.corrupt-<name>-<n>    set aside by a reader
+
+`state.json` holds the nested state; each tensor in it is a reference into a safetensors file. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from rl_core.errors import CheckpointError, CorruptError, NonFiniteError
+from rl_core.faults import fault
+from rl_core.folders import (
+    FolderLock,
+    clear_leftovers,
+    digest_bytes,
+    digest_file,
+    digest_folder,
+    publish_folder,
+    read_manifest,
+    read_verified,
+    remove_folder,
+    seal_folder,
+    sync,
+    verify_folder,
+    write_bytes,
+    write_json_atomic,
+    write_text_atomic,
+)
+from rl_core.state_codec import Decoder, Encoder
+
+__all__ = [
+    "CheckpointStore",
+    "FolderLock",
+    "clear_leftovers",
+    "digest_file",
+    "digest_folder",
+    "publish_folder",
+    "remove_folder",
+    "seal_folder",
+    "verify_folder",
+    "write_json_atomic",
+]
+
+logger = logging.getLogger(__name__)
+
+POINTER = "LATEST"
+STATE = "state.json"
+FINITE_PARTS = ("model", "best_model")  # a checkpoint of broken weights must never become the newest one
+SHARD_BYTES = 1 << 30  # a safetensors file is built in memory before it is written
+_PART = re.compile(r"[a-z_]+")
+_NAME = re.compile(r"checkpoint-(\d{8,18})")
+
+
+class CheckpointStore:
+    """Versions of one run's state in one folder; the newest valid one loads, whatever happened to the others.
+
+    A context manager that holds the folder's lock and clears what dead processes left. `save` and `load_latest` take
+    the lock for themselves where it is not held.
+    """
+
+    def __init__(self, folder: Path | str, keep: int = 2) -> None:
+        if keep < 2:
+            raise CheckpointError(f"keep: {keep} must be at least 2, one to fall back to")
+        self.folder = Path(folder)
+        self.keep = keep
+        self._lock: FolderLock | None = None
+        self._depth = 0
+
+    def __enter__(self) -> CheckpointStore:
+        if self._depth == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.folder).__enter__()
+            if removed := clear_leftovers(self.folder, locked=True):
+                logger.info("%s: removed what a dead process left: %s", self.folder, ", ".join(removed))
+        self._depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._depth -= 1
+        if self._depth == 0 and self._lock is not None:
+            self._lock.__exit__(kind, error, traceback)
+            self._lock = None
+
+    def versions(self) -> list[int]:
+        """Version numbers in the folder, oldest first, valid or not."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def path(self, version: int) -> Path:
+        """Folder of a version."""
+        return self.folder / f"checkpoint-{version:08d}"
+
+    def save(self, state: Mapping[str, Any]) -> int:
+        """Publish a state as the next version, point LATEST to it, and prune; returns the version.
+
+        Args:
+            state: nested dicts, lists, tuples, None, bool, int, float, str, bytes, tensors and numpy arrays. Tensors
+                below top-level key `x` go to files `x-<n>.safetensors`.
+        Raises: NonFiniteError naming the first non-finite tensor below `model` or `best_model`, with nothing written;
+            CheckpointError for a value that cannot be stored, or if the disk refuses (the previous version stays).
+        """
+        with self:
+            if wrong := next((key for key in state if not _PART.fullmatch(key)), None):
+                raise CheckpointError(f"state: '{wrong}' names files, so it may hold a-z and _ only")
+            encoder = Encoder(SHARD_BYTES)
+            encoded = {key: encoder.encode(value, key, part=key) for key, value in state.items()}
+            _refuse_nonfinite(encoder)
+            existing = self.versions()
+            version = existing[-1] + 1 if existing else 1
+            fingerprint = json.dumps(encoded.get("fingerprint"), sort_keys=True)
+            extra = {
+                "kind": "checkpoint",
+                "version": version,
+                "parent": existing[-1] if existing else None,
+                "settings_digest": digest_bytes(fingerprint.encode()),
+            }
+            text = json.dumps(encoded, allow_nan=False).encode()
+
+            def write(folder: Path) -> dict[str, str]:
+                digests = {}
+                for name, tensors in encoder.shards():
+                    data = safetensors.torch.save({key: _on_cpu(tensor) for key, tensor in tensors.items()})
+                    digests[name] = digest_bytes(data)
+                    write_bytes(folder / name, data)
+                    fault("publish.file")
+                digests[STATE] = digest_bytes(text)
+                write_bytes(folder / STATE, text)
+                fault("publish.file")
+                return digests
+
+            final = self.path(version)
+            publish_folder(final, write, extra)
+            write_text_atomic(self.folder / POINTER, final.name + "\n", point="pointer.written")
+            fault("pointer.done")
+            for old in existing[: max(0, len(existing) + 1 - self.keep)]:
+                remove_folder(self.path(old))
+            return version
+
+    def load_latest(self) -> dict[str, Any] | None:
+        """The newest valid state, tensors on the CPU; None when there is none.
+
+        Versions that differ from their manifest are set aside with a warning and the one before is tried; a pointer that
+        does not name the version found is put right.
+        """
+        if not self.folder.is_dir():
+            return None
+        with self:
+            found: int | None = None
+            state = None
+            for version in reversed(self.versions()):
+                try:
+                    state = self._read(version)
+                except CorruptError as error:
+                    self._set_aside(version, error)
+                else:
+                    found = version
+                    break
+            self._repair_pointer(found)
+            return state
+
+    def load(self, version: int) -> dict[str, Any]:
+        """One version, verified, without touching anything. Raises CorruptError."""
+        return self._read(version)
+
+    def _read(self, version: int) -> dict[str, Any]:
+        folder = self.path(version)
+        manifest = read_manifest(folder)
+        if manifest.get("version") != version or manifest.get("kind") != "checkpoint":
+            raise CorruptError(f"{folder}: its manifest belongs to {manifest.get('kind')} {manifest.get('version')}")
+        tensors: dict[str, dict[str, torch.Tensor]] = {}
+        for name in manifest["files"]:
+            if name != STATE:
+                tensors[name] = _parse(folder / name, read_verified(folder, name, manifest))
+        text = read_verified(folder, STATE, manifest)
+        try:
+            decoder = Decoder(tensors)
+            return {key: decoder.decode(value) for key, value in json.loads(text).items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CorruptError(f"{folder / STATE}: not a state: {type(error).__name__} {error}") from error
+
+    def _set_aside(self, version: int, error: CorruptError) -> None:
+        path = self.path(version)
+        aside = path.with_name(f".corrupt-{path.name}-{time.time_ns()}")
+        os.rename(path, aside)
+        sync(self.folder)
+        logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
+
+    def _repair_pointer(self, found: int | None) -> None:
+        """Make LATEST name the version found. Its content is only ever compared, never used as a path."""
+        pointer = self.folder / POINTER
+        try:
+            text = pointer.read_bytes()[:100].decode("utf-8", "replace").strip()
+        except OSError:
+            text = None
+        right = None if found is None else self.path(found).name
+        if text == right:
+            return
+        if text is not None and not _NAME.fullmatch(text):
+            logger.warning("%s: %r is no checkpoint's name; ignored", pointer, text)
+        if right is None:
+            pointer.unlink(missing_ok=True)
+        else:
+            write_text_atomic(pointer, right + "\n")
+
+
+def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu").contiguous()
+
+
+def _refuse_nonfinite(encoder: Encoder) -> None:
+    for part in FINITE_PARTS:
+        for name, tensor in encoder.tensors(part):
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+                raise NonFiniteError(f"{name} is not finite: not saved, the previous checkpoint stays the newest")
+
+
+def _parse(path: Path, data: bytes) -> dict[str, torch.Tensor]:
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # the library raises its own errors, KeyError, ValueError and RuntimeError
+        raise CorruptError(f"{path}: not a safetensors file: {error}") from error

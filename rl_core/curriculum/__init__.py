@@ -1,0 +1,1 @@
+"""Curriculum: which levels the policy practises, and when it moves on."""

@@ -1,0 +1,134 @@
+"""`pixel_grid`: questions about an image that the policy cannot see, and tools to look at parts of it.
+
+    user    colour at row 2 column 3?
+    policy  zoom 2 3
+    tool    5 red
+    policy  answer red
+
+Levels differ in the size of the grid, in which tool a question needs, and in how many looks it takes.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.environments.base import Environment
+from rl_core.environments.demonstrator import MistakenDemonstration, check_skill, demonstrate
+from rl_core.environments.pixel_grid_demonstrator import plan
+from rl_core.environments.pixel_grid_questions import COLOURS, Grid, Question, draw
+from rl_core.environments.pixel_grid_render import draw_grid
+from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.tools import CallFormat, Tool, Toolset
+
+__all__ = ["PixelGrid", "PixelGridEpisode"]
+
+# level: (cells of one side, kinds of question). Sides are even, so that half of all lines have an even number, which is
+# what the demonstrator's habits hang on.
+LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "easy": (4, ("colour", "digit")),  # one look at the named cell
+    "medium": (6, ("count", "last")),  # one look, with the right one of three tools
+    "hard": (6, ("larger", "compare", "pointer")),  # two looks
+}
+SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
+
+
+class PixelGridEpisode(QuestionEpisode):
+    """One image and one question. `grid` and `question` are for analysis; the policy never sees them."""
+
+    def __init__(self, seed: int, level: str, grid: Grid, question: Question, **arguments: Any) -> None:
+        super().__init__(seed, level, kind=question.kind, prompt=question.prompt, target=question.target, **arguments)
+        self.grid, self.question = grid, question
+
+    def image(self) -> np.ndarray:
+        """uint8 [height, width, 3]: the hidden image, for people."""
+        return draw_grid(self.grid)
+
+
+class PixelGrid(Environment):
+    """Questions about a hidden grid of coloured cells with digits."""
+
+    name = "pixel_grid"
+    levels = tuple(LEVELS)
+
+    def __init__(
+        self,
+        data: Path | None = None,
+        *,
+        instructions: bool = False,
+        call_format: CallFormat = "line",
+        look_cost: float = 0.0,
+        misuse_cost: float = 0.0,
+        skill: dict[str, float] | None = None,
+        habit: float = 0.4,
+    ) -> None:
+        """`instructions`: open with a system message about the tools, for models that were not trained on them.
+
+        `call_format`: how demonstrations and instructions write a call. `look_cost`, `misuse_cost`: taken off the
+        reward each time. `skill`: share of right demonstrations by level. `habit`: how much mistakes go with the
+        question, 0 to 1.
+        """
+        super().__init__(data)
+        self.skill = {**SKILL, **(skill or {})}
+        self.habit = habit
+        self.call_format = call_format
+        check_skill(self.skill, habit, self.levels)
+        self._costs = Costs(look=look_cost, misuse=misuse_cost)
+        self._tools = Toolset([_ZOOM, _SCAN, _COUNT])
+        self._system = _instructions(self._tools, call_format) if instructions else ""
+
+    @property
+    def tools(self) -> Toolset:
+        """`zoom`, `scan` and `count`; they need an episode's grid (`bind`)."""
+        return self._tools
+
+    def episode(self, seed: int, level: str) -> PixelGridEpisode:
+        """The episode of that level and seed."""
+        self.check_level(level)
+        size, kinds = LEVELS[level]
+        grid, question = draw(random.Random(f"pixel_grid/{level}/{seed}"), size, kinds)
+        tools = self._tools.bind(grid)
+        return PixelGridEpisode(seed, level, grid, question, tools=tools, system=self._system, costs=self._costs)
+
+    def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
+        """What the imperfect demonstrator does in that episode."""
+        episode = self.episode(seed, level)
+        rng = random.Random(f"pixel_grid/demonstrator/{level}/{seed}")
+        planned = plan(episode.grid, episode.question, rng, skill=self.skill[level], habit=self.habit)
+        actions = [self._tools.format(call, self.call_format) for call in planned.calls]
+        return demonstrate(episode, [*actions, f"{ANSWER_WORD} {planned.answer}"], planned.mistake)
+
+
+def _zoom(grid: Grid, row: int, column: int) -> str:
+    colour, digit = grid.cell(row, column)
+    return f"{digit} {colour}"
+
+
+def _scan(grid: Grid, line: str, number: int) -> str:
+    return ", ".join(f"{digit} {colour}" for colour, digit in grid.line(line, number))
+
+
+def _count(grid: Grid, colour: str, line: str, number: int) -> str:
+    return str(grid.count(colour, line, number))
+
+
+_ZOOM = Tool("zoom", "digit and colour of one cell", {"row": int, "column": int}, _zoom)
+_SCAN = Tool("scan", "all cells of one line (row or column) in order", {"line": str, "number": int}, _scan)
+_COUNT = Tool(
+    "count",
+    "how many cells of a colour one line (row or column) has",
+    {"colour": str, "line": str, "number": int},
+    _count,
+)
+
+
+def _instructions(tools: Toolset, call_format: CallFormat) -> str:
+    return (
+        f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
+        f"columns count from 1. A cell points to the column of its own row that its digit names.\n"
+        f"{tools.instructions(call_format)}\n"
+        f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour, a number, or row, column or same."
+    )

@@ -1,0 +1,148 @@
+"""The imperfect demonstrator of `pixel_grid`: what it does about each kind of question, mistakes included.
+
+What it does know: once it has looked, it mostly reads its answer off what it saw, so that the right answer is within
+reach of a policy that copies it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rl_core.environments.demonstrator import choose_mistake
+from rl_core.environments.pixel_grid_questions import COLOURS, Cell, Grid, Line, Question
+from rl_core.types import ToolCall
+
+__all__ = ["MISTAKES", "Plan", "plan"]
+
+# Mistakes by kind of question, the main one first.
+MISTAKES: dict[str, tuple[str, ...]] = {
+    "colour": ("transposed", "too_far", "no_look", "wrong_attribute"),
+    "digit": ("transposed", "too_far", "no_look", "wrong_attribute"),
+    "count": ("wrong_line", "too_far", "no_look", "miscounted"),
+    "last": ("wrong_line", "too_far", "no_look", "wrong_attribute"),
+    "larger": ("one_side", "transposed", "no_look", "reversed"),
+    "compare": ("one_side", "too_far", "no_look", "reversed"),
+    "pointer": ("stopped_early", "wrong_line", "no_look", "wrong_attribute"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the demonstrator does in one episode."""
+
+    calls: list[ToolCall]
+    answer: str
+    mistake: str  # "" = none
+
+
+def plan(grid: Grid, question: Question, rng: random.Random, *, skill: float, habit: float) -> Plan:
+    """What to do about a question; questions about lines of an even number are the tempting ones."""
+    first_number = question.cells[0][0] if question.cells else question.lines[0][1]
+    mistakes = MISTAKES[question.kind]
+    mistake = choose_mistake(rng, mistakes, skill=skill, habit=habit, tempting=first_number % 2 == 0)
+    if mistake == "transposed" and question.cells[0][0] == question.cells[0][1]:
+        mistake = "too_far" if "too_far" in mistakes else "no_look"  # a cell on the diagonal has no other side
+    calls, answer = _PLANNERS[question.kind](grid, question, mistake, rng)
+    return Plan(calls, answer, mistake)
+
+
+def _zoom(cell: Cell) -> ToolCall:
+    return ToolCall("zoom", {"row": cell[0], "column": cell[1]})
+
+
+def _count(colour: str, line: Line) -> ToolCall:
+    return ToolCall("count", {"colour": colour, "line": line[0], "number": line[1]})
+
+
+def _scan(line: Line) -> ToolCall:
+    return ToolCall("scan", {"line": line[0], "number": line[1]})
+
+
+def _next(grid: Grid, number: int) -> int:
+    """One too far, or one too few at the edge."""
+    return number + 1 if number < grid.size else number - 1
+
+
+def _other_line(line: Line) -> Line:
+    return ("column" if line[0] == "row" else "row"), line[1]
+
+
+def _plan_cell(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
+    wants_colour = question.kind == "colour"
+    if mistake == "no_look":
+        return [], rng.choice(COLOURS) if wants_colour else str(rng.randrange(10))
+    row, column = question.cells[0]
+    cell = {"transposed": (column, row), "too_far": (row, _next(grid, column))}.get(mistake, (row, column))
+    colour, digit = grid.cell(*cell)
+    return [_zoom(cell)], colour if wants_colour != (mistake == "wrong_attribute") else str(digit)
+
+
+def _plan_count(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
+    line, colour = question.lines[0], question.colour
+    if mistake == "no_look":
+        return [], str(rng.randint(0, 4))
+    if mistake == "miscounted":  # lists the line and counts for itself, one off
+        return [_scan(line)], str(abs(grid.count(colour, *line) + rng.choice((-1, 1))))
+    line = {"wrong_line": _other_line(line), "too_far": (line[0], _next(grid, line[1]))}.get(mistake, line)
+    return [_count(colour, line)], str(grid.count(colour, *line))
+
+
+def _plan_last(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
+    line = question.lines[0]
+    if mistake == "no_look":
+        return [], rng.choice(COLOURS)
+    line = {"wrong_line": _other_line(line), "too_far": (line[0], _next(grid, line[1]))}.get(mistake, line)
+    colour, digit = grid.line(*line)[-1]
+    return [_scan(line)], str(digit) if mistake == "wrong_attribute" else colour
+
+
+def _plan_larger(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
+    if mistake == "no_look":
+        return [], str(rng.randrange(10))
+    first, second = question.cells
+    if mistake == "transposed":
+        first = first[1], first[0]
+    digits = [grid.cell(*first)[1], grid.cell(*second)[1]]
+    if mistake == "one_side":
+        return [_zoom(first)], str(digits[0])
+    return [_zoom(first), _zoom(second)], str(min(digits) if mistake == "reversed" else max(digits))
+
+
+def _plan_compare(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
+    if mistake == "no_look":
+        return [], rng.choice(("row", "column", "same"))
+    row, column = question.lines
+    if mistake == "one_side":
+        return [_count(question.colour, row)], "row"
+    if mistake == "too_far":
+        row = (row[0], _next(grid, row[1]))
+    counts = [grid.count(question.colour, *line) for line in (row, column)]
+    if mistake == "reversed":
+        counts.reverse()
+    answer = "same" if counts[0] == counts[1] else "row" if counts[0] > counts[1] else "column"
+    return [_count(question.colour, row), _count(question.colour, column)], answer
+
+
+def _plan_pointer(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
+    row, column = cell = question.cells[0]
+    if mistake == "no_look":
+        return [], rng.choice(COLOURS)
+    colour, digit = grid.cell(*cell)
+    if mistake == "stopped_early":
+        return [_zoom(cell)], colour
+    pointed = (digit, column) if mistake == "wrong_line" else (row, digit)
+    colour, digit = grid.cell(*pointed)
+    return [_zoom(cell), _zoom(pointed)], str(digit) if mistake == "wrong_attribute" else colour
+
+
+_PLANNERS: dict[str, Callable[[Grid, Question, str, random.Random], tuple[list[ToolCall], str]]] = {
+    "colour": _plan_cell,
+    "digit": _plan_cell,
+    "count": _plan_count,
+    "last": _plan_last,
+    "larger": _plan_larger,
+    "compare": _plan_compare,
+    "pointer": _plan_pointer,
+}

@@ -1,0 +1,178 @@
+"""The hidden image of `pixel_grid` and the questions about it.
+
+An image is a square grid; every cell has a colour and a digit. Rows and columns count from 1, row first.
+Questions are drawn so that no answer is likely before looking: the image is made to fit the drawn answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["COLOURS", "KINDS", "LINES", "Cell", "Grid", "Line", "Question", "draw"]
+
+COLOURS = ("red", "green", "blue", "yellow", "white", "black")
+LINES = ("row", "column")
+MAX_PLANTED = 4  # a counted colour appears 0 to 4 times in its line
+
+Cell = tuple[int, int]  # row, column
+Line = tuple[str, int]  # 'row' or 'column', its number
+
+
+@dataclass(slots=True)
+class Grid:
+    """A hidden image."""
+
+    colours: list[list[str]]  # [size][size]
+    digits: list[list[int]]  # [size][size], 0 to 9
+
+    @property
+    def size(self) -> int:
+        """Cells of one side."""
+        return len(self.colours)
+
+    def check(self, name: str, number: int) -> int:
+        """The number, if the grid has that row or column; else ValueError, whose text the policy reads."""
+        if name not in LINES:
+            raise ValueError(f"{name} is neither row nor column")
+        if not 1 <= number <= self.size:
+            raise ValueError(f"{name} {number} is outside 1 to {self.size}")
+        return number
+
+    def cell(self, row: int, column: int) -> tuple[str, int]:
+        """Colour and digit of one cell."""
+        r, c = self.check("row", row) - 1, self.check("column", column) - 1
+        return self.colours[r][c], self.digits[r][c]
+
+    def line(self, name: str, number: int) -> list[tuple[str, int]]:
+        """The cells of a row from left to right, or of a column from top to bottom."""
+        self.check(name, number)
+        return [self.cell(*place) for place in self.places(name, number)]
+
+    def places(self, name: str, number: int) -> list[Cell]:
+        """Where the cells of a line are."""
+        steps = range(1, self.size + 1)
+        return [(number, step) for step in steps] if name == "row" else [(step, number) for step in steps]
+
+    def count(self, colour: str, name: str, number: int) -> int:
+        """Cells of a colour in a line."""
+        if colour not in COLOURS:
+            raise ValueError(f"{colour} is no colour; colours: {' '.join(COLOURS)}")
+        return sum(found == colour for found, _ in self.line(name, number))
+
+    def paint(self, place: Cell, colour: str | None = None, digit: int | None = None) -> None:
+        """Change one cell while the image is being made."""
+        row, column = place
+        if colour is not None:
+            self.colours[row - 1][column - 1] = colour
+        if digit is not None:
+            self.digits[row - 1][column - 1] = digit
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about a grid, with what it is about."""
+
+    kind: str
+    prompt: str
+    target: str
+    cells: tuple[Cell, ...] = ()  # the cells that the prompt names
+    lines: tuple[Line, ...] = ()  # the lines that the prompt names
+    colour: str = ""  # the colour that the prompt names
+
+
+def draw(rng: random.Random, size: int, kinds: tuple[str, ...]) -> tuple[Grid, Question]:
+    """A random image and a question of one of these kinds about it."""
+    grid = Grid(
+        colours=[rng.choices(COLOURS, k=size) for _ in range(size)],
+        digits=[rng.choices(range(10), k=size) for _ in range(size)],
+    )
+    return grid, KINDS[rng.choice(kinds)](grid, rng)
+
+
+def _cell(grid: Grid, rng: random.Random) -> Cell:
+    return rng.randint(1, grid.size), rng.randint(1, grid.size)
+
+
+def _named(cell: Cell) -> str:
+    return f"row {cell[0]} column {cell[1]}"
+
+
+def _plant(grid: Grid, rng: random.Random, colour: str, places: list[Cell], count: int) -> None:
+    """Make exactly `count` of these cells have the colour."""
+    chosen = set(rng.sample(places, count))
+    others = [other for other in COLOURS if other != colour]
+    for place in places:
+        grid.paint(place, colour if place in chosen else rng.choice(others))
+
+
+def _ask_colour(grid: Grid, rng: random.Random) -> Question:
+    cell = _cell(grid, rng)
+    return Question("colour", f"colour at {_named(cell)}?", grid.cell(*cell)[0], cells=(cell,))
+
+
+def _ask_digit(grid: Grid, rng: random.Random) -> Question:
+    cell = _cell(grid, rng)
+    return Question("digit", f"digit at {_named(cell)}?", str(grid.cell(*cell)[1]), cells=(cell,))
+
+
+def _ask_count(grid: Grid, rng: random.Random) -> Question:
+    """How many cells of a colour are in a line: needs the tool that counts."""
+    name, number = line = rng.choice(LINES), rng.randint(1, grid.size)
+    colour, count = rng.choice(COLOURS), rng.randint(0, MAX_PLANTED)
+    _plant(grid, rng, colour, grid.places(*line), count)
+    return Question("count", f"how many {colour} in {name} {number}?", str(count), lines=(line,), colour=colour)
+
+
+def _ask_last(grid: Grid, rng: random.Random) -> Question:
+    """The colour at the end of a line, wherever that is: the tool that lists a line knows."""
+    name, number = line = rng.choice(LINES), rng.randint(1, grid.size)
+    return Question("last", f"last colour in {name} {number}?", grid.line(*line)[-1][0], lines=(line,))
+
+
+def _ask_larger(grid: Grid, rng: random.Random) -> Question:
+    """The larger digit of two cells: two looks."""
+    first = second = _cell(grid, rng)
+    while second == first:
+        second = _cell(grid, rng)
+    digits = rng.sample(range(10), 2)
+    grid.paint(first, digit=digits[0])
+    grid.paint(second, digit=digits[1])
+    prompt = f"larger digit at {_named(first)} or {_named(second)}?"
+    return Question("larger", prompt, str(max(digits)), cells=(first, second))
+
+
+def _ask_compare(grid: Grid, rng: random.Random) -> Question:
+    """Whether a row or a column has more cells of a colour, or both the same: two counts, equally likely answers."""
+    row, column = _cell(grid, rng)
+    colour, target = rng.choice(COLOURS), rng.choice(("row", "column", "same"))
+    low, high = sorted(rng.sample(range(MAX_PLANTED + 1), 2))
+    counts = {"row": (high, low), "column": (low, high), "same": (low, low)}[target]
+    for (name, number), count in zip((("row", row), ("column", column)), counts, strict=True):
+        # The crossing cell lies in both lines; it keeps another colour so that both counts can be planted.
+        _plant(grid, rng, colour, [place for place in grid.places(name, number) if place != (row, column)], count)
+    grid.paint((row, column), rng.choice([other for other in COLOURS if other != colour]))
+    prompt = f"more {colour} in row {row} or column {column}?"
+    return Question("compare", prompt, target, lines=(("row", row), ("column", column)), colour=colour)
+
+
+def _ask_pointer(grid: Grid, rng: random.Random) -> Question:
+    """A cell's digit names the column of the same row to look at next: the second look depends on the first."""
+    row, column = cell = _cell(grid, rng)
+    pointed = rng.choice([other for other in range(1, grid.size + 1) if other != column])
+    grid.paint(cell, digit=pointed)
+    target = grid.cell(row, pointed)[0]
+    grid.paint(cell, colour=rng.choice([other for other in COLOURS if other != target]))
+    return Question("pointer", f"colour where {_named(cell)} points?", target, cells=(cell,))
+
+
+KINDS: dict[str, Callable[[Grid, random.Random], Question]] = {
+    "colour": _ask_colour,
+    "digit": _ask_digit,
+    "count": _ask_count,
+    "last": _ask_last,
+    "larger": _ask_larger,
+    "compare": _ask_compare,
+    "pointer": _ask_pointer,
+}

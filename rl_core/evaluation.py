@@ -1,0 +1,303 @@
+"""Held-out evaluation: the same episodes for every model, success with intervals, pass@k, paired comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from rl_core.analysis.statistics import (
+    Difference,
+    Rate,
+    clustered_rate,
+    mean_pass_at_k,
+    paired_bootstrap,
+    sign_test,
+)
+from rl_core.environments.base import Environment
+from rl_core.errors import DataError, SettingsError
+from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.sampling import RolloutBackend
+from rl_core.settings import EvaluationSettings, SamplingSettings
+from rl_core.types import StopReason, Trajectory
+
+__all__ = ["EpisodeResult", "Evaluation", "PairedResult", "compare", "evaluate", "heldout_requests", "summarize"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeResult:
+    """What a model made of one held-out episode."""
+
+    level: str
+    kind: str
+    seed: int
+    samples: int  # rollouts of this episode
+    successes: int  # how many of them succeeded
+    reward: float  # mean over them
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What the episode is the same by, for every model."""
+        return self.level, self.seed
+
+    @property
+    def success(self) -> float:
+        """Share of the samples that succeeded."""
+        return self.successes / self.samples
+
+
+@dataclass
+class Evaluation:
+    """The result of one model on the held-out episodes."""
+
+    success_rate: float
+    interval: tuple[float, float]  # Wilson 95%, at the effective sample size when episodes were sampled several times
+    by_level: dict[str, Rate]
+    by_kind: dict[str, Rate]
+    pass_at_k: dict[int, float]
+    reward_mean: float
+    turns_mean: float
+    tool_calls_mean: float
+    action_tokens_mean: float
+    misuse_rate: float  # share of all turns that were misuse of a tool
+    truncated_rate: float  # share of rollouts cut by a limit
+    tokens_per_second: float  # sampled tokens over the seconds that the rollouts took
+    seconds: float
+    episodes: list[EpisodeResult]  # in the order of the requests
+    trajectories: list[Trajectory] = field(default_factory=list)  # not part of `to_json`
+
+    @property
+    def samples(self) -> int:
+        """Rollouts in all."""
+        return sum(episode.samples for episode in self.episodes)
+
+    @property
+    def success_per_episode(self) -> list[float]:
+        """[E] share of successes of each episode, in the order of the requests."""
+        return [episode.success for episode in self.episodes]
+
+    def metrics(self, prefix: str = "eval") -> dict[str, float]:
+        """Scalars for tracking, named `eval/...`."""
+        plain = {
+            "success_rate": self.success_rate,
+            "success_rate_low": self.interval[0],
+            "success_rate_high": self.interval[1],
+            "episodes": float(len(self.episodes)),
+            "samples": float(self.samples),
+        }
+        for name in (
+            "reward_mean", "turns_mean", "tool_calls_mean", "action_tokens_mean", "misuse_rate", "truncated_rate",
+            "tokens_per_second", "seconds",
+        ):  # fmt: skip
+            plain[name] = float(getattr(self, name))
+        plain |= {f"pass_at_{k}": value for k, value in self.pass_at_k.items()}
+        plain |= {f"success_rate_by_level/{level}": rate.rate for level, rate in self.by_level.items()}
+        plain |= {f"success_rate_by_kind/{kind}": rate.rate for kind, rate in self.by_kind.items()}
+        return {f"{prefix}/{name}": value for name, value in plain.items()}
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict without the trajectories, which belong into trajectories.jsonl."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "trajectories"}
+        row["interval"] = list(self.interval)
+        row["by_level"] = {level: rate._asdict() for level, rate in self.by_level.items()}
+        row["by_kind"] = {kind: rate._asdict() for kind, rate in self.by_kind.items()}
+        row["pass_at_k"] = {str(k): value for k, value in self.pass_at_k.items()}
+        row["episodes"] = [dataclasses.asdict(episode) for episode in self.episodes]
+        return row
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Self:
+        """Inverse of `to_json`; `trajectories` is empty.
+
+        Raises: DataError if the row was not written by `to_json`.
+        """
+        try:
+            kept = dict(row)
+            kept["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
+            kept["by_level"] = {level: Rate(**rate) for level, rate in row["by_level"].items()}
+            kept["by_kind"] = {kind: Rate(**rate) for kind, rate in row["by_kind"].items()}
+            kept["pass_at_k"] = {int(k): float(value) for k, value in row["pass_at_k"].items()}
+            kept["episodes"] = [EpisodeResult(**episode) for episode in row["episodes"]]
+            return cls(**kept)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise DataError(f"this is not a stored evaluation ({type(error).__name__}: {error})") from error
+
+
+@dataclass(frozen=True)
+class PairedResult:
+    """Challenger minus champion on the episodes that both were evaluated on."""
+
+    success: Difference
+    reward: Difference
+    episodes: int  # compared
+    unpaired: int  # episodes that only one of the two has
+    wins: int  # episodes that the challenger solves more often
+    losses: int
+    p_value: float  # exact sign test of wins against losses
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        return {**dataclasses.asdict(self), "success": self.success._asdict(), "reward": self.reward._asdict()}
+
+
+def heldout_requests(environment: Environment, settings: EvaluationSettings, seed: int) -> list[EpisodeRequest]:
+    """The held-out episodes: levels in equal shares, each with its own seeds, interleaved.
+
+    They depend on the environment, the settings and the seed alone, so that every model gets the same ones. A level
+    with fewer held-out episodes than its share gives all that it has, and a warning says so.
+    Raises: SettingsError for an unknown level; DataError where a level has no held-out episode.
+    """
+    levels = settings.levels or environment.levels
+    for level in levels:
+        environment.check_level(level)
+    if len(set(levels)) < len(levels):
+        raise SettingsError(f"levels: {list(levels)} names a level twice")
+    if settings.episodes < len(levels):
+        raise SettingsError(f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate")
+    per_level: list[list[EpisodeRequest]] = []
+    for index, level in enumerate(levels):
+        share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
+        seeds = environment.seeds_of("heldout", level)
+        if not len(seeds):
+            raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
+        if len(seeds) < share:
+            logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(seeds), share)
+        # Seeding by text keeps the draw of one level apart from the others, whatever their number and order.
+        picked = random.Random(f"heldout/{seed}/{level}").sample(seeds, min(share, len(seeds)))
+        per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
+    longest = max(map(len, per_level))
+    return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
+
+
+def evaluate(
+    environment: Environment,
+    backend: RolloutBackend,
+    renderer: Renderer,
+    requests: Sequence[EpisodeRequest],
+    *,
+    samples: int,
+    sampling: SamplingSettings,
+    seed: int,
+    policy_version: int = 0,
+) -> Evaluation:
+    """Play every requested episode `samples` times and summarise.
+
+    Args:
+        requests: from `heldout_requests`. samples: rollouts of each, at least 1.
+        sampling: temperature 0 plays greedily. seed: of the sampling.
+    Raises: DataError without requests; SettingsError for samples below 1.
+    """
+    if not requests:
+        raise DataError("evaluate: there are no episodes to play")
+    if samples < 1:
+        raise SettingsError(f"samples: {samples} must be at least 1")
+    start = time.perf_counter()
+    groups = collect(
+        environment, backend, renderer, requests,
+        group_size=samples, sampling=sampling, seed=seed, policy_version=policy_version,
+    )  # fmt: skip
+    seconds = time.perf_counter() - start
+    return summarize((rollout.trajectory for group in groups for rollout in group.rollouts), seconds)
+
+
+def summarize(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evaluation:
+    """An Evaluation of trajectories that were played already.
+
+    Args:
+        trajectories: samples of one episode are known by (level, seed). seconds: what playing them took; 0 = unknown.
+    Raises: DataError where there is none.
+    """
+    played = list(trajectories)
+    if not played:
+        raise DataError("summarize: there are no trajectories")
+    grouped: dict[tuple[str, int], list[Trajectory]] = defaultdict(list)
+    for trajectory in played:
+        grouped[trajectory.level, trajectory.seed].append(trajectory)
+    episodes = [
+        EpisodeResult(
+            level, group[0].kind, seed, len(group), sum(t.success for t in group), _mean(t.reward for t in group)
+        )
+        for (level, seed), group in grouped.items()
+    ]
+    total = _rate(episodes)
+    turns = [turn for t in played for turn in t.turns]
+    tokens = sum(t.num_action_tokens for t in played)
+    return Evaluation(
+        success_rate=total.rate,
+        interval=(total.low, total.high),
+        by_level={name: _rate(e for e in episodes if e.level == name) for name in _names(e.level for e in episodes)},
+        by_kind={name: _rate(e for e in episodes if e.kind == name) for name in _names(e.kind for e in episodes)},
+        pass_at_k=_pass_at_ks(episodes),
+        reward_mean=_mean(t.reward for t in played),
+        turns_mean=len(turns) / len(played),
+        tool_calls_mean=sum(turn.tool_call is not None for turn in turns) / len(played),
+        action_tokens_mean=tokens / len(played),
+        misuse_rate=sum(turn.is_error for turn in turns) / max(1, len(turns)),
+        truncated_rate=_mean(t.stop_reason != StopReason.TERMINATED for t in played),
+        tokens_per_second=tokens / seconds if seconds > 0 else 0.0,
+        seconds=seconds,
+        episodes=episodes,
+        trajectories=played,
+    )
+
+
+def compare(
+    challenger: Evaluation,
+    champion: Evaluation,
+    *,
+    bootstrap_samples: int = 2000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> PairedResult:
+    """Challenger minus champion, paired by episode, with bootstrap intervals over episodes.
+
+    Raises: DataError where no episode is common to both.
+    """
+    before = {episode.key: episode for episode in champion.episodes}
+    pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
+    if not pairs:
+        raise DataError(
+            f"the two evaluations have no episode in common ({len(challenger.episodes)} and {len(champion.episodes)} "
+            "episodes); evaluate both with the same environment, levels, number of episodes and seed"
+        )
+    wins = sum(new.success > old.success for new, old in pairs)
+    losses = sum(new.success < old.success for new, old in pairs)
+    success, reward = (
+        paired_bootstrap(
+            [getattr(new, name) for new, _ in pairs], [getattr(old, name) for _, old in pairs],
+            samples=bootstrap_samples, seed=seed, confidence=confidence,
+        )
+        for name in ("success", "reward")
+    )  # fmt: skip
+    unpaired = len(challenger.episodes) + len(champion.episodes) - 2 * len(pairs)
+    return PairedResult(success, reward, len(pairs), unpaired, wins, losses, sign_test(wins, losses))
+
+
+def _rate(episodes: Iterable[EpisodeResult]) -> Rate:
+    kept = list(episodes)
+    return clustered_rate([e.successes for e in kept], [e.samples for e in kept])
+
+
+def _pass_at_ks(episodes: Sequence[EpisodeResult]) -> dict[int, float]:
+    """pass@1, pass@2, pass@4, ... and pass@n, n the fewest samples of an episode."""
+    samples, successes = [e.samples for e in episodes], [e.successes for e in episodes]
+    fewest = min(samples)
+    ks = sorted({2**i for i in range(fewest.bit_length()) if 2**i <= fewest} | {fewest})
+    return {k: value for k in ks if (value := mean_pass_at_k(samples, successes, k)) is not None}
+
+
+def _mean(values: Iterable[float]) -> float:
+    kept = [float(value) for value in values]
+    return sum(kept) / len(kept)
+
+
+def _names(values: Iterable[str]) -> list[str]:
+    """Distinct values, first seen first."""
+    return list(dict.fromkeys(values))

@@ -1,0 +1,183 @@
+"""Advantages: within groups, over a batch, and generalised advantage estimation over token sequences.
+
+Suffixes: P prompts, G rollouts per prompt, B rows, T tokens, N loss tokens of a row packed to the left, C of a chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from rl_core.errors import DataError
+from rl_core.losses.masking import check_finite, check_inputs, fill_masked
+
+__all__ = ["GroupMethod", "batch_advantages", "gae", "group_advantages", "overlong_penalty", "returns"]
+
+GroupMethod = Literal["grpo", "dr_grpo", "rloo"]
+STD_FLOOR = 1e-3  # rewards that differ by less carry rounding, not information
+STD_EPS = 1e-4
+SCAN_CHUNK = 128
+
+
+def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") -> torch.Tensor:
+    """Advantage of each rollout against the others of its prompt.
+
+    grpo:    (r - mean) / (std + 1e-4), unbiased std over the group; 0 for the whole group when std < 1e-3.
+    dr_grpo: r - mean.
+    rloo:    r - mean of the others = (r - mean) G / (G - 1).
+    A group of one has nothing to be compared with: its advantage is 0 (peers return the raw reward, or explode).
+
+    Args:
+        rewards_PG: float [P, G].
+    Returns: float [P, G]; every row sums to 0.
+    Raises: DataError on shape, dtype, non-finite rewards, or an unknown method.
+    Source: arXiv:2402.03300 section 4.1; arXiv:2503.20783; arXiv:2402.14740 eq. 6.
+    """
+    _check_rewards(rewards_PG)
+    if method not in ("grpo", "dr_grpo", "rloo"):
+        raise DataError(f"method: '{method}' is none of grpo, dr_grpo, rloo")
+    size = rewards_PG.shape[1]
+    if size == 1:
+        return torch.zeros_like(rewards_PG)
+    centered_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    if method == "dr_grpo":
+        return centered_PG
+    if method == "rloo":
+        return centered_PG * (size / (size - 1))
+    std_P1 = rewards_PG.std(1, keepdim=True)
+    return torch.where(std_P1 < STD_FLOOR, torch.zeros_like(centered_PG), centered_PG / (std_P1 + STD_EPS))
+
+
+def batch_advantages(rewards_PG: torch.Tensor, *, subtract_group_mean: bool = False) -> torch.Tensor:
+    """REINFORCE++: rewards normalised over the whole batch, (r - mean) / (std + 1e-4), unbiased std.
+
+    Args:
+        rewards_PG: float [P, G] (G may be 1); all of the batch.
+        subtract_group_mean: its "baseline" form: the mean of each prompt's group is taken off first.
+    Returns: float [P, G]; all 0 when the batch's std is below 1e-3 or it has one member.
+    Source: arXiv:2501.03262, section 3.
+    """
+    _check_rewards(rewards_PG)
+    if rewards_PG.numel() < 2:
+        return torch.zeros_like(rewards_PG)
+    if subtract_group_mean:
+        rewards_PG = rewards_PG - rewards_PG.mean(1, keepdim=True)
+    std = rewards_PG.std()
+    centered_PG = rewards_PG - rewards_PG.mean()
+    return torch.where(std < STD_FLOOR, torch.zeros_like(centered_PG), centered_PG / (std + STD_EPS))
+
+
+def gae(
+    token_rewards_BT: torch.Tensor,
+    values_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    gae_lambda: float = 0.95,
+    bootstrap_B: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation over loss tokens; observations between them are stepped over.
+
+    delta = r + gamma V' - V; A = delta + gamma lambda A'; returns = A + V, where V' and A' belong to the next loss
+    token: masked tokens carry both across unchanged, they neither discount nor decay.
+
+    Args:
+        token_rewards_BT: float [B, T]; 0 wherever the mask is False.
+        values_BT: float [B, T], value before each token; anything where the mask is False.
+        loss_mask_BT: bool [B, T], True = the policy chose this token.
+        bootstrap_B: float [B], V' of the last loss token: 0 for an episode that terminated (None = all), the value of
+            the state after it for one that was truncated.
+    Returns: advantages, returns; float [B, T], 0 where the mask is False, no gradient.
+    Raises: DataError on shapes, non-finite input, a reward on a masked token (it would be lost), or
+        factors outside [0, 1].
+    Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
+    """
+    if loss_mask_BT.ndim != 2:
+        raise DataError(f"loss_mask: shape {tuple(loss_mask_BT.shape)}, expected [B, T]")
+    if not 0 <= gamma <= 1 or not 0 <= gae_lambda <= 1:
+        raise DataError(f"gamma {gamma} and gae_lambda {gae_lambda} must lie in [0, 1]")
+    check_inputs(loss_mask_BT, token_rewards=token_rewards_BT, values=values_BT)
+    if bool((token_rewards_BT * ~loss_mask_BT).any()):
+        raise DataError("token_rewards: a reward stands on a masked token; put it on the last loss token before it")
+    rows = loss_mask_BT.shape[0]
+    if bootstrap_B is None:
+        bootstrap_B = values_BT.new_zeros(rows)
+    if bootstrap_B.shape != (rows,):
+        raise DataError(f"bootstrap: shape {tuple(bootstrap_B.shape)}, expected ({rows},)")
+    check_finite(bootstrap=bootstrap_B)
+    with torch.no_grad():
+        # Loss tokens to the left, in order: then the recurrence has one constant coefficient.
+        order_BN = torch.argsort(~loss_mask_BT, dim=1, stable=True)
+        packed_mask_BN = loss_mask_BT.gather(1, order_BN)
+        values_BN = fill_masked(values_BT, loss_mask_BT).gather(1, order_BN)
+        rewards_BN = fill_masked(token_rewards_BT, loss_mask_BT).gather(1, order_BN)
+        next_values_BN = torch.cat([values_BN[:, 1:], values_BN.new_zeros(rows, 1)], dim=1)
+        last_BN = packed_mask_BN & ~torch.cat([packed_mask_BN[:, 1:], packed_mask_BN.new_zeros(rows, 1)], dim=1)
+        next_values_BN = torch.where(last_BN, bootstrap_B[:, None].to(values_BN.dtype), next_values_BN)
+        deltas_BN = fill_masked(rewards_BN + gamma * next_values_BN - values_BN, packed_mask_BN)
+        packed_BN = _discounted_sums(deltas_BN, gamma * gae_lambda)
+        advantages_BT = torch.zeros_like(values_BT).scatter(1, order_BN, fill_masked(packed_BN, packed_mask_BN))
+        return advantages_BT, fill_masked(advantages_BT + values_BT, loss_mask_BT)
+
+
+def returns(
+    token_rewards_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    bootstrap_B: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Discounted sum of the rewards from each loss token on; masked tokens do not discount.
+
+    Args, Raises: as `gae`.
+    Returns: float [B, T], 0 where the mask is False.
+    """
+    zeros_BT = torch.zeros_like(token_rewards_BT)
+    return gae(token_rewards_BT, zeros_BT, loss_mask_BT, gamma=gamma, gae_lambda=1.0, bootstrap_B=bootstrap_B)[0]
+
+
+def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -> torch.Tensor:
+    """DAPO's soft punishment of length: 0 up to max_tokens - buffer, then falling linearly to -1 at max_tokens.
+
+    -min(excess, buffer) / buffer, excess = max(0, length - (max_tokens - buffer)).
+    Args:
+        lengths_B: [B], completion tokens.
+    Returns: float32 [B] in [-1, 0], to be added to the reward.
+    Source: Yu et al. 2025, arXiv:2503.14476, eq. 13.
+    """
+    if not 0 < buffer <= max_tokens:
+        raise DataError(f"buffer: {buffer} must be above 0 and at most max_tokens {max_tokens}")
+    excess_B = (lengths_B.float() - (max_tokens - buffer)).clamp(0, buffer)
+    return -excess_B / buffer
+
+
+def _discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Tensor:
+    """y_t = x_t + factor y_{t+1} along axis 1, chunk by chunk from the right: one small matrix product each.
+
+    Within a chunk y = x W, W[j, i] = factor^(j - i) for j >= i; what is right of it comes in as factor^(C - i) y_next.
+    """
+    size = values_BN.shape[1]
+    chunk = min(SCAN_CHUNK, max(size, 1))
+    steps_C = torch.arange(chunk, device=values_BN.device)
+    distance_CC = steps_C[:, None] - steps_C[None, :]
+    base = torch.tensor(factor, dtype=values_BN.dtype, device=values_BN.device)
+    weights_CC = torch.where(distance_CC >= 0, base ** distance_CC.clamp(min=0), base.new_zeros(()))
+    sums_BN = torch.empty_like(values_BN)
+    carry_B1 = values_BN.new_zeros(values_BN.shape[0], 1)
+    for stop in range(size, 0, -chunk):
+        start = max(0, stop - chunk)
+        length = stop - start
+        part_BC = values_BN[:, start:stop] @ weights_CC[:length, :length]
+        part_BC = part_BC + carry_B1 * base ** (length - steps_C[:length])
+        sums_BN[:, start:stop] = part_BC
+        carry_B1 = part_BC[:, :1]
+    return sums_BN
+
+
+def _check_rewards(rewards_PG: torch.Tensor) -> None:
+    if rewards_PG.ndim != 2 or rewards_PG.shape[1] < 1:
+        raise DataError(f"rewards: shape {tuple(rewards_PG.shape)}, expected [P, G]")
+    if not rewards_PG.is_floating_point():
+        raise DataError(f"rewards: dtype {rewards_PG.dtype}, expected a floating-point type")
+    check_finite(rewards=rewards_PG)

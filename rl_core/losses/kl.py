@@ -1,0 +1,143 @@
+"""Kullback-Leibler divergence: estimators from samples, the exact value, and coefficient controllers.
+
+Suffixes: B rows, T tokens, N positions, V vocabulary. All values in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+
+from rl_core.errors import DataError
+from rl_core.losses.masking import check_count, check_finite, check_inputs, fill_masked
+
+__all__ = [
+    "KLEstimator",
+    "adaptive_kl_coef",
+    "banded_kl_coef",
+    "exact_forward_kl",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "kl_penalty",
+]
+
+KLEstimator = Literal["k1", "k2", "k3"]
+K3_LIMIT = 10.0  # exp(10) = 22,026: beyond it one token would outweigh a batch
+
+
+def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """k1 = d, d = logprobs - ref_logprobs, at samples of the first: unbiased for KL(policy || ref), of either sign.
+
+    Source: Schulman 2020, "Approximating KL divergence".
+    """
+    return logprobs - ref_logprobs
+
+
+def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """k2 = d^2 / 2: biased, low variance, never negative; its gradient is an unbiased one of KL(policy || ref).
+
+    Source: Schulman 2020.
+    """
+    return 0.5 * (logprobs - ref_logprobs).square()
+
+
+def kl_k3(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
+    """k3 = exp(-d) - 1 + d with d clamped to +-10: unbiased (within the clamp), never negative at any token.
+
+    Source: Schulman 2020; used in the loss by GRPO, arXiv:2402.03300, eq. 4.
+    """
+    d = (logprobs - ref_logprobs).clamp(-K3_LIMIT, K3_LIMIT)
+    return torch.expm1(-d) + d  # expm1: exact near d = 0, where exp(-d) - 1 cancels
+
+
+_ESTIMATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+
+
+def kl_penalty(
+    logprobs_BT: torch.Tensor,
+    ref_logprobs_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    estimator: KLEstimator = "k3",
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Mean KL(policy || reference) per loss token, as a loss term.
+
+    Args:
+        logprobs_BT: float [B, T], current policy, with gradient.
+        ref_logprobs_BT: float [B, T], reference model.
+        loss_mask_BT: bool [B, T], True = token counts.
+        num_loss_tokens: loss tokens of the whole optimizer step.
+    Returns: scalar; {"ref_kl"}: the same, detached.
+    Raises: DataError on shapes, non-finite values, an empty step, an unknown estimator.
+    """
+    check_inputs(loss_mask_BT, logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
+    if estimator not in _ESTIMATORS:
+        raise DataError(f"estimator: '{estimator}' is none of {', '.join(_ESTIMATORS)}")
+    count = check_count("num_loss_tokens", num_loss_tokens)
+    kl_BT = _ESTIMATORS[estimator](fill_masked(logprobs_BT, loss_mask_BT), fill_masked(ref_logprobs_BT, loss_mask_BT))
+    kl = kl_BT.sum() / count  # both are 0 outside the mask, and so is every estimator there
+    return kl, {"ref_kl": kl.detach()}
+
+
+def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -> torch.Tensor:
+    """KL(old || new) = sum_v p_old (log p_old - log p_new) at every position, in at least float32.
+
+    Args:
+        old_logits_NV, new_logits_NV: float [N, V] (any leading axes); -inf logits mean tokens that cannot be drawn.
+    Returns: float [N], gradient to both; infinite where the new policy rules out what the old one allows.
+    Raises: DataError if shapes differ or a value is NaN or +inf.
+    """
+    if old_logits_NV.shape != new_logits_NV.shape:
+        raise DataError(f"new_logits: shape {tuple(new_logits_NV.shape)}, old_logits has {tuple(old_logits_NV.shape)}")
+    forbidden = float("-inf")
+    check_finite(
+        old_logits=old_logits_NV.detach().masked_fill(old_logits_NV.detach() == forbidden, 0.0),
+        new_logits=new_logits_NV.detach().masked_fill(new_logits_NV.detach() == forbidden, 0.0),
+    )
+    dtype = torch.promote_types(old_logits_NV.dtype, torch.float32)
+    old_log_p_NV = torch.log_softmax(old_logits_NV, dim=-1, dtype=dtype)
+    new_log_p_NV = torch.log_softmax(new_logits_NV, dim=-1, dtype=dtype)
+    allowed_NV = old_logits_NV != forbidden  # p log p -> 0 as p -> 0; elsewhere -inf - -inf would be NaN
+    difference_NV = fill_masked(old_log_p_NV, allowed_NV) - fill_masked(new_log_p_NV, allowed_NV)
+    return (old_log_p_NV.exp() * difference_NV).sum(-1)
+
+
+def adaptive_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
+    """Next KL coefficient: kl_coef (1 + clip(kl / target - 1, +-0.2) num_samples / horizon).
+
+    Args:
+        kl: measured, nats, in the unit of `target`.
+        horizon, num_samples: samples after which the full correction has been made, and samples since the last call.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+    if target <= 0 or horizon <= 0:
+        raise DataError(f"target {target} and horizon {horizon} must be above 0")
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return kl_coef * (1.0 + error * num_samples / horizon)
+
+
+def banded_kl_coef(
+    kl_coef: float,
+    kl: float,
+    *,
+    target: float,
+    tolerance: float,
+    increase_factor: float = 1.5,
+    decrease_factor: float = 1.5,
+    minimum: float = 1e-4,
+    maximum: float = 1.0,
+) -> float:
+    """Next KL coefficient: times increase_factor above target + tolerance, divided by decrease_factor below
+    target - tolerance, unchanged between, always within [minimum, maximum].
+    """
+    if tolerance < 0 or increase_factor < 1 or decrease_factor < 1 or not 0 < minimum <= maximum:
+        raise DataError("tolerance must be at least 0, factors at least 1, and 0 < minimum <= maximum")
+    if kl > target + tolerance:
+        kl_coef *= increase_factor
+    elif kl < target - tolerance:
+        kl_coef /= decrease_factor
+    return min(max(kl_coef, minimum), maximum)

@@ -1,0 +1,121 @@
+"""Masked sums and means, whitening, and the input checks that all losses share.
+
+Suffixes: B rows, T tokens. A mask is True where a token counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+
+from rl_core.errors import DataError, NonFiniteTensor
+
+__all__ = [
+    "check_count",
+    "check_finite",
+    "check_inputs",
+    "count_loss_tokens",
+    "fill_masked",
+    "masked_max",
+    "masked_mean",
+    "masked_sum",
+    "masked_whiten",
+]
+
+
+def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Raise DataError unless every tensor has the mask's shape and is finite wherever the mask is True.
+
+    Values outside the mask may be anything, NaN included: losses replace them before use. None is passed over.
+    """
+    if loss_mask.dtype != torch.bool:
+        raise DataError(f"loss_mask: dtype {loss_mask.dtype}, expected torch.bool (True = token counts)")
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    for name, tensor in present.items():
+        if tensor.shape != loss_mask.shape:
+            raise DataError(f"{name}: shape {tuple(tensor.shape)}, loss_mask has {tuple(loss_mask.shape)}")
+        if not tensor.is_floating_point():
+            raise DataError(f"{name}: dtype {tensor.dtype}, expected a floating-point type")
+    check_finite(**{name: fill_masked(tensor.detach(), loss_mask) for name, tensor in present.items()})
+
+
+def check_finite(**tensors: torch.Tensor) -> None:
+    """Raise NonFiniteTensor (a DataError) naming the first tensor that holds NaN or infinity, and where."""
+    # One read for all tensors, so that an accelerator is waited for once.
+    if not tensors or bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).all()):
+        return
+    for name, tensor in tensors.items():
+        bad = (~torch.isfinite(tensor)).nonzero()
+        if len(bad):
+            place = tuple(bad[0].tolist())
+            raise NonFiniteTensor(
+                f"{name}: {tensor[place].item()} at {place}; {len(bad)} of {tensor.numel()} are not finite"
+            )
+
+
+def check_count(name: str, count: float) -> float:
+    """A global denominator, which must be finite and above 0. Raises DataError: nothing would count."""
+    if not math.isfinite(count) or count <= 0:
+        raise DataError(f"{name}: {count}; a loss needs at least one loss token, sequence or pair (is the mask empty?)")
+    return float(count)
+
+
+def count_loss_tokens(loss_masks: Iterable[torch.Tensor]) -> int:
+    """True entries of all masks together: the denominator of an optimizer step.
+
+    Raises: DataError when there is none.
+    """
+    return int(check_count("num_loss_tokens", sum(int(mask.sum()) for mask in loss_masks)))
+
+
+def fill_masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Values with 0 wherever the mask is False; what stood there, NaN included, reaches neither value nor gradient."""
+    return torch.where(mask_BT, values_BT, values_BT.new_zeros(()))
+
+
+def masked_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Scalar sum over True entries."""
+    return fill_masked(values_BT, mask_BT).sum()
+
+
+def masked_mean(
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, *, num_loss_tokens: float | None = None
+) -> torch.Tensor:
+    """Sum over True entries divided by `num_loss_tokens`, or by their own count where none is given.
+
+    Raises: DataError when the denominator is 0.
+    """
+    count = num_loss_tokens if num_loss_tokens is not None else int(mask_BT.sum())
+    return masked_sum(values_BT, mask_BT) / check_count("num_loss_tokens", count)
+
+
+def masked_max(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Largest value under the mask; 0 for an empty one (metrics alone use it)."""
+    if not mask_BT.numel():
+        return values_BT.new_zeros(())
+    largest = values_BT.masked_fill(~mask_BT, -math.inf).max()
+    return torch.where(mask_BT.any(), largest, largest.new_zeros(()))
+
+
+def masked_whiten(
+    values_BT: torch.Tensor, mask_BT: torch.Tensor, *, shift_mean: bool = True, eps: float = 1e-8
+) -> torch.Tensor:
+    """(values - mean) rsqrt(var + eps) under the mask, 0 elsewhere; unbiased variance.
+
+    Call it once over the whole optimizer step: whitening each micro-batch by itself gives another loss.
+
+    Args:
+        values_BT: float [B, T].
+        shift_mean: False adds the mean back (for rewards, whose sign matters).
+    Returns: float [B, T]. A single value has no variance: it becomes 0 (or stays, without the shift).
+    Raises: DataError on shapes, an empty mask, or non-finite values.
+    """
+    check_inputs(mask_BT, values=values_BT)
+    count = check_count("mask", int(mask_BT.sum()))
+    mean = masked_sum(values_BT, mask_BT) / count
+    centered_BT = fill_masked(values_BT - mean, mask_BT)
+    if count > 1:
+        centered_BT = centered_BT * torch.rsqrt(centered_BT.square().sum() / (count - 1) + eps)
+    return centered_BT if shift_mean else fill_masked(centered_BT + mean, mask_BT)

@@ -1,0 +1,194 @@
+"""Policy-gradient losses.
+
+Suffixes: B rows, T tokens. r = exp(logprobs - old_logprobs), the log-ratio clamped to +-20 before exp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rl_core.errors import DataError
+from rl_core.losses.kl import kl_k1, kl_k3
+from rl_core.losses.masking import check_count, check_finite, check_inputs, fill_masked, masked_max, masked_sum
+
+__all__ = ["cispo_loss", "clipped_policy_loss", "gspo_loss", "reinforce_loss"]
+
+LOG_RATIO_LIMIT = 20.0
+Metrics = dict[str, torch.Tensor]
+
+
+def clipped_policy_loss(
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    clip_eps: float = 0.2,
+    clip_eps_high: float | None = None,
+    dual_clip: float | None = None,
+    loss_denominator: float | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """Clipped policy-gradient loss over completion tokens.
+
+    L = max(-r A, -clip(r, 1 - clip_eps, 1 + clip_eps_high) A), summed and divided by the denominator; with dual_clip
+    c, at A < 0 at most -c A.
+
+    Args:
+        logprobs_BT: float [B, T], nats, current policy, with gradient.
+        old_logprobs_BT: float [B, T], nats, the policy at the start of the iteration.
+        advantages_BT: float [B, T].
+        loss_mask_BT: bool [B, T], True = token counts.
+        num_loss_tokens: loss tokens of the whole optimizer step.
+        clip_eps_high: None = clip_eps.
+        dual_clip: above 1; None = off.
+        loss_denominator: what the loss alone is divided by (dr_grpo: B max_completion_tokens); None = num_loss_tokens.
+    Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max", "kl" (k3)
+        and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped when the clip takes its gradient.
+    Raises: DataError on shapes, non-finite values, an empty step, or limits out of range.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; DAPO, arXiv:2503.14476 (clip_eps_high); Ye et al. 2019,
+        arXiv:1912.09729, eq. 5 (dual clip).
+    """
+    high = clip_eps if clip_eps_high is None else clip_eps_high
+    if not 0 < clip_eps < 1 or high <= 0:
+        raise DataError(f"clip_eps {clip_eps} must lie between 0 and 1, clip_eps_high {high} above 0")
+    if dual_clip is not None and dual_clip <= 1:
+        raise DataError(f"dual_clip: {dual_clip} must be above 1")
+    ratio_BT, advantages_BT = _ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    count = check_count("num_loss_tokens", num_loss_tokens)
+    losses_BT = torch.maximum(-ratio_BT * advantages_BT, -ratio_BT.clamp(1 - clip_eps, 1 + high) * advantages_BT)
+    if dual_clip is not None:
+        capped_BT = torch.minimum(losses_BT, -dual_clip * advantages_BT)
+        losses_BT = torch.where(advantages_BT < 0, capped_BT, losses_BT)
+    denominator = count if loss_denominator is None else check_count("loss_denominator", loss_denominator)
+    loss = masked_sum(losses_BT, loss_mask_BT) / denominator
+    with torch.no_grad():
+        low_BT = (ratio_BT < 1 - clip_eps) & (advantages_BT < 0)
+        high_BT = (ratio_BT > 1 + high) & (advantages_BT > 0)
+        metrics = {
+            "loss": loss.detach(),
+            "clip_fraction": masked_sum((low_BT | high_BT).float(), loss_mask_BT) / count,
+            "clip_fraction_low": masked_sum(low_BT.float(), loss_mask_BT) / count,
+            "clip_fraction_high": masked_sum(high_BT.float(), loss_mask_BT) / count,
+            **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
+        }
+    return loss, metrics
+
+
+def cispo_loss(
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    clip_eps_high: float = 0.2,
+) -> tuple[torch.Tensor, Metrics]:
+    """CISPO: L = -stopgrad(min(r, 1 + clip_eps_high)) A logprobs / num_loss_tokens; no token loses its gradient.
+
+    Args, Raises: as `clipped_policy_loss`.
+    Returns: scalar loss; {"loss", "clip_fraction" (weights that were cut), "ratio_mean", "ratio_max", "kl", "kl_k1"}.
+    Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
+    """
+    if clip_eps_high <= 0:
+        raise DataError(f"clip_eps_high: {clip_eps_high} must be above 0")
+    ratio_BT, advantages_BT = _ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    count = check_count("num_loss_tokens", num_loss_tokens)
+    weights_BT = ratio_BT.detach().clamp(max=1 + clip_eps_high)
+    loss = -(weights_BT * advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)).sum() / count
+    with torch.no_grad():
+        metrics = {
+            "loss": loss.detach(),
+            "clip_fraction": masked_sum((ratio_BT > 1 + clip_eps_high).float(), loss_mask_BT) / count,
+            **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
+        }
+    return loss, metrics
+
+
+def gspo_loss(
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_B: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_sequences: float,
+    clip_eps: float = 3e-4,
+    clip_eps_high: float = 4e-4,
+) -> tuple[torch.Tensor, Metrics]:
+    """GSPO: one ratio for each sequence, s = exp(mean of its tokens' log-ratios), clipped; mean over sequences.
+
+    Args:
+        advantages_B: float [B], one for each sequence.
+        num_sequences: sequences with loss tokens in the whole optimizer step.
+    Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max"} per sequence. A
+        row without loss tokens counts nowhere.
+    Raises: DataError as `clipped_policy_loss`.
+    Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7.
+    """
+    if not 0 < clip_eps < 1 or clip_eps_high <= 0:
+        raise DataError(f"clip_eps {clip_eps} must lie between 0 and 1, clip_eps_high {clip_eps_high} above 0")
+    check_inputs(loss_mask_BT, logprobs=logprobs_BT, old_logprobs=old_logprobs_BT)
+    if loss_mask_BT.ndim != 2 or advantages_B.shape != loss_mask_BT.shape[:1]:
+        raise DataError(f"advantages: shape {tuple(advantages_B.shape)}, expected [B] of {tuple(loss_mask_BT.shape)}")
+    check_finite(advantages=advantages_B)
+    count = check_count("num_sequences", num_sequences)
+    lengths_B = loss_mask_BT.sum(1)
+    counts_B = lengths_B > 0
+    log_ratio_B = fill_masked(logprobs_BT - old_logprobs_BT, loss_mask_BT).sum(1) / lengths_B.clamp(min=1)
+    ratio_B = log_ratio_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    clipped_B = ratio_B.clamp(1 - clip_eps, 1 + clip_eps_high)
+    loss = masked_sum(torch.maximum(-ratio_B * advantages_B, -clipped_B * advantages_B), counts_B) / count
+    with torch.no_grad():
+        low_B = (ratio_B < 1 - clip_eps) & (advantages_B < 0)
+        high_B = (ratio_B > 1 + clip_eps_high) & (advantages_B > 0)
+        metrics = {
+            "loss": loss.detach(),
+            "clip_fraction": masked_sum((low_B | high_B).float(), counts_B) / count,
+            "clip_fraction_low": masked_sum(low_B.float(), counts_B) / count,
+            "clip_fraction_high": masked_sum(high_B.float(), counts_B) / count,
+            "ratio_mean": masked_sum(ratio_B, counts_B) / count,
+            "ratio_max": masked_max(ratio_B, counts_B),
+        }
+    return loss, metrics
+
+
+def reinforce_loss(
+    logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
+) -> tuple[torch.Tensor, Metrics]:
+    """REINFORCE: L = -A logprobs / num_loss_tokens, A = return minus baseline, without gradient.
+
+    Args, Raises: as `clipped_policy_loss`.
+    Returns: scalar loss; {"loss"}.
+    Source: Williams 1992, "Simple statistical gradient-following algorithms", eq. 11.
+    """
+    check_inputs(loss_mask_BT, logprobs=logprobs_BT, advantages=advantages_BT)
+    count = check_count("num_loss_tokens", num_loss_tokens)
+    advantages_BT = fill_masked(advantages_BT.detach(), loss_mask_BT)
+    loss = -(advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)).sum() / count
+    return loss, {"loss": loss.detach()}
+
+
+def _ratio(
+    logprobs_BT: torch.Tensor, old_logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, loss_mask_BT: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Checked: ratio (1 where the mask is False) and advantages (0 there), both [B, T]."""
+    check_inputs(loss_mask_BT, logprobs=logprobs_BT, old_logprobs=old_logprobs_BT, advantages=advantages_BT)
+    log_ratio_BT = fill_masked(logprobs_BT - old_logprobs_BT.detach(), loss_mask_BT)
+    ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return ratio_BT, fill_masked(advantages_BT.detach(), loss_mask_BT)
+
+
+def _ratio_metrics(
+    ratio_BT: torch.Tensor,
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    count: float,
+) -> Metrics:
+    """Ratio and KL(old || current) at samples of the old policy, per token."""
+    return {
+        "ratio_mean": masked_sum(ratio_BT, loss_mask_BT) / count,
+        "ratio_max": masked_max(ratio_BT, loss_mask_BT),
+        "kl": masked_sum(kl_k3(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
+        "kl_k1": masked_sum(kl_k1(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
+    }

@@ -1,0 +1,96 @@
+"""Supervised losses and entropy.
+
+Suffixes: B rows, T tokens, N positions, V vocabulary, C positions of one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rl_core.errors import DataError
+from rl_core.losses.masking import check_count, check_inputs, masked_sum
+
+__all__ = ["supervised_loss", "entropy_bonus", "entropy_coef_at", "entropy_from_logits"]
+
+
+def supervised_loss(
+    logprobs_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Negative log-likelihood of the completion tokens: -sum(logprobs) / num_loss_tokens.
+
+    Args:
+        logprobs_BT: float [B, T], nats, log-probability of each token, with gradient.
+        loss_mask_BT: bool [B, T], True = token counts (completion only: prompt and observations are False).
+        num_loss_tokens: loss tokens of the whole optimizer step, over all its micro-batches.
+    Returns: scalar loss, nats per token; {"nll"}.
+    Raises: DataError on shapes, non-finite log-probs, or an empty step.
+    """
+    check_inputs(loss_mask_BT, logprobs=logprobs_BT)
+    loss = -masked_sum(logprobs_BT, loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
+    return loss, {"nll": loss.detach()}
+
+
+def entropy_bonus(
+    entropy_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Minus the mean entropy per loss token: adding entropy_coef times it to a loss raises the entropy.
+
+    Args:
+        entropy_BT: float [B, T], nats, entropy of the distribution that each token was drawn from, with gradient.
+    Returns: scalar loss; {"entropy"}: mean entropy, nats per token.
+    Raises: DataError on shapes, non-finite values, or an empty step.
+    """
+    check_inputs(loss_mask_BT, entropy=entropy_BT)
+    entropy = masked_sum(entropy_BT, loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
+    return -entropy, {"entropy": entropy.detach()}
+
+
+def entropy_coef_at(count: int, *, start: float, decay: float = 0.9995, floor: float = 0.0) -> float:
+    """Entropy coefficient after `count` episodes: max(floor, start decay^count)."""
+    if count < 0 or not 0 < decay <= 1 or not 0 <= floor <= start:
+        raise DataError(f"count {count} >= 0, 0 < decay {decay} <= 1 and 0 <= floor {floor} <= start {start} must hold")
+    return max(floor, start * decay**count)
+
+
+def entropy_from_logits(logits_NV: torch.Tensor, *, chunk_tokens: int = 1024) -> torch.Tensor:
+    """Entropy logsumexp(z) - sum p z at every position, nats, in at least float32, with gradient.
+
+    At most one chunk of [chunk_tokens, V] is held in float32, in backward too, where softmax is computed again.
+
+    Args:
+        logits_NV: float [N, V], finite.
+    Returns: float [N], at least float32.
+    """
+    if logits_NV.ndim != 2 or chunk_tokens < 1:
+        raise DataError(f"logits: shape {tuple(logits_NV.shape)}, expected [N, V]; chunk_tokens {chunk_tokens} >= 1")
+    entropy_N: torch.Tensor = _ChunkedEntropy.apply(logits_NV, chunk_tokens)
+    return entropy_N
+
+
+class _ChunkedEntropy(torch.autograd.Function):
+    """dS/dz_v = -p_v (log p_v + S)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: torch.Tensor, chunk: int) -> torch.Tensor:
+        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
+        entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=dtype)
+        for start in range(0, logits_NV.shape[0], chunk):
+            log_p_CV = torch.log_softmax(logits_NV[start : start + chunk], dim=-1, dtype=dtype)
+            entropy_N[start : start + chunk] = -(log_p_CV.exp() * log_p_CV).sum(-1)
+        ctx.save_for_backward(logits_NV, entropy_N)
+        ctx.chunk = chunk
+        return entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None]:
+        logits_NV, entropy_N = ctx.saved_tensors
+        grad_NV = torch.empty_like(logits_NV)
+        for start in range(0, logits_NV.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p_CV = torch.log_softmax(logits_NV[part], dim=-1, dtype=entropy_N.dtype)
+            grad_NV[part] = -log_p_CV.exp() * (log_p_CV + entropy_N[part, None]) * grad_N[part, None]
+        return grad_NV, None

@@ -1,0 +1,129 @@
+"""History of metrics: bounded windows, moving averages, slopes, quantiles."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.errors import DataError
+from rl_core.folders import write_text_atomic
+
+__all__ = ["MetricHistory"]
+
+
+class MetricHistory:
+    """The newest observations of every metric, each with the step it was made at. Safe to use from several threads.
+
+    A window is the newest `window` observations of one metric; it is full when there are that many. Answers about a
+    window that is not full yet are given from what there is; `is_full` tells the two apart.
+    """
+
+    def __init__(self, limit: int = 1000) -> None:
+        if limit < 1:
+            raise DataError(f"limit: {limit} must be at least 1")
+        self.limit = limit  # observations kept of each metric: the longest window that can be asked for
+        self._series: dict[str, deque[tuple[float, float]]] = {}
+        self._counts: dict[str, int] = {}
+        self._lock = threading.RLock()
+
+    def observe(self, metrics: Mapping[str, float], step: float) -> None:
+        """Append one observation of each metric. Values that are not finite are left out: they would spoil a window."""
+        with self._lock:
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._series.setdefault(name, deque(maxlen=self.limit)).append((float(step), float(value)))
+                    self._counts[name] = self._counts.get(name, 0) + 1
+
+    @property
+    def names(self) -> list[str]:
+        """Metrics that were observed, sorted."""
+        with self._lock:
+            return sorted(self._series)
+
+    def count(self, name: str) -> int:
+        """Observations of a metric since the start or the last `clear`, those beyond `limit` included."""
+        with self._lock:
+            return self._counts.get(name, 0)
+
+    def is_full(self, name: str, window: int) -> bool:
+        """Whether there are `window` observations. Raises DataError for a window that can never be full."""
+        self._check(window)
+        return self.count(name) >= window
+
+    def values(self, name: str, window: int | None = None) -> list[float]:
+        """The newest `window` values (all that are kept), oldest first; [] for a metric never observed."""
+        return [value for _, value in self._window(name, window)]
+
+    def mean(self, name: str, window: int) -> float | None:
+        """Moving average; None for a metric never observed."""
+        values = self.values(name, window)
+        return math.fsum(values) / len(values) if values else None
+
+    def slope(self, name: str, window: int) -> float | None:
+        """Least-squares slope, per step; None with fewer than two different steps.
+
+        sum (s - mean s)(v - mean v) / sum (s - mean s)^2.
+        """
+        points = self._window(name, window)
+        if not points:
+            return None
+        steps, values = np.array(points, dtype=np.float64).T
+        centered = steps - steps.mean()
+        spread = float(centered @ centered)
+        return float(centered @ (values - values.mean())) / spread if spread > 0 else None
+
+    def quantile(self, name: str, q: float, window: int) -> float | None:
+        """Quantile q in [0, 1], linear between neighbours; None for a metric never observed."""
+        if not 0 <= q <= 1:
+            raise DataError(f"q: {q} must lie in [0, 1]")
+        values = self.values(name, window)
+        return float(np.quantile(values, q)) if values else None
+
+    def clear(self, names: Iterable[str] | None = None) -> None:
+        """Forget all metrics, or those named."""
+        with self._lock:
+            for name in list(self._series) if names is None else names:
+                self._series.pop(name, None)
+                self._counts.pop(name, None)
+
+    def export(self, path: Path | str) -> None:
+        """Write everything as JSON, {"metrics": {name: [[step, value], ...]}}; readers see the old file or the new."""
+        with self._lock:
+            series = {name: [list(point) for point in points] for name, points in sorted(self._series.items())}
+        write_text_atomic(path, json.dumps({"metrics": series}, allow_nan=False) + "\n")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything observed and kept."""
+        with self._lock:
+            return {
+                "limit": self.limit,
+                "series": {name: [list(point) for point in points] for name, points in self._series.items()},
+                "counts": dict(self._counts),
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`; `limit` stays as this history was made."""
+        with self._lock:
+            self._series = {
+                name: deque(((float(s), float(v)) for s, v in points), maxlen=self.limit)
+                for name, points in state["series"].items()
+            }
+            self._counts = {name: int(count) for name, count in state["counts"].items()}
+
+    def _window(self, name: str, window: int | None) -> list[tuple[float, float]]:
+        if window is not None:
+            self._check(window)
+        with self._lock:
+            points = list(self._series.get(name, ()))
+        return points if window is None else points[-window:]
+
+    def _check(self, window: int) -> None:
+        if not 1 <= window <= self.limit:
+            raise DataError(f"window: {window} must lie between 1 and {self.limit}, the observations that are kept")

@@ -1,0 +1,1 @@
+"""Models: causal language models, reward heads, selective log-probabilities, adapters."""

@@ -1,0 +1,233 @@
+"""Causal language models: made from a preset, loaded from a folder or a hub name, saved as Hugging Face safetensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rl_core.errors import CheckpointError, SettingsError
+from rl_core.models import lora
+from rl_core.settings import ModelSettings
+
+__all__ = [
+    "PRESETS",
+    "create",
+    "device_of",
+    "dtype_of",
+    "evaluating",
+    "load",
+    "load_pretrained",
+    "load_tokenizer",
+    "num_parameters",
+    "save",
+]
+
+# Llama shapes; parameter counts are for a vocabulary of 512 with tied embeddings.
+PRESETS: dict[str, dict[str, int]] = {
+    "nano": dict(  # 0.04M, for tests
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
+    ),
+    "tiny": dict(  # 0.85M, learns the demo's environment in minutes on a CPU
+        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
+    ),
+    "small": dict(  # 3.0M
+        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=688
+    ),
+}
+
+
+def device_of(settings: ModelSettings) -> torch.device:
+    """The device that `settings.device` means on this machine.
+
+    Raises: SettingsError when a GPU is asked for where torch sees none.
+    """
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise SettingsError("device: 'cuda' was asked for, but torch sees no GPU here; use 'auto' or 'cpu'")
+    if settings.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(settings.device)
+
+
+def dtype_of(settings: ModelSettings) -> torch.dtype:
+    """The torch dtype of `settings.dtype`."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[settings.dtype]
+
+
+def num_parameters(model: torch.nn.Module) -> int:
+    """Parameters, tied ones counted once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Every module in eval mode inside; afterwards each is as it was before, also where only some were training."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A Llama of `settings.preset`'s shape for this tokenizer, its weights drawn from `seed` alone.
+
+    Weights are drawn on the CPU under a forked generator, so they do not depend on the device and leave the global
+    random state untouched. Adapters are added when `settings.lora` is given.
+    """
+    config = LlamaConfig(
+        **PRESETS[settings.preset],
+        vocab_size=len(tokenizer),
+        max_position_embeddings=settings.context,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-6,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(config)
+        if settings.lora is not None:
+            model = lora.add_adapter(model, settings.lora)
+    return model.to(device=device_of(settings), dtype=dtype_of(settings)).train()
+
+
+def load(
+    path: str | Path, settings: ModelSettings, *, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The causal language model and tokenizer in a folder, or under a hub name.
+
+    Only safetensors weights are read. Adapters are added when `settings.lora` is given, drawn from `seed`. A tokenizer
+    without a padding token pads with its end-of-sequence token.
+
+    Raises: CheckpointError when there is no such model, or its files cannot be used.
+    """
+    tokenizer = load_tokenizer(path, settings)
+    model = load_pretrained(AutoModelForCausalLM, path, settings)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    if settings.lora is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = lora.add_adapter(model, settings.lora)
+    return model.to(device_of(settings)).train(), tokenizer
+
+
+def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder or hub name, with a padding token.
+
+    Raises: CheckpointError when there is none, or it has neither a padding nor an end-of-sequence token.
+    """
+    place = _checked_place(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:
+        raise _unreadable(place, "tokenizer", error) from error
+    if tokenizer.eos_token_id is None:
+        raise CheckpointError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_pretrained(
+    auto_class: Any, path: str | Path, settings: ModelSettings, *, may_miss: tuple[str, ...] = (), **options: Any
+) -> PreTrainedModel:
+    """`auto_class.from_pretrained` with this project's rules: safetensors only, typed errors, dtype of the settings.
+
+    Args:
+        may_miss: weights that the files need not hold; transformers makes them up. Any other one missing is an error.
+    """
+    place = _checked_place(path)
+    if Path(place).is_dir():
+        _check_weights(Path(place))
+    try:
+        model, report = auto_class.from_pretrained(
+            place,
+            output_loading_info=True,
+            dtype=dtype_of(settings),
+            use_safetensors=True,
+            trust_remote_code=settings.trust_remote_code,
+            **options,
+        )
+    except Exception as error:
+        raise _unreadable(place, "model", error) from error
+    absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
+    if absent:
+        raise CheckpointError(
+            f"the weights in '{place}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
+        )
+    return model
+
+
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """Write model and tokenizer into `folder` in Hugging Face format, weights as safetensors.
+
+    With adapters, the folder holds the merged model, which loads without peft, and `adapter/` the adapter alone. The
+    caller publishes the folder atomically.
+    """
+    folder = Path(folder)
+    if lora.is_lora(model):
+        lora.save_merged(model, folder)
+        model.save_pretrained(folder / "adapter", safe_serialization=True)
+    else:
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _checked_place(path: str | Path) -> str:
+    """`path` as text; CheckpointError when it can only be a folder and is none."""
+    place = str(path)
+    local = Path(place).expanduser()
+    if local.is_dir():
+        if not (local / "config.json").is_file():
+            raise CheckpointError(f"'{place}' is a folder without a config.json, so it is no model folder")
+        return str(local)
+    if isinstance(path, Path) or place.startswith((".", "/", "~")) or place.count("/") > 1 or local.exists():
+        raise CheckpointError(f"no model folder '{place}'" + (" (it is a file)" if local.exists() else ""))
+    try:  # one small request (or look into the cache), before the many that loading makes
+        hf_hub_download(place, "config.json")
+    except Exception as error:
+        raise _unreadable(place, "config.json", error) from error
+    return place
+
+
+def _check_weights(folder: Path) -> None:
+    """CheckpointError when a folder holds no safetensors weights."""
+    if any(folder.glob("*.safetensors")):
+        return
+    pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
+    if pickles:
+        raise CheckpointError(
+            f"'{folder}' has its weights in {pickles[0]}, a pickle, which can run code and is never read here; "
+            "convert it to safetensors first"
+        )
+    raise CheckpointError(f"'{folder}' holds no weights (*.safetensors)")
+
+
+def _unreadable(place: str, what: str, error: Exception) -> CheckpointError:
+    """One sentence for whatever transformers raised."""
+    reason = " ".join(str(error).split())[:300]
+    if Path(place).is_dir():
+        return CheckpointError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")
+    if "trust_remote_code" in reason:
+        return CheckpointError(f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it")
+    return CheckpointError(
+        f"no model folder or cached hub model named '{place}' ({what}: {type(error).__name__}: {reason}); "
+        "check the name, or download the model first where there is no network"
+    )

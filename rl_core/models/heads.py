@@ -1,0 +1,105 @@
+"""Reward models: a scalar head on the last real token of any causal language model.
+
+B rows, S tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_core.errors import CheckpointError, DataError
+from rl_core.models.causal_lm import device_of, evaluating, load_pretrained, load_tokenizer
+from rl_core.settings import ModelSettings
+
+__all__ = ["load_reward_model", "reward_model_from", "score", "sequence_scores"]
+
+
+def reward_model_from(
+    policy_path: str | Path, settings: ModelSettings, *, seed: int = 0
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A reward model whose trunk is the causal LM in `policy_path` and whose head is new, drawn from `seed`.
+
+    The head starts at N(0, 1 / (H + 1)), the scale of Stiennon et al. 2020, arXiv:2009.01325.
+    Raises: CheckpointError when the model cannot be read or its family has no sequence head.
+    """
+    model, tokenizer = _load(policy_path, settings, may_miss=("score.weight",))
+    generator = torch.Generator().manual_seed(seed)
+    head = model.score.weight
+    start_1H = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5
+    with torch.no_grad():
+        head.copy_(start_1H)
+    return model, tokenizer
+
+
+def load_reward_model(path: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The reward model and tokenizer in a folder, or under a hub name.
+
+    Raises: CheckpointError when it cannot be read, has no trained head, or its family has no sequence head.
+    """
+    return _load(path, settings, may_miss=())
+
+
+def _load(
+    path: str | Path, settings: ModelSettings, *, may_miss: tuple[str, ...]
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    tokenizer = load_tokenizer(path, settings)
+    # transformers draws the head that a policy folder lacks: under a fork, so that the caller's random state stays
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = load_pretrained(AutoModelForSequenceClassification, path, settings, may_miss=may_miss, num_labels=1)
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        raise CheckpointError(f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return model.to(device_of(settings)).train(), tokenizer
+
+
+def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_B: torch.Tensor) -> torch.Tensor:
+    """Scalar scores of right-padded rows, read at each row's last real token, with gradient.
+
+    Args:
+        input_ids_BS: int64 [B, S], right-padded. Causal attention keeps padding out of every real token, so no mask is
+            needed, and a padding token that equals the end-of-sequence token does no harm.
+        lengths_B: int64 [B], real tokens of each row, at least 1.
+    Returns: float32 [B].
+    Raises: DataError when shapes differ or a row is empty.
+    """
+    if input_ids_BS.ndim != 2 or lengths_B.shape != input_ids_BS.shape[:1]:
+        raise DataError(f"input_ids {tuple(input_ids_BS.shape)} and lengths {tuple(lengths_B.shape)} do not match")
+    if lengths_B.numel() and not (1 <= int(lengths_B.min()) and int(lengths_B.max()) <= input_ids_BS.shape[1]):
+        raise DataError(f"lengths must lie in 1..{input_ids_BS.shape[1]}, found {lengths_B.tolist()}")
+    hidden_BSH = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
+    last_BH = hidden_BSH[torch.arange(len(lengths_B), device=hidden_BSH.device), lengths_B.to(hidden_BSH.device) - 1]
+    return model.score(last_BH).squeeze(-1).float()
+
+
+@torch.no_grad()
+def score(
+    model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None, max_tokens: int = 16384
+) -> list[float]:
+    """Scores of token rows, in the order given; length-sorted micro-batches of at most `max_tokens` padded tokens.
+
+    Raises: DataError for an empty row.
+    """
+    for index, row in enumerate(rows):
+        if not row:
+            raise DataError(f"row {index} has no tokens to score")
+    pad = pad_id if pad_id is not None else (model.config.pad_token_id or 0)
+    device = next(model.parameters()).device
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    scores = [0.0] * len(rows)
+    with evaluating(model):
+        while order:
+            batch: list[int] = []
+            while order and (not batch or (len(batch) + 1) * len(rows[order[0]]) <= max_tokens):
+                batch.append(order.pop(0))
+            width = len(rows[batch[-1]])
+            ids_BS = torch.tensor([list(rows[i]) + [pad] * (width - len(rows[i])) for i in batch], device=device)
+            lengths_B = torch.tensor([len(rows[i]) for i in batch], device=device)
+            for index, value in zip(batch, sequence_scores(model, ids_BS, lengths_B).tolist(), strict=True):
+                scores[index] = value
+    return scores

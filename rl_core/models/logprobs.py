@@ -1,0 +1,216 @@
+"""Log-probabilities of the tokens that carry loss, computed without a [B, S, V] tensor.
+
+B rows, S sequence, N tokens that carry loss, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rl_core.errors import DataError
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.lora import unwrap
+from rl_core.types import TrainBatch
+
+__all__ = ["completion_logprobs", "selected_logprobs"]
+
+_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
+
+
+def completion_logprobs(
+    model: PreTrainedModel, batch: TrainBatch, *, with_entropy: bool = False, chunk_tokens: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log p(token s | tokens before s) of every token that carries loss, with gradient.
+
+    The trunk runs once over the batch; head and log-softmax run at the positions whose next token carries loss, in
+    chunks, so that at most two float32 buffers of [chunk_tokens, V] exist at any time, in backward too. Rows are
+    padded on the right, so the causal mask alone keeps padding out of real tokens: no attention mask is passed, and
+    the attention kernels take their fast causal path.
+
+    Args:
+        model: a causal LM, with or without adapters.
+        batch: right-padded; loss_mask_BS True = token carries loss, never at position 0.
+        with_entropy: also give the entropy of the distribution that each of those tokens was drawn from, with gradient.
+        chunk_tokens: positions whose logits are held at once; None = by vocabulary and device.
+    Returns: logprobs float32 [B, S] in nats; entropy float32 [B, S] in nats or None; both 0 where the mask is False.
+        (float64 for a float64 model.)
+    Raises: DataError when shapes differ or position 0 carries loss.
+    """
+    ids_BS, mask_BS = batch.input_ids_BS, batch.loss_mask_BS
+    if ids_BS.ndim != 2 or mask_BS.shape != ids_BS.shape:
+        raise DataError(f"input_ids {tuple(ids_BS.shape)} and loss_mask {tuple(mask_BS.shape)} must be equal [B, S]")
+    if bool(mask_BS[:, 0].any()):
+        raise DataError("loss_mask is True at position 0, which has no token before it")
+    positions_N = mask_BS.reshape(-1).nonzero().squeeze(1)
+    targets_N = ids_BS.reshape(-1)[positions_N]
+    base = unwrap(model)
+    head = base.get_output_embeddings()
+    if _is_plain_head(base, head):
+        hidden_BSH = base.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
+        logprobs_N, entropy_N = selected_logprobs(
+            hidden_NH,
+            head.weight,
+            head.bias,
+            targets_N,
+            with_entropy=with_entropy,
+            chunk_tokens=chunk_tokens,
+        )
+    else:  # a head that scales, caps or adapts its logits: let the model compute them
+        logits_BSV = base(input_ids=ids_BS, use_cache=False).logits
+        logits_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1]).index_select(0, positions_N - 1)
+        log_p_NV = functional.log_softmax(logits_NV.to(_accurate(logits_NV.dtype)), dim=-1)
+        logprobs_N = log_p_NV.gather(1, targets_N[:, None]).squeeze(1)
+        entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1) if with_entropy else None
+
+    def spread(values_N: torch.Tensor) -> torch.Tensor:
+        return values_N.new_zeros(ids_BS.numel()).index_copy(0, positions_N, values_N).view(ids_BS.shape)
+
+    return spread(logprobs_N), spread(entropy_N) if entropy_N is not None else None
+
+
+def selected_logprobs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    *,
+    with_entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log softmax(hidden W^T + bias) at the targets, and the entropy, chunk by chunk, with gradient.
+
+    Args:
+        hidden_NH, weight_VH, bias_V: the head's input and parameters; the product is taken in their dtype (or in that
+            of autocast), everything after it in at least float32.
+        targets_N: int64 [N].
+    Returns: logprobs [N] in nats, entropy [N] in nats or None; float32, or float64 for float64 input.
+    """
+    device = hidden_NH.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+        bias_V = bias_V.to(dtype) if bias_V is not None else None
+    if chunk_tokens is None:
+        chunk_tokens = max(128, _CHUNK_ELEMENTS.get(device, 2**24) // weight_VH.shape[0])
+    logprobs_N, entropy_N = _SelectedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, with_entropy, chunk_tokens)
+    return logprobs_N, entropy_N if with_entropy else None
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """Chunked head + log-softmax.
+
+    With p = softmax(z), z = h W^T + b, for upstream gradients g (log-prob) and e (entropy S = -sum p log p):
+        dL/dz = g (onehot(target) - p) - e p (log p + S)
+    When everything fits into one chunk, log p is kept for backward; else each chunk's is computed again there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        with_entropy: bool,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = hidden_NH.shape[0]
+        logprobs_N = hidden_NH.new_empty(count, dtype=_accurate(hidden_NH.dtype))
+        entropy_N = torch.empty_like(logprobs_N) if with_entropy else logprobs_N.new_empty(0)
+        kept: torch.Tensor | None = None
+        for start in range(0, count, chunk):
+            part = slice(start, start + chunk)
+            log_p_CV = _log_softmax(hidden_NH[part], weight_VH, bias_V)
+            logprobs_N[part] = log_p_CV.gather(1, targets_N[part, None]).squeeze(1)
+            if with_entropy:
+                entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
+            if count <= chunk and any(ctx.needs_input_grad[:3]):
+                kept = log_p_CV
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N, kept)
+        ctx.with_entropy, ctx.chunk = with_entropy, chunk
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs_N: torch.Tensor, grad_entropy_N: torch.Tensor) -> tuple[Any, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, entropy_N, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        accurate = _accurate(hidden_NH.dtype)
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if needs_bias else None
+        for start in range(0, hidden_NH.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p_CV = kept if kept is not None else _log_softmax(hidden_NH[part], weight_VH, bias_V)
+            grad_CV = log_p_CV.exp()
+            if ctx.with_entropy:
+                # -p (g + e (log p + S)); log p is finite, so p = 0 gives 0
+                factor_CV = (log_p_CV + entropy_N[part, None]).mul_(grad_entropy_N[part, None])
+                grad_CV.mul_(factor_CV.add_(grad_logprobs_N[part, None]).neg_())
+            else:
+                grad_CV.mul_(grad_logprobs_N[part, None].neg())
+            grad_CV.scatter_add_(1, targets_N[part, None], grad_logprobs_N[part, None])
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            grad_CV = grad_CV.to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[part] = grad_CV @ weight_VH
+            if grad_weight_VH is not None:
+                if accurate == weight_VH.dtype:
+                    grad_weight_VH.addmm_(grad_CV.t(), hidden_NH[part])
+                else:
+                    grad_weight_VH += grad_CV.t() @ hidden_NH[part]
+        return (
+            grad_hidden_NH,
+            grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None,
+            grad_bias_V.to(bias_V.dtype) if grad_bias_V is not None else None,
+            None,
+            None,
+            None,
+        )
+
+
+def _accurate(dtype: torch.dtype) -> torch.dtype:
+    """At least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _log_softmax(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
+    """log softmax of the logits [C, V], at least float32."""
+    logits_CV = functional.linear(hidden_CH, weight_VH, bias_V)
+    return torch.log_softmax(logits_CV, dim=-1, dtype=_accurate(logits_CV.dtype))
+
+
+def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:
+    """Row-wise dot products [C], in place of a third [C, V] buffer."""
+    return left_CV.mul_(right_CV).sum(-1)
+
+
+def _is_plain_head(base: PreTrainedModel, head: torch.nn.Module | None) -> bool:
+    """Whether the model's logits are exactly its head applied to its trunk's last hidden state.
+
+    Some families scale or cap their logits; their configurations say so under known names, and a probe of a few tokens,
+    once for each model, catches what they do not say.
+    """
+    if type(head) is not torch.nn.Linear or any(getattr(base.config, name, None) for name in _LOGIT_OPTIONS):
+        return False
+    known = getattr(base, "_posttrain_plain_head", None)
+    if known is None:
+        vocab_size = head.weight.shape[0]
+        ids = torch.arange(1, vocab_size, max(1, vocab_size // 8), device=head.weight.device)[None]
+        with evaluating(base), torch.no_grad():
+            hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = base(input_ids=ids, use_cache=False).logits
+            known = torch.equal(head(hidden), logits)
+        base._posttrain_plain_head = known  # a plain attribute: in no state dict
+    return known

@@ -1,0 +1,1 @@
+"""Rewards: components by name, weighed into one number per rollout."""

@@ -1,0 +1,1 @@
+"""Rollouts: sampling backends, multi-turn collection, batching for training."""

@@ -1,0 +1,105 @@
+"""Rollouts as padded training batches.
+
+B rows, S whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rl_core.data.batches import attention_mask, micro_batches, pad_rows
+from rl_core.errors import DataError
+from rl_core.types import Rollout, RolloutGroup, TrainBatch
+
+__all__ = ["TrainRow", "make_batches", "rows_of"]
+
+
+@dataclass(slots=True)
+class TrainRow:
+    """One sequence to learn from; the lists run over the tokens after the prompt."""
+
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]  # [T]
+    loss_mask: Sequence[bool]  # [T] True = token carries loss
+    advantage: float | Sequence[float] | None = None  # one for all loss tokens, or [T]
+    old_logprobs: Sequence[float] | None = None  # [T] nats
+    ref_logprobs: Sequence[float] | None = None  # [T] nats
+
+
+def rows_of(groups: Sequence[RolloutGroup]) -> list[TrainRow]:
+    """One row per rollout, in order; advantages where the groups have them, old log-probs from the sampler."""
+    rows: list[TrainRow] = []
+    for group in groups:
+        advantages = group.advantages if group.advantages is not None else [None] * len(group.rollouts)
+        if len(advantages) != len(group.rollouts):
+            raise DataError(f"a group of {len(group.rollouts)} rollouts has {len(advantages)} advantages")
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+            rows.append(_row_of(rollout, advantage))
+    return rows
+
+
+def make_batches(rows: Sequence[TrainRow | Rollout], max_tokens: int, pad_id: int) -> list[TrainBatch]:
+    """Length-sorted, right-padded micro-batches of at most `max_tokens` padded tokens (a longer row stands alone).
+
+    `TrainBatch.rows` says which of `rows` each batch row is. Advantages and log-probabilities are 0 where a token
+    carries no loss; a field is None when the first row has none.
+
+    Raises: DataError when a row has an empty prompt, lists of different lengths, or fields that the first has not.
+    """
+    plain = [_row_of(row, None) if isinstance(row, Rollout) else row for row in rows]
+    for index, row in enumerate(plain):
+        _check(row, plain[0], index)
+    lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in plain]
+    return [_batch([plain[i] for i in indices], indices, pad_id) for indices in micro_batches(lengths, max_tokens)]
+
+
+def _row_of(rollout: Rollout, advantage: float | None) -> TrainRow:
+    return TrainRow(
+        prompt_ids=rollout.prompt_ids,
+        completion_ids=rollout.completion_ids,
+        loss_mask=rollout.loss_mask,
+        advantage=advantage,
+        old_logprobs=rollout.sampler_logprobs,
+    )
+
+
+def _check(row: TrainRow, first: TrainRow, index: int) -> None:
+    if not row.prompt_ids:
+        raise DataError(f"row {index} has no prompt; its first token could carry no loss")
+    count = len(row.completion_ids)
+    for name in ("loss_mask", "advantage", "old_logprobs", "ref_logprobs"):
+        values = getattr(row, name)
+        if (values is None) != (getattr(first, name) is None):
+            raise DataError(f"row {index}: {name} has to be given for all rows or for none")
+        if values is not None and not isinstance(values, int | float) and len(values) != count:
+            raise DataError(f"row {index}: {name} has {len(values)} entries, its completion {count} tokens")
+
+
+def _batch(rows: list[TrainRow], indices: list[int], pad_id: int) -> TrainBatch:
+    loss_mask_BS = pad_rows(
+        [[False] * len(row.prompt_ids) + list(row.loss_mask) for row in rows], False, dtype=torch.bool
+    )
+
+    def per_token(name: str) -> torch.Tensor | None:
+        if getattr(rows[0], name) is None:
+            return None
+        padded: list[list[float]] = []
+        for row in rows:
+            values = getattr(row, name)
+            if isinstance(values, int | float):
+                values = [values] * len(row.completion_ids)
+            padded.append([0.0] * len(row.prompt_ids) + list(values))
+        return pad_rows(padded, 0.0, dtype=torch.float32).masked_fill_(~loss_mask_BS, 0.0)
+
+    return TrainBatch(
+        input_ids_BS=pad_rows([[*row.prompt_ids, *row.completion_ids] for row in rows], pad_id),
+        attention_mask_BS=attention_mask([len(row.prompt_ids) + len(row.completion_ids) for row in rows]),
+        loss_mask_BS=loss_mask_BS,
+        advantages_BS=per_token("advantage"),
+        old_logprobs_BS=per_token("old_logprobs"),
+        ref_logprobs_BS=per_token("ref_logprobs"),
+        rows=list(indices),
+    )

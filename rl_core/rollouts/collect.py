@@ -1,0 +1,195 @@
+"""Multi-turn collection: environment episodes played by the policy, as groups of rollouts of the same episode."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rl_core.environments.base import Environment, Episode, Step
+from rl_core.errors import DataError, EnvironmentFault, SettingsError
+from rl_core.rollouts.sampling import RolloutBackend, session_seed
+from rl_core.settings import SamplingSettings
+from rl_core.types import Message, Rollout, RolloutGroup, StopReason, Trajectory, Turn
+
+__all__ = ["EpisodeRequest", "Renderer", "collect"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRequest:
+    """One episode to play."""
+
+    level: str
+    seed: int
+
+
+class Renderer(Protocol):
+    """What collection needs of `data.chat.ChatRenderer`."""
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of the opening messages and the header of the first action."""
+
+    def observation_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids to append after the policy's end-of-turn token, up to the header of its next action."""
+
+    def action_text(self, ids: Sequence[int]) -> str:
+        """Text of one sampled action."""
+
+
+def collect(
+    environment: Environment,
+    backend: RolloutBackend,
+    renderer: Renderer,
+    requests: Sequence[EpisodeRequest],
+    *,
+    group_size: int,
+    sampling: SamplingSettings,
+    seed: int,
+    policy_version: int = 0,
+) -> list[RolloutGroup]:
+    """Play every requested episode `group_size` times and record everything.
+
+    Sample g of an episode is drawn from numbers that (seed, environment, level, episode seed, g) determine, whatever
+    else is played beside it; an episode that is requested twice gets new samples the second time.
+
+    Args:
+        seed: of the sampling; give another one at every iteration.
+        policy_version: kept in each rollout: optimizer steps behind the sampling weights.
+    Returns: one group per request, in order; its reward is the episode's.
+    Raises: EnvironmentFault naming environment, level and seed when an environment raises or breaks its protocol;
+        DataError when a prompt leaves no room in the context.
+    """
+    groups: list[list[_EpisodeSession]] = []
+    times_seen: dict[EpisodeRequest, int] = {}
+    for request in requests:
+        first = times_seen.get(request, 0) * group_size
+        times_seen[request] = times_seen.get(request, 0) + 1
+        group: list[_EpisodeSession] = []
+        for sample in range(first, first + group_size):
+            key = session_seed(seed, environment.name, request.level, request.seed, sample)
+            group.append(_EpisodeSession(environment, renderer, request, sampling, backend.max_length, key))
+            if group[-1].messages != group[0].messages:
+                raise EnvironmentFault(f"{group[0].place}: two episodes of the same seed began with different messages")
+        groups.append(group)
+    backend.run([session for group in groups for session in group], sampling)
+    return [
+        RolloutGroup([session.rollout(sample, policy_version) for sample, session in enumerate(group)])
+        for group in groups
+    ]
+
+
+class _EpisodeSession:
+    """A `Session` over one episode: turns sampled tokens into actions, and observations into tokens."""
+
+    def __init__(
+        self,
+        environment: Environment,
+        renderer: Renderer,
+        request: EpisodeRequest,
+        sampling: SamplingSettings,
+        max_length: int,
+        seed: int,
+    ) -> None:
+        self.place = f"environment '{environment.name}', level '{request.level}', seed {request.seed}"
+        self.seed = seed
+        self.prefix_key = request
+        self._environment_name = environment.name
+        self._renderer = renderer
+        self._max_turns = sampling.max_turns
+        self._episode: Episode = self._guard(environment.episode, seed=request.seed, level=request.level)
+        self.messages: list[Message] = self._guard(self._episode.reset)
+        if not self.messages:
+            raise EnvironmentFault(f"{self.place}: the episode began without a message")
+        self.prompt_ids = renderer.prompt_ids(self.messages)
+        self._room = min(sampling.max_completion_tokens, max_length - len(self.prompt_ids))
+        if self._room < 1:
+            raise DataError(
+                f"{self.place}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of {max_length}"
+            )
+        self._request = request
+        self._turns: list[Turn] = []
+        self._completion_ids: list[int] = []
+        self._loss_mask: list[bool] = []
+        self._logprobs: list[float] = []
+        self._reward = 0.0
+        self._last = Step()
+        self._stop_reason: StopReason | None = None
+
+    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+        """Play one action; see `Session`."""
+        self._append(action_ids, logprobs, sampled=True)
+        text = self._renderer.action_text(action_ids)
+        turn = Turn(action=text, num_tokens=len(action_ids))
+        self._turns.append(turn)
+        if hit_limit:  # cut in the middle: the environment is not shown half an action
+            return self._stop(StopReason.MAX_TOKENS)
+        step = self._last = self._guard(self._episode.step, text)
+        if not math.isfinite(step.reward):
+            raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
+        self._reward += step.reward
+        turn.tool_call, turn.is_error = step.tool_call, step.is_error
+        if step.terminated or step.truncated:
+            return self._stop(StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT)
+        if not step.messages:
+            raise EnvironmentFault(f"{self.place}: a step neither ended the episode nor returned an observation")
+        if len(self._turns) >= self._max_turns:
+            return self._stop(StopReason.MAX_TURNS)
+        observation_ids = self._renderer.observation_ids(step.messages)
+        if len(self._completion_ids) + len(observation_ids) >= self._room:  # no room for a single token after it
+            return self._stop(StopReason.MAX_TOKENS)
+        turn.observation = "\n".join(message["content"] for message in step.messages)
+        self._append(observation_ids, [0.0] * len(observation_ids), sampled=False)
+        return observation_ids
+
+    def rollout(self, sample: int, policy_version: int) -> Rollout:
+        """What was played, once it has ended."""
+        assert self._stop_reason is not None, f"{self.place}: the backend left the episode unfinished"
+        num_actions = sum(self._loss_mask)
+        trajectory = Trajectory(
+            environment=self._environment_name,
+            level=self._request.level,
+            kind=self._episode.kind,
+            seed=self._request.seed,
+            prompt=next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), ""),
+            target=self._episode.target,
+            turns=self._turns,
+            answer=self._last.answer,
+            success=bool(self._last.success),
+            reward=self._reward,
+            rewards={"task": self._reward},
+            stop_reason=self._stop_reason,
+            num_prompt_tokens=len(self.prompt_ids),
+            num_completion_tokens=len(self._completion_ids),
+            num_action_tokens=num_actions,
+            mean_logprob=sum(self._logprobs) / num_actions,
+            policy_version=policy_version,
+            sample=sample,
+        )
+        return Rollout(
+            prompt_ids=self.prompt_ids,
+            completion_ids=self._completion_ids,
+            loss_mask=self._loss_mask,
+            sampler_logprobs=self._logprobs,
+            reward=self._reward,
+            trajectory=trajectory,
+            is_truncated=self._stop_reason is not StopReason.TERMINATED,
+            policy_version=policy_version,
+        )
+
+    def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
+        self._completion_ids += ids
+        self._logprobs += logprobs
+        self._loss_mask += [sampled] * len(ids)
+
+    def _stop(self, reason: StopReason) -> None:
+        self._stop_reason = reason
+
+    def _guard(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call into the environment; whatever it raises names the episode."""
+        try:
+            return function(*args, **kwargs)
+        except SettingsError:  # an unknown level is the user's to mend
+            raise
+        except Exception as error:
+            raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,336 @@
+"""The forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the transformers module's own weights.
+
+Nothing is copied from the module: every run reads its parameters where they are, so an optimizer step in place is all
+it takes to sample from new weights.
+
+n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size,
+Q query heads, K key/value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rl_core.models.lora import is_lora, plain_linear, unwrap
+
+__all__ = ["Decoder", "Extension"]
+
+_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the sequence's length
+_FEW_ROWS = 128
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(slots=True)
+class Extension:
+    """Tokens that some slots take in beside the one that every slot takes in (observations appended to the cache).
+
+    X extended slots; each row is padded to W = the longest.
+    """
+
+    slots_X: torch.Tensor  # int64 [X]
+    slots_E: torch.Tensor  # int64 [E], slot of each of the E = N - n tokens
+    rows_XW: torch.Tensor  # int64 [X, W], index among the N new tokens; padding repeats a real one
+    positions_XW: torch.Tensor  # int64 [X, W]
+    places_E: torch.Tensor  # int64 [E], flat indices into [X, W] of the E tokens
+    length: int  # attended prefix, the longest of these rows
+
+
+class Decoder:
+    """Prefill and single steps over slots; `bind` before a run, `reserve` once its size is known."""
+
+    @staticmethod
+    def supports(model: PreTrainedModel) -> bool:
+        """Whether `model` is of a family, and of plain enough layers, for this forward pass."""
+        base: Any = unwrap(model)
+        if type(base).__name__ not in _FAMILIES or not type(base).__module__.startswith("transformers."):
+            return False
+        rotary = base.model.rotary_emb
+        if getattr(rotary, "rope_type", "default") not in _STATIC_ROPES:
+            return False
+        if any(kind != "full_attention" for kind in getattr(base.config, "layer_types", None) or ()):
+            return False
+        if 2 * rotary.inv_freq.numel() != base.model.layers[0].self_attn.head_dim:
+            return False
+        linears = [
+            base.lm_head,
+            *(getattr(p, name) for p in _layer_parts(base) for name in _LINEARS if hasattr(p, name)),
+        ]
+        if any(type(plain_linear(linear)) is not nn.Linear for linear in linears):
+            return False
+        if is_lora(model) and any("modules_to_save" in name for name, _ in model.named_parameters()):
+            return False
+        parameters = list(base.parameters())
+        return len({p.device for p in parameters}) == 1 and all(p.is_floating_point() for p in parameters)
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._base: Any = unwrap(model)
+        attention = self._base.model.layers[0].self_attn
+        self.head_dim: int = attention.head_dim
+        self.query_heads: int = plain_linear(attention.q_proj).out_features // self.head_dim
+        self.kv_heads: int = plain_linear(attention.k_proj).out_features // self.head_dim
+        self.vocab_size: int = plain_linear(self._base.lm_head).out_features
+        self._cache: torch.Tensor | None = None  # [layers, 2, slots, K, max_length, D]
+        self.bind()
+
+    def bind(self) -> None:
+        """Take hold of the module's parameters as they are now."""
+        self._layers = [_Layer(layer) for layer in self._base.model.layers]
+        self._embedding = self._base.model.embed_tokens.weight.detach()
+        self._norm = self._base.model.norm.weight.detach()
+        self._norm_eps = self._base.model.norm.variance_epsilon
+        head = plain_linear(self._base.lm_head)
+        self._head, self._head_bias = head.weight.detach(), head.bias
+        self.device, self.dtype = self._embedding.device, self._embedding.dtype
+
+    @torch.inference_mode()
+    def reserve(self, slots: int, max_length: int) -> None:
+        """Make room for `slots` sequences of at most `max_length` tokens; larger room from before is kept."""
+        shape = (len(self._layers), 2, slots, self.kv_heads, max_length, self.head_dim)
+        cache = self._cache
+        if (
+            cache is None
+            or cache.shape[2] < slots
+            or cache.shape[4] < max_length
+            or (cache.device, cache.dtype) != (self.device, self.dtype)
+        ):
+            self._cache = cache = torch.zeros(shape, device=self.device, dtype=self.dtype)
+        self.slots, self.max_length = cache.shape[2], cache.shape[4]
+        self._keys = [cache[layer, 0].view(-1, self.head_dim) for layer in range(len(self._layers))]
+        self._values = [cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))]
+        self._slot_strides_1K = torch.arange(self.kv_heads, device=self.device)[None] * self.max_length
+        positions = torch.arange(max(self.slots, self.max_length), device=self.device)
+        cos, sin = self._base.model.rotary_emb(self._embedding[:1], position_ids=positions[None, : self.max_length])
+        self._cos, self._sin = cos[0], sin[0]  # [max_length, D]
+        half = self.head_dim // 2
+        # rotate_half(x) * sin == roll(x, D/2) * sin with the first half's sign turned
+        self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], dim=-1)
+        self._positions = positions
+
+    @torch.inference_mode()
+    def prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
+        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; what padding leaves there is never read."""
+        rows, width = ids_MT.shape
+        kv = self._embedding.new_empty(len(self._layers), 2, rows, self.kv_heads, width, self.head_dim)
+        x_NH = self._embedding[ids_MT.reshape(-1)]
+        positions_N = self._positions[:width].repeat(rows)
+        cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
+        for index, layer in enumerate(self._layers):
+            qk_NhD, v_NKD = self._project(layer, x_NH, cos_N1D, sin_N1D)
+            q_MQTD, k_MKTD = (
+                qk_NhD.view(rows, width, -1, self.head_dim)
+                .transpose(1, 2)
+                .split([self.query_heads, self.kv_heads], dim=1)
+            )
+            kv[index, 0] = k_MKTD
+            kv[index, 1] = v_NKD.view(rows, width, -1, self.head_dim).transpose(1, 2)
+            if index + 1 == len(self._layers):  # nobody reads what the last layer adds
+                break
+            out_MQTD = functional.scaled_dot_product_attention(
+                q_MQTD,
+                kv[index, 0],
+                kv[index, 1],
+                is_causal=True,
+                scale=layer.scale,
+                enable_gqa=self.query_heads != self.kv_heads,
+            )
+            x_NH = self._finish(layer, x_NH, out_MQTD.transpose(1, 2).reshape(rows * width, -1))
+        return kv
+
+    @torch.inference_mode()
+    def fill(self, slots: torch.Tensor, kv: torch.Tensor, rows: torch.Tensor) -> None:
+        """Copy prefilled rows into slots."""
+        assert self._cache is not None
+        self._cache[:, :, slots, :, : kv.shape[4]] = kv[:, :, rows]
+
+    @torch.inference_mode()
+    def move(self, sources: torch.Tensor, targets: torch.Tensor, length: int) -> None:
+        """Copy the first `length` tokens of some slots to others."""
+        assert self._cache is not None
+        self._cache[:, :, targets, :, :length] = self._cache[:, :, sources, :, :length]
+
+    @torch.inference_mode()
+    def step(
+        self,
+        tokens_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        count: int,
+        length: int,
+        extension: Extension | None = None,
+    ) -> torch.Tensor:
+        """Take in new tokens and give the logits that follow the last one of each active slot.
+
+        Args:
+            tokens_N, positions_N: int64 [N]; the first n = `count` are the newest tokens of slots 0..n-1, the others
+                (observations) come before these and are described by `extension`.
+            length: attended prefix, the longest of all active slots, new tokens included.
+        Returns: [n, V].
+        """
+        cache = self._cache
+        assert cache is not None
+        slots_N = self._positions[:count]  # 0, 1, ...
+        if extension is not None:
+            slots_N = torch.cat([slots_N, extension.slots_E])
+        index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
+        masked_nL = self._positions[:length] > positions_N[:count, None]
+        mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
+        extended_mask = self._extension_mask(extension) if extension is not None else None
+        cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
+        x_NH = functional.embedding(tokens_N, self._embedding)
+        for number, layer in enumerate(self._layers):
+            qk_NhD, v_NKD = self._project(layer, x_NH, cos_N1D, sin_N1D)
+            self._keys[number].index_copy_(0, index, qk_NhD[:, self.query_heads :].reshape(-1, self.head_dim))
+            self._values[number].index_copy_(0, index, v_NKD.reshape(-1, self.head_dim))
+            keys, values = cache[number, 0], cache[number, 1]
+            q_nKGD = qk_NhD[:count, : self.query_heads].view(count, self.kv_heads, -1, self.head_dim)
+            out_NE = functional.scaled_dot_product_attention(
+                q_nKGD, keys[:count, :, :length], values[:count, :, :length], attn_mask=mask_n11L, scale=layer.scale
+            ).reshape(count, -1)
+            if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
+                x_NH = x_NH[:count]
+            elif extension is not None:
+                extra_EE = self._attend_extension(layer, extension, extended_mask, qk_NhD, keys, values)
+                out_NE = torch.cat([out_NE, extra_EE])
+            x_NH = self._finish(layer, x_NH, out_NE)
+        return _linear(_rms_norm(x_NH, self._norm, self._norm_eps), self._head, self._head_bias)
+
+    def _project(
+        self, layer: _Layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries and keys together [N, Q + K, D], and values [N, K, D], of one layer."""
+        x_NH = _rms_norm(x_NH, layer.input_norm, layer.eps)
+        heads_NhD = _join_linears(x_NH, layer.qkv).view(x_NH.shape[0], -1, self.head_dim)
+        qk_NhD, v_NKD = heads_NhD.split([self.query_heads + self.kv_heads, self.kv_heads], dim=1)
+        if layer.q_norm is not None:
+            q_NQD, k_NKD = qk_NhD.split([self.query_heads, self.kv_heads], dim=1)
+            q_NQD, k_NKD = _rms_norm(q_NQD, layer.q_norm, layer.eps), _rms_norm(k_NKD, layer.k_norm, layer.eps)
+            qk_NhD = torch.cat([q_NQD, k_NKD], dim=1)
+        turned_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
+        return torch.addcmul(qk_NhD * cos_N1D, turned_NhD, sin_N1D), v_NKD
+
+    def _finish(self, layer: _Layer, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
+        """Output projection, MLP and both residuals of one layer."""
+        x_NH = _add_linear(x_NH, attended_NE, *layer.out)
+        y_NH = _rms_norm(x_NH, layer.mlp_norm, layer.eps)
+        gate = layer.act(_linear(y_NH, *layer.gate))
+        return _add_linear(x_NH, gate.mul_(_linear(y_NH, *layer.up)), *layer.down)
+
+    def _attend_extension(
+        self,
+        layer: _Layer,
+        extension: Extension,
+        mask_X1rL: torch.Tensor,
+        qk_NhD: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of the E observation tokens over their own slots: [E, Q * D]."""
+        count, width = extension.rows_XW.shape
+        q_XWKGD = qk_NhD[extension.rows_XW.view(-1), : self.query_heads].view(
+            count, width, self.kv_heads, -1, self.head_dim
+        )
+        q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(count, self.kv_heads, -1, self.head_dim)  # r = G * W rows
+        out_XKrD = functional.scaled_dot_product_attention(
+            q_XKrD,
+            keys[extension.slots_X, :, : extension.length],
+            values[extension.slots_X, :, : extension.length],
+            attn_mask=mask_X1rL,
+            scale=layer.scale,
+        )
+        out_XKGWD = out_XKrD.view(count, self.kv_heads, -1, width, self.head_dim)
+        out_SE = out_XKGWD.permute(0, 3, 1, 2, 4).reshape(count * width, -1)
+        return out_SE[extension.places_E]
+
+    def _extension_mask(self, extension: Extension) -> torch.Tensor:
+        """Causal mask [X, 1, G * W, L] of the observation tokens, added to their scores."""
+        masked_XWL = self._positions[: extension.length] > extension.positions_XW[:, :, None]
+        mask_XWL = torch.zeros_like(masked_XWL, dtype=self.dtype).masked_fill_(masked_XWL, -torch.inf)
+        return mask_XWL.repeat(1, self.query_heads // self.kv_heads, 1)[:, None]
+
+
+class _Layer:
+    """One decoder layer's parameters, seen without their modules."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = [_parameters(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+        self.out = _parameters(attention, "o_proj")
+        self.gate, self.up, self.down = (_parameters(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.q_norm = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
+        self.k_norm = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
+        self.input_norm = layer.input_layernorm.weight.detach()
+        self.mlp_norm = layer.post_attention_layernorm.weight.detach()
+        self.eps: float = layer.input_layernorm.variance_epsilon
+        self.scale: float = attention.scaling
+        self.act = mlp.act_fn
+
+
+def _parameters(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias of a linear layer, under its adapter where it has one."""
+    linear = plain_linear(getattr(module, name))
+    return linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
+
+
+def _by_feature(x_NF: torch.Tensor) -> bool:
+    """Whether to compute (W x^T)^T: on a CPU, few rows are multiplied up to 1.4 times faster that way around."""
+    return x_NF.device.type == "cpu" and x_NF.shape[0] <= _FEW_ROWS
+
+
+def _linear(x_NF: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + bias; the result may lie feature by feature in memory."""
+    if not _by_feature(x_NF):
+        return functional.linear(x_NF, weight, bias)
+    if bias is None:
+        return torch.mm(weight, x_NF.t()).t()
+    return torch.addmm(bias[:, None], weight, x_NF.t()).t()
+
+
+def _add_linear(
+    residual_NF: torch.Tensor, x_NF: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """residual + x W^T + bias; the result may lie feature by feature in memory."""
+    if _by_feature(x_NF):
+        total = torch.addmm(residual_NF.t(), weight, x_NF.t()).t()
+    else:
+        total = torch.addmm(residual_NF, x_NF, weight.t())
+    return total if bias is None else total.add_(bias)
+
+
+def _join_linears(x_NF: torch.Tensor, linears: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
+    """Several linear layers of one input side by side, row by row in memory.
+
+    The products go into one buffer: what follows then runs once over queries and keys together.
+    """
+    widths = [weight.shape[0] for weight, _ in linears]
+    rows = x_NF.shape[0]
+    by_feature = _by_feature(x_NF)
+    joined = x_NF.new_empty((sum(widths), rows) if by_feature else (rows, sum(widths)))
+    for part, (weight, bias) in zip(joined.split(widths, dim=0 if by_feature else 1), linears, strict=True):
+        left, right = (weight, x_NF.t()) if by_feature else (x_NF, weight.t())
+        if bias is None:
+            torch.mm(left, right, out=part)
+        else:
+            torch.addmm(bias[:, None] if by_feature else bias, left, right, out=part)
+    return joined.t().contiguous() if by_feature else joined
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension."""
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    # fewer and cheaper kernels than the composite one that torch runs on a CPU
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / weight.shape[0]).rsqrt_()
+    return (x * scale).mul_(weight)
+
+
+def _layer_parts(base: Any) -> list[Any]:
+    """Attention and MLP modules of all layers."""
+    return [part for layer in base.model.layers for part in (layer.self_attn, layer.mlp)]

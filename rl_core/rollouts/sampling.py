@@ -1,0 +1,99 @@
+"""What every rollout backend shares: the session protocol and the drawing of tokens.
+
+B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from rl_core.errors import DataError
+from rl_core.settings import SamplingSettings
+
+__all__ = ["RolloutBackend", "Session", "check_observation", "check_prompt", "draw", "session_seed", "uniforms"]
+
+
+class Session(Protocol):
+    """One episode, as a backend sees it: a prompt, then turns of sampled actions and appended observations."""
+
+    prompt_ids: Sequence[int]  # at least one token
+    prefix_key: Hashable  # sessions with equal keys have equal prompts
+    seed: int  # 0 <= seed < 2**128; the session's samples depend on it and on the weights alone
+
+    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+        """Take one action; give the observation tokens to append (at least one), or None when the episode is over.
+
+        Args:
+            action_ids: the sampled tokens of this turn, its end-of-turn token included, where there is one.
+            logprobs: their log-probabilities in nats, at temperature 1.
+            hit_limit: True = cut off by max_completion_tokens or the context; the answer has to be None then.
+        """
+
+
+class RolloutBackend(Protocol):
+    """Samples sessions to their end from the current weights of one model."""
+
+    max_length: int  # prompt and completion together
+
+    def run(self, sessions: Sequence[Session], sampling: SamplingSettings) -> None:
+        """Play every session to its end, through its `advance`."""
+
+    def refresh(self) -> None:
+        """Say that the model's weights have changed since the last run."""
+
+
+def session_seed(*parts: object) -> int:
+    """A 128-bit seed from anything printable; equal parts give equal seeds on every machine."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """float64 [count] in [0, 1): number t decides the session's t-th sampled token.
+
+    Philox is counter-based (Salmon et al. 2011): the key is the session's seed, so what other sessions draw, and in
+    which order, changes nothing.
+    """
+    return np.random.Generator(np.random.Philox(key=seed)).random(count)
+
+
+def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each row, by inversion of the cumulative distribution, and its log-probability.
+
+    Args:
+        logits_BV: [B, V], any float type.
+        uniforms_B: float64 [B] in [0, 1).
+        temperature: 0 = the most likely token.
+    Returns: tokens int64 [B]; log-probabilities float32 [B] in nats, at temperature 1 whatever the temperature.
+    """
+    log_p_BV = torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
+    if temperature == 0:
+        logprobs_B, tokens_B = log_p_BV.max(dim=-1)
+        return tokens_B, logprobs_B
+    p_BV = log_p_BV.exp() if temperature == 1 else torch.softmax(log_p_BV / temperature, dim=-1)
+    cumulative_BV = p_BV.cumsum(dim=-1, dtype=torch.float64)
+    # first token whose cumulative probability exceeds u * total: one of probability 0 is never taken
+    levels_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
+    tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
+    return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
+
+
+def check_prompt(session: Session, max_length: int) -> None:
+    """DataError when a prompt is empty or leaves no room for a single token."""
+    if not 0 < len(session.prompt_ids) < max_length:
+        raise DataError(
+            f"a prompt of {len(session.prompt_ids)} tokens cannot be continued in a context of {max_length} tokens"
+        )
+
+
+def check_observation(observation: Sequence[int], room: int, hit_limit: bool) -> None:
+    """DataError when a session goes on where it has to end; `room` is the tokens left before the limit."""
+    if hit_limit:
+        raise DataError("a session that hit its limit answered with an observation; it has to end")
+    if not 0 < len(observation) < room:
+        raise DataError(f"an observation of {len(observation)} tokens cannot be appended where {room} tokens are left")

@@ -1,0 +1,115 @@
+"""Rollouts through the model's own forward: right for every causal LM, fast for none.
+
+Sessions are played in batches of `slots`, turn by turn: each turn reads the whole sequences again, padded on the
+left, and then decodes token by token over transformers' cache until every row has ended its action.
+
+B rows, S padded width.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.lora import unwrap
+from rl_core.rollouts.sampling import Session, check_observation, check_prompt, draw, uniforms
+from rl_core.settings import SamplingSettings
+
+__all__ = ["TransformersBackend"]
+
+
+class TransformersBackend:
+    """A `RolloutBackend` for any transformers causal LM, adapters included."""
+
+    def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
+        self.max_length = max_length
+        self._model = model
+        self._eos_ids = frozenset(eos_ids)
+        self._pad_id = pad_id
+        self._takes_positions = "position_ids" in inspect.signature(type(unwrap(model)).forward).parameters
+
+    def refresh(self) -> None:
+        """Nothing is kept between runs."""
+
+    def run(self, sessions: Sequence[Session], sampling: SamplingSettings) -> None:
+        """Play every session to its end."""
+        for session in sessions:
+            check_prompt(session, self.max_length)
+        with evaluating(self._model):
+            for start in range(0, len(sessions), sampling.slots):
+                rows = [_Row(s, sampling, self.max_length) for s in sessions[start : start + sampling.slots]]
+                while rows:
+                    self._play_turn(rows, sampling.temperature)
+                    rows = [row for row in rows if row.end_turn(self._eos_ids)]
+
+    @torch.inference_mode()
+    def _play_turn(self, rows: list[_Row], temperature: float) -> None:
+        """Sample one action for every row."""
+        device = self._model.device
+        width = max(len(row.ids) for row in rows)
+        ids_BS = torch.tensor([[self._pad_id] * (width - len(row.ids)) + row.ids for row in rows], device=device)
+        mask_BS = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device)
+        cache: Any = None
+        while True:
+            positions = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
+            output = self._model(
+                input_ids=ids_BS,
+                attention_mask=mask_BS,
+                past_key_values=cache,
+                use_cache=True,
+                **({"position_ids": positions} if self._takes_positions else {}),
+            )
+            cache = output.past_key_values
+            uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
+            tokens_B, logprobs_B = draw(output.logits[:, -1], uniforms_B, temperature)
+            for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+                if not row.has_acted(self._eos_ids):
+                    row.add(token, logprob)
+            if all(row.has_acted(self._eos_ids) for row in rows):
+                return
+            ids_BS = tokens_B[:, None]  # rows that have acted go on, unheard
+            mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
+
+
+class _Row:
+    """A session being played."""
+
+    def __init__(self, session: Session, sampling: SamplingSettings, max_length: int) -> None:
+        self.session = session
+        self.ids = list(session.prompt_ids)
+        self.limit = min(len(self.ids) + sampling.max_completion_tokens, max_length)
+        self.action: list[int] = []
+        self.logprobs: list[float] = []
+        self._uniforms = uniforms(session.seed, self.limit - len(self.ids))
+        self._num_sampled = 0
+
+    def next_uniform(self) -> float:
+        """The uniform that decides the next token; rows that have acted stay where they are."""
+        return float(self._uniforms[min(self._num_sampled, len(self._uniforms) - 1)])
+
+    def add(self, token: int, logprob: float) -> None:
+        """Take a sampled token."""
+        self.action.append(token)
+        self.logprobs.append(logprob)
+        self.ids.append(token)
+        self._num_sampled += 1
+
+    def has_acted(self, eos_ids: Collection[int]) -> bool:
+        """Whether this turn's action has ended, or can go no further."""
+        return bool(self.action) and (self.action[-1] in eos_ids or len(self.ids) >= self.limit)
+
+    def end_turn(self, eos_ids: Collection[int]) -> bool:
+        """Hand the action over; False = the session has ended."""
+        hit_limit = self.action[-1] not in eos_ids
+        observation = self.session.advance(self.action, self.logprobs, hit_limit)
+        if observation is None:
+            return False
+        check_observation(observation, self.limit - len(self.ids), hit_limit)
+        self.ids += observation
+        self.action, self.logprobs = [], []
+        return True

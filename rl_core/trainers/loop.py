@@ -1,0 +1,303 @@
+"""The one training loop: evaluation, early stopping with the best model restored, checkpoints, resume, stop signals.
+
+Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoint when due. A checkpoint may lie between
+a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rl_core.checkpoint import CheckpointStore
+from rl_core.errors import SettingsError, Stopped, nearest
+from rl_core.faults import fault
+from rl_core.settings import LoopSettings
+from rl_core.tracking import MemoryTracker, Tracker
+from rl_core.trainers.resume import (
+    check_fingerprint,
+    load_trainable_weights,
+    restore_rng,
+    rng_state,
+    runtime_fingerprint,
+    trainable_weights,
+)
+from rl_core.trainers.signals import StopRequests
+from rl_core.trainers.update import Updater
+
+__all__ = ["LoopOutcome", "Trainer", "run_loop"]
+
+logger = logging.getLogger(__name__)
+
+# The first of these that an iteration reports stands in the progress message.
+HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
+
+
+class Trainer(Protocol):
+    """What the loop trains. The loop itself saves the model's trainable weights, the updater and the global RNGs.
+
+    A trainer may also have a property `finished -> str | None`: the reason why it wants no further iteration.
+    """
+
+    @property
+    def model(self) -> nn.Module:
+        """The module whose trainable parameters and buffers are saved, and restored from the best evaluation."""
+
+    @property
+    def updater(self) -> Updater:
+        """Owner of the optimizer; `updater.step` is the x axis of the metrics."""
+
+    def step(self) -> Mapping[str, float]:
+        """One iteration; its metrics, fully named (`train/loss`)."""
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Metrics of the present weights on held-out data; changes nothing that training depends on but the RNG."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything else that the next step depends on: data order, curriculum, own generators, histories."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+
+
+@dataclass(frozen=True)
+class LoopOutcome:
+    """How a run of the loop ended. The trainer's model then holds the weights that `metrics` were measured on."""
+
+    iterations: int  # done in all, those before a resume included
+    steps: int  # optimizer steps in all
+    stop_reason: str  # "iterations", "patience", or what the trainer's `finished` said
+    best_metric: float | None  # best value of the chosen metric; None = no metric was chosen
+    metrics: dict[str, float]  # last evaluation of the model as it is left
+    best_iteration: int | None = None  # the iteration whose weights were restored or kept
+    resumed_iteration: int = 0  # 0 = from the start
+    seconds: float = 0.0  # of this process
+
+
+@dataclass
+class _Progress:
+    """The loop's own part of a checkpoint."""
+
+    iteration: int = 0
+    evaluated_iteration: int = 0  # the last one that was evaluated
+    metrics: dict[str, float] = field(default_factory=dict)  # last evaluation
+    best_value: float | None = None
+    best_iteration: int | None = None
+    best_metrics: dict[str, float] = field(default_factory=dict)
+    reference: float | None = None  # value at the last improvement that was large enough for patience
+    bad_evaluations: int = 0  # evaluations since then
+    nonfinite_metrics: int = 0
+
+
+def run_loop(
+    trainer: Trainer,
+    settings: LoopSettings,
+    *,
+    iterations: int,
+    tracker: Tracker | None = None,
+    checkpoints: CheckpointStore | None = None,
+    best_metric: str | None = None,
+    larger_is_better: bool = True,
+    fingerprint: Mapping[str, Any] | None = None,
+    allow_changed: bool = False,
+    stop_event: threading.Event | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> LoopOutcome:
+    """Train until `iterations`, patience or the trainer's own end; resume from `checkpoints` where they hold a state.
+
+    Args:
+        trainer: fully built, every module and generator made; its state is overwritten on resume, RNG last.
+        iterations: calls of `trainer.step()` at most, those before a resume included.
+        best_metric: name of an evaluation metric; its best weights are kept and restored at the end. None = the last.
+        fingerprint: what must be equal for a resume (settings, data digests, code version), nested as one likes; thread
+            count, torch version and device are added here.
+        allow_changed: resume although the fingerprint differs; logged as a warning.
+        stop_event: set by another thread to ask for a stop, as SIGTERM does.
+    Raises: Stopped after a stop request (state saved); ResumeRefused; NonFiniteError; CheckpointError; FolderBusy.
+    """
+    loop = _Loop(
+        trainer,
+        settings,
+        iterations=iterations,
+        tracker=tracker or MemoryTracker(),
+        checkpoints=checkpoints,
+        best_metric=best_metric,
+        sign=1.0 if larger_is_better else -1.0,
+        fingerprint={**(fingerprint or {}), "runtime": runtime_fingerprint(trainer.model)},
+        stop=StopRequests(stop_event),
+        clock=clock,
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(loop.stop)
+        if checkpoints is not None:
+            stack.enter_context(checkpoints)
+        return loop.run(allow_changed)
+
+
+@dataclass
+class _Loop:
+    trainer: Trainer
+    settings: LoopSettings
+    iterations: int
+    tracker: Tracker
+    checkpoints: CheckpointStore | None
+    best_metric: str | None
+    sign: float
+    fingerprint: dict[str, Any]
+    stop: StopRequests
+    clock: Callable[[], float]
+    state: _Progress = field(default_factory=_Progress)
+    best_weights: dict[str, torch.Tensor] | None = None
+    saved: tuple[int, int] | None = None  # (iteration, evaluated_iteration) of the newest checkpoint
+
+    def run(self, allow_changed: bool) -> LoopOutcome:
+        started = self.clock()
+        self._resume(allow_changed)
+        resumed = self.state.iteration
+        self._evaluate_when_due()
+        while (reason := self._stop_reason()) is None:
+            self._iterate()
+            self._evaluate_when_due()
+            self._save_when_due()
+        self._stop_when_asked()
+        if self.state.iteration and self.state.evaluated_iteration != self.state.iteration:
+            self._evaluate()
+        if self.settings.checkpoint_every:
+            self._save()
+        fault("loop.finished")
+        self._restore_best()
+        return LoopOutcome(
+            iterations=self.state.iteration,
+            steps=self.trainer.updater.step,
+            stop_reason=reason,
+            best_metric=self.state.best_value,
+            metrics=self.state.metrics if self.state.best_iteration is None else self.state.best_metrics,
+            best_iteration=self.state.best_iteration,
+            resumed_iteration=resumed,
+            seconds=self.clock() - started,
+        )
+
+    def _stop_reason(self) -> str | None:
+        finished = getattr(self.trainer, "finished", None)
+        if finished:
+            return str(finished)
+        if self.settings.patience is not None and self.state.bad_evaluations >= self.settings.patience:
+            return "patience"
+        return "iterations" if self.state.iteration >= self.iterations else None
+
+    def _iterate(self) -> None:
+        self._stop_when_asked()
+        fault("loop.step")
+        started = self.clock()
+        metrics = dict(self.trainer.step())
+        metrics["perf/step_seconds"] = self.clock() - started
+        self.state.iteration += 1
+        fault("loop.stepped")
+        finite = self._log(metrics)
+        headline = next((f"{name} {finite[name]:.4g}" for name in HEADLINES if name in finite), "")
+        self.tracker.progress(self.state.iteration, self.iterations, headline)
+        fault("loop.logged")
+
+    def _log(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Log what is finite at the updater's step; count the rest."""
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value for name, value in values.items() if math.isfinite(value)}
+        if len(finite) < len(values):
+            self.state.nonfinite_metrics += len(values) - len(finite)
+            logger.warning("metrics that are not finite: %s", ", ".join(sorted(values.keys() - finite.keys())))
+        if self.state.nonfinite_metrics:
+            finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
+        self.tracker.log_metrics(finite, self.trainer.updater.step)
+        return finite
+
+    def _evaluate_when_due(self) -> None:
+        every, state = self.settings.eval_every, self.state
+        if every and state.iteration % every == 0 and state.evaluated_iteration != state.iteration:
+            self._stop_when_asked()  # an evaluation can be long; the resumed run makes up for it
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        started = self.clock()
+        raw = {name: float(value) for name, value in self.trainer.evaluate().items()}
+        if self.best_metric is not None:
+            if self.best_metric not in raw:
+                raise SettingsError(f"best_metric '{self.best_metric}' is not evaluated; {nearest(self.best_metric, raw)}")
+            self._compare(raw[self.best_metric], raw)
+        self.state.metrics = raw
+        self.state.evaluated_iteration = self.state.iteration
+        self._log({**raw, "perf/eval_seconds": self.clock() - started})
+        fault("loop.evaluated")
+
+    def _compare(self, value: float, metrics: dict[str, float]) -> None:
+        """Keep the weights if `value` is the best yet; count for patience."""
+        state = self.state
+        if math.isfinite(value) and (state.best_value is None or self.sign * (value - state.best_value) > 0):
+            state.best_value, state.best_iteration, state.best_metrics = value, state.iteration, metrics
+            self.best_weights = trainable_weights(self.trainer.model, copy=True)
+        gain = math.inf if state.reference is None else self.sign * (value - state.reference)
+        if math.isfinite(value) and gain > self.settings.min_improvement:
+            state.reference, state.bad_evaluations = value, 0
+        else:
+            state.bad_evaluations += 1
+
+    def _restore_best(self) -> None:
+        if self.best_weights is None or self.state.best_iteration == self.state.iteration:
+            return
+        load_trainable_weights(self.trainer.model, self.best_weights)
+        self.trainer.updater.refresh_masters()
+        logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
+
+    def _stop_when_asked(self) -> None:
+        signum = self.stop.signum
+        if signum is None:
+            return
+        if self.checkpoints is None:
+            raise Stopped(f"stopped after iteration {self.state.iteration}; no checkpoint folder, nothing saved", signum)
+        self._save()
+        raise Stopped(f"stopped after iteration {self.state.iteration}; saved, the same command resumes", signum)
+
+    def _save_when_due(self) -> None:
+        every = self.settings.checkpoint_every
+        if every and self.state.iteration % every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        place = (self.state.iteration, self.state.evaluated_iteration)
+        if self.checkpoints is None or self.saved == place:
+            return
+        self.checkpoints.save(
+            {
+                "model": trainable_weights(self.trainer.model),
+                "best_model": self.best_weights,
+                "updater": self.trainer.updater.state_dict(),
+                "trainer": self.trainer.state_dict(),
+                "loop": asdict(self.state),
+                "fingerprint": self.fingerprint,
+                "rng": rng_state(),
+            }
+        )
+        self.saved = place
+        fault("loop.saved")
+
+    def _resume(self, allow_changed: bool) -> None:
+        state = self.checkpoints.load_latest() if self.checkpoints is not None else None
+        if state is None:
+            return
+        check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed)
+        load_trainable_weights(self.trainer.model, state["model"])
+        self.best_weights = state["best_model"]
+        self.trainer.updater.load_state_dict(state["updater"])
+        self.trainer.load_state_dict(state["trainer"])
+        self.state = _Progress(**state["loop"])
+        self.saved = (self.state.iteration, self.state.evaluated_iteration)
+        restore_rng(state["rng"])  # last: building or loading anything may have drawn from the generators
+        logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.updater.step)

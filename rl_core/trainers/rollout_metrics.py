@@ -1,0 +1,65 @@
+"""What an iteration's rollouts and updates look like, as scalars."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+from rl_core.types import RolloutGroup
+
+__all__ = ["mean_metrics", "rollout_metrics"]
+
+
+def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+    """Success, length, truncation and tool use of one iteration, all as means over its rollouts.
+
+    completion_tokens counts sampled and observed tokens, action_tokens the sampled ones; tool/misuse_rate is the share
+    of turns that misused a tool; policy/mean_logprob is per sampled token, under the sampler, in nats.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if not rollouts:
+        return {}
+    played = [rollout.trajectory for rollout in rollouts]
+    turns = [turn for trajectory in played for turn in trajectory.turns]
+    action_tokens = sum(trajectory.num_action_tokens for trajectory in played)
+    metrics = {
+        "train/success_rate": _mean(rollout.success for rollout in rollouts),
+        "train/completion_tokens": _mean(trajectory.num_completion_tokens for trajectory in played),
+        "train/action_tokens": _mean(trajectory.num_action_tokens for trajectory in played),
+        "train/turns": _mean(len(trajectory.turns) for trajectory in played),
+        "train/truncation_rate": _mean(rollout.is_truncated for rollout in rollouts),
+        "tool/calls": sum(turn.tool_call is not None for turn in turns) / len(played),
+        "tool/misuse_rate": _mean(turn.is_error for turn in turns),
+        "policy/mean_logprob": math.fsum(t.mean_logprob * t.num_action_tokens for t in played) / max(action_tokens, 1),
+    }
+    by_level: dict[str, list[bool]] = defaultdict(list)
+    for trajectory in played:
+        by_level[trajectory.level].append(trajectory.success)
+    return metrics | {f"train/success_rate_by_level/{level}": _mean(by_level[level]) for level in sorted(by_level)}
+
+
+def mean_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of several optimizer steps as one: _max and _min by extremes, counters of skipped steps the last, others
+    the mean.
+    """
+    columns: dict[str, list[float]] = defaultdict(list)
+    for part in parts:
+        for name, value in part.items():
+            columns[name].append(value)
+    return {name: _combine(name, values) for name, values in columns.items()}
+
+
+def _combine(name: str, values: Sequence[float]) -> float:
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    if name in ("train/skipped_steps", "train/learning_rate"):
+        return values[-1]
+    return math.fsum(values) / len(values)
+
+
+def _mean(values: Iterable[float]) -> float:
+    collected = [float(value) for value in values]
+    return math.fsum(collected) / len(collected) if collected else 0.0

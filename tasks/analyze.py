@@ -1,0 +1,69 @@
+"""Stage: what the evaluated trajectories show; tables, pictures and a self-contained report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rl_core.analysis import analyze
+from rl_core.environments.base import Environment
+from rl_core.settings import AnalysisSettings
+from tasks.evaluate import trajectories_path
+from tasks.policy_model import make_environment
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, run_stage
+
+__all__ = ["analyze_trajectories"]
+
+
+def analyze_trajectories(
+    session: Session, evaluation: StageResult, training: dict[str, StageResult], data: StageResult | None
+) -> StageResult:
+    """Run the stage. `evaluation`: the evaluation's result; `training`: trained stages, for their curves."""
+    inputs: dict[str, StageResult | Path | str] = {"evaluation": evaluation}
+    inputs |= {f"training.{name}": result for name, result in training.items()}
+    if data is not None:
+        inputs["data"] = data
+    settings = session.settings.stages.analyze or AnalysisSettings()
+    return run_stage(session, "analyze", _body, settings=settings, inputs=inputs)
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    evaluation = Path(context.inputs["evaluation"])
+    data = Path(context.inputs["data"]) if "data" in context.inputs else None
+    models = {
+        path.stem.removeprefix("trajectories_"): path for path in sorted(evaluation.glob("trajectories_*.jsonl"))
+    }
+    # The order of the pipeline, not of the alphabet: the first model is what the others are compared with.
+    order = {"base": 0, "sft": 1, "policy": 2}
+    models = dict(sorted(models.items(), key=lambda item: (order.get(item[0], 3), item[0])))
+    training = {
+        name.removeprefix("training."): Path(folder) / "metrics.jsonl"
+        for name, folder in context.inputs.items()
+        if name.startswith("training.") and (Path(folder) / "metrics.jsonl").is_file()
+    }
+    result = analyze(
+        models,
+        context.folder,
+        context.settings,
+        training=training or None,
+        title=f"{context.pipeline.name}: trajectory analysis",
+        seed=context.seed,
+        image_of=image_function(make_environment(context.pipeline, data)),
+    )
+    context.tracker.log_metrics(result.metrics, 0)
+    for path in result.files:
+        context.tracker.log_artifact(path, "figures" if path.suffix == ".png" else "")
+    context.session.parent.log_artifact(result.report)
+    for path in result.files:
+        if path.suffix == ".png":
+            context.session.parent.log_artifact(path, "figures")
+    note = "; ".join([f"report.html compares {', '.join(models)}", *result.notes])
+    return {"rows": result.summary, "report": result.report.name, "note": note, "metrics": result.metrics}
+
+
+def image_function(environment: Environment) -> Callable[[str, int], bytes | None] | None:
+    """(level, seed) -> PNG of the episode's hidden image, for environments that can draw it."""
+    draw = getattr(environment, "png", None)
+    return draw if callable(draw) else None

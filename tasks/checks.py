@@ -1,0 +1,330 @@
+"""What settings mean together: combinations that cannot work are refused before anything runs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rl_core.curriculum.conditions import metric_name
+from rl_core.curriculum.manager import END
+from rl_core.errors import PosttrainError, nearest
+from rl_core.settings import ExitCondition, LoopSettings, PolicySettings, SamplingSettings
+from tasks.files import context_of
+from tasks.problems import Key, Problem, overlap
+from tasks.settings import PipelineSettings
+
+__all__ = ["METRICS", "check_combinations"]
+
+# What an exit condition may watch: the metrics that every iteration of the policy stage has, with the range of their
+# values. `success_rate` is short for `train/success_rate`.
+METRICS: dict[str, tuple[float, float]] = {
+    "train/success_rate": (0.0, 1.0),
+    "train/truncation_rate": (0.0, 1.0),
+    "train/completion_tokens": (0.0, math.inf),
+    "train/action_tokens": (0.0, math.inf),
+    "train/turns": (0.0, math.inf),
+    "tool/calls": (0.0, math.inf),
+    "tool/misuse_rate": (0.0, 1.0),
+    "policy/mean_logprob": (-math.inf, 0.0),
+    "reward/mean": (-math.inf, math.inf),
+    "reward/std": (0.0, math.inf),
+}
+
+POLICY: Key = ("stages", "policy")
+
+
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """A problem and the other keys that it rests on."""
+
+    problem: Problem
+    about: tuple[Key, ...]
+
+
+def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ()) -> list[Problem]:
+    """Everything that cannot work together.
+
+    Args:
+        broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.
+    """
+    findings = [
+        *_model(settings),
+        *_stages(settings),
+        *_sampling(settings),
+        *_loops(settings),
+        *_environment(settings),
+        *_rewards(settings),
+        *_curriculum(settings),
+    ]
+    return [
+        finding.problem
+        for finding in findings
+        if not any(overlap(key, other) for key in (finding.problem.key, *finding.about) for other in broken if other)
+    ]
+
+
+def _finding(key: Key, text: str, *about: Key) -> _Finding:
+    return _Finding(Problem(key, text), about)
+
+
+def _model(settings: PipelineSettings) -> Iterator[_Finding]:
+    model = settings.model
+    if model.lora is not None and model.path is None:
+        yield _finding(
+            ("model", "lora"),
+            "adapters on a from-scratch preset leave its random weights as they are; set model.path, or remove lora",
+            ("model", "path"),
+        )
+    if model.trust_remote_code and model.path is None:
+        yield _finding(
+            ("model", "trust_remote_code"),
+            "a preset brings no code; set model.path, or remove this key",
+            ("model", "path"),
+        )
+
+
+def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
+    """What each stage needs from the ones before it, or from model.path."""
+    stages = settings.stages
+    path: Key = ("model", "path")
+    trained = stages.sft is not None or stages.policy is not None
+    if stages.sft is not None and stages.prepare_data is None and settings.model.path is not None:
+        yield _finding(
+            ("stages", "sft"),
+            "learns from what stages.prepare_data reads or makes; add `prepare_data: {}`",
+            path,
+            ("stages", "prepare_data"),
+        )
+    if stages.evaluate is not None and not trained and settings.model.path is None:
+        yield _finding(
+            ("stages", "evaluate"),
+            "has no policy to evaluate; add stages.sft or stages.policy, or set model.path",
+            path,
+            ("stages", "sft"),
+            POLICY,
+        )
+    has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
+    if stages.reward_model is not None and not has_pairs and stages.sft is None and settings.model.path is None:
+        yield _finding(
+            ("stages", "reward_model"),
+            "has no pairs to learn from; set stages.prepare_data.preferences to a file of them, or give it a policy "
+            "whose scored rollouts make them (stages.sft or model.path)",
+            path,
+            ("stages", "sft"),
+            ("stages", "prepare_data"),
+        )
+    if stages.analyze is not None and stages.evaluate is None:
+        yield _finding(
+            ("stages", "analyze"), "needs the episodes of stages.evaluate; add `evaluate: {}`", ("stages", "evaluate")
+        )
+    if stages.promote is not None and stages.evaluate is None:
+        yield _finding(
+            ("stages", "promote"), "needs the result of stages.evaluate; add `evaluate: {}`", ("stages", "evaluate")
+        )
+    if stages.promote is not None and not trained:
+        yield _finding(
+            ("stages", "promote"),
+            "has no new model to promote; add stages.sft or stages.policy",
+            ("stages", "sft"),
+            POLICY,
+        )
+
+
+def _samplings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:
+    stages = settings.stages
+    if stages.reward_model is not None:
+        yield ("stages", "reward_model", "sampling"), stages.reward_model.sampling
+    if stages.policy is not None:
+        yield (*POLICY, "sampling"), stages.policy.sampling
+    if stages.evaluate is not None:
+        yield ("stages", "evaluate", "sampling"), stages.evaluate.sampling
+
+
+def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
+    context = context_of(settings.model)
+    for key, sampling in _samplings(settings):
+        if context is not None and sampling.max_completion_tokens >= context:
+            source = "model.context" if settings.model.path is None else f"the context of {settings.model.path}"
+            yield _finding(
+                (*key, "max_completion_tokens"),
+                f"{sampling.max_completion_tokens} leaves no room for a prompt: {source} is {context}; lower this, or "
+                "take a longer context",
+                ("model",),
+            )
+        if sampling.temperature == 0 and key[1] != "evaluate":
+            yield _finding(
+                (*key, "temperature"),
+                "0 is greedy: the rollouts of a prompt are all the same and teach nothing; use above 0, usually 1",
+            )
+    evaluate = settings.stages.evaluate
+    if evaluate is not None and evaluate.samples > 1 and evaluate.sampling.temperature == 0:
+        yield _finding(
+            ("stages", "evaluate", "samples"),
+            f"{evaluate.samples} greedy samples of an episode are all alike; use samples 1, or a temperature above 0",
+            ("stages", "evaluate", "sampling", "temperature"),
+        )
+
+
+def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
+    for name in ("sft", "reward_model", "policy"):
+        loop: LoopSettings | None = getattr(settings.stages, name)
+        if loop is not None and loop.patience is not None and loop.eval_every == 0:
+            yield _finding(
+                ("stages", name, "patience"),
+                f"{loop.patience} evaluations are never made with eval_every 0; set eval_every, or remove patience",
+                ("stages", name, "eval_every"),
+            )
+
+
+def _environment(settings: PipelineSettings) -> Iterator[_Finding]:
+    """The environment exists, takes its options, and has the levels that are named."""
+    from rl_core.environments import make  # imports torch
+
+    options = dict(settings.environment.options)
+    path = options.get("path")
+    if isinstance(path, str) and not Path(path).is_file():
+        # tasks/files says what is wrong with it; names and levels are checked all the same
+        options["path"] = os.devnull
+    try:
+        known = tuple(make(settings.environment.name, options).levels)
+    except PosttrainError as error:
+        name, colon, text = str(error).partition(": ")
+        inside = colon and name.split(".")[0] in ("name", "options")
+        key = ("environment", *name.split(".")) if inside else ("environment",)
+        yield _finding(key, text if inside else str(error))
+        return
+    except Exception as error:  # a user's own class: whatever it raises is for the user to see
+        yield _finding(("environment",), f"{settings.environment.name!r} raised {type(error).__name__}: {error}")
+        return
+    for key, levels in _named_levels(settings):
+        for level in levels:
+            if level not in known:
+                text = f"environment '{settings.environment.name}' has no level '{level}'; {nearest(level, known)}"
+                yield _finding((*key, *_item(levels, level)), text, ("environment",))
+        for level in (level for level, count in Counter(list(levels)).items() if count > 1):
+            yield _finding(key, f"level '{level}' is named twice; name it once")
+
+
+def _item(levels: Collection[str], level: str) -> Key:
+    """The rest of the key of one level: its name in a mapping, its index in a list."""
+    return (levels.index(level),) if isinstance(levels, Sequence) else (level,)
+
+
+def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[str]]]:
+    stages = settings.stages
+    if stages.prepare_data is not None:
+        yield ("stages", "prepare_data", "levels"), stages.prepare_data.levels
+    if stages.policy is not None:
+        for index, stage in enumerate(stages.policy.curriculum):
+            yield (*POLICY, "curriculum", index, "levels"), stage.levels
+    if stages.evaluate is not None:
+        yield ("stages", "evaluate", "levels"), stages.evaluate.levels
+
+
+def _rewards(settings: PipelineSettings) -> Iterator[_Finding]:
+    from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
+
+    policy = settings.stages.policy
+    if policy is None:
+        return
+    key: Key = (*POLICY, "rewards")
+    for name, weight in policy.rewards.items():
+        if name == "learned":
+            continue
+        try:
+            RewardOrchestrator({name: weight})
+        except PosttrainError as error:
+            yield _finding((*key, name), str(error).partition(": ")[2] or str(error))
+    if not any(policy.rewards.values()):
+        yield _finding(key, "no reward has a weight other than 0, so there is nothing to learn; write {task: 1.0}")
+    if policy.rewards.get("learned") and settings.stages.reward_model is None:
+        yield _finding(
+            (*key, "learned"),
+            "needs a reward model; add `reward_model: {}` to the stages, or remove this reward",
+            ("stages", "reward_model"),
+        )
+
+
+def _curriculum(settings: PipelineSettings) -> Iterator[_Finding]:
+    policy = settings.stages.policy
+    if policy is None:
+        return
+    stages, key = policy.curriculum, (*POLICY, "curriculum")
+    metrics = METRICS | {f"reward/{name.replace(':', '.')}": (-math.inf, math.inf) for name in policy.rewards}
+    metrics |= {f"train/success_rate_by_level/{level}": (0.0, 1.0) for stage in stages for level in stage.levels}
+    for index, stage in enumerate(stages):
+        here: Key = (*key, index)
+        last = index == len(stages) - 1
+        if not last and not stage.exit_conditions and stage.max_iterations is None:
+            text = f"stage '{stage.name}' has no way out, so '{stages[index + 1].name}' is never reached"
+            yield _finding(here, f"{text}; add exit_conditions or max_iterations")
+        for number, condition in enumerate(stage.exit_conditions):
+            limit = policy.iterations if stage.max_iterations is None else min(stage.max_iterations, policy.iterations)
+            yield from _condition(condition, (*here, "exit_conditions", number), limit, metrics)
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            yield _finding(key, f"{count} stages are named '{name}'; give each its own name")
+        if name == END or not name.strip():
+            yield _finding(key, f"a stage cannot be named '{name}'; give it another name")
+    yield from _reachable(policy, key)
+    if policy.early_stop is not None:
+        yield from _condition(policy.early_stop, (*POLICY, "early_stop"), policy.iterations, metrics)
+
+
+def _reachable(policy: PolicySettings, key: Key) -> Iterator[_Finding]:
+    """Enough iterations to reach the last stage at the earliest."""
+    needed = [
+        _least(stage.min_iterations, stage.exit_conditions, stage.require == "any") for stage in policy.curriculum
+    ]
+    before_last = sum(needed[:-1])
+    if needed and before_last >= policy.iterations:
+        yield _finding(
+            (*POLICY, "iterations"),
+            f"{policy.iterations} never reach the last stage of the curriculum: the ones before it take at least "
+            f"{before_last} (min_iterations and full windows); raise iterations or shorten those",
+            key,
+        )
+
+
+def _least(min_iterations: int, conditions: Sequence[ExitCondition], any_is_enough: bool) -> int:
+    """Iterations that a stage takes at the least: a condition holds only once its window is full."""
+    windows = [condition.window for condition in conditions]
+    if not windows:
+        return min_iterations
+    return max(min_iterations, min(windows) if any_is_enough else max(windows))
+
+
+def _condition(
+    condition: ExitCondition, key: Key, iterations: int, metrics: Mapping[str, tuple[float, float]]
+) -> Iterator[_Finding]:
+    """The metric exists, the threshold can be met, the window can fill."""
+    name = metric_name(condition.metric)
+    if name not in metrics:
+        known = [*metrics, *(metric.removeprefix("train/") for metric in metrics if metric.startswith("train/"))]
+        yield _finding((*key, "metric"), f"no such metric '{condition.metric}'; {nearest(condition.metric, known)}")
+        return
+    low, high = metrics[name]
+    threshold = condition.threshold
+    never = {
+        ">=": threshold > high,
+        ">": threshold >= high,
+        "<=": threshold < low,
+        "<": threshold <= low,
+    }[condition.comparison]
+    if never:
+        bounds = f"from {low:g} to {high:g}"
+        text = f"{condition.metric} {condition.comparison} {threshold:g} can never hold: {condition.metric} is {bounds}"
+        yield _finding(
+            (*key, "threshold"), f"{text}; choose a threshold inside", (*key, "metric"), (*key, "comparison")
+        )
+    if condition.window > iterations:
+        yield _finding(
+            (*key, "window"),
+            f"{condition.window} iterations never fill within the {iterations} of its stage, so it never holds",
+            (*POLICY, "iterations"),
+            key[:-2],
+        )

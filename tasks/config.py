@@ -1,0 +1,127 @@
+"""The configuration of a pipeline: YAML file -> PipelineSettings, with every problem reported at once.
+
+    settings = load("configs/demo.yaml", overrides=["stages.policy.learning_rate=3e-4"])
+
+`load` reads the file (tasks/yaml_loader), applies overrides (tasks/overrides), checks unknown keys, types and ranges
+(tasks/schema, built from the dataclasses of tasks/settings and rl_core/settings), finds the files (tasks/files), then
+checks what the settings mean together (tasks/checks).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.settings import Settings
+from tasks.checks import check_combinations
+from tasks.files import resolve_files
+from tasks.overrides import apply_overrides
+from tasks.problems import ConfigError, Places, Problem
+from tasks.schema import model_of, read
+from tasks.settings import (
+    STAGES,
+    PipelineSettings,
+    PromotionSettings,
+    RunSettings,
+    StageName,
+    StagesSettings,
+    TrackingSettings,
+)
+from tasks.yaml_loader import read_yaml
+
+__all__ = [
+    "STAGES",
+    "ConfigError",
+    "PipelineSettings",
+    "PromotionSettings",
+    "RunSettings",
+    "StageName",
+    "StagesSettings",
+    "TrackingSettings",
+    "from_dict",
+    "load",
+    "pipeline_model",
+    "pipeline_schema",
+    "resolve",
+    "settings_digest",
+]
+
+
+def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool = True) -> PipelineSettings:
+    """Read a pipeline's YAML file and check all of it.
+
+    Relative paths in it are looked up from the current folder, then from the file's own folder, and made absolute.
+    Args:
+        overrides: "key.path=value" each, applied in order; the value is YAML.
+        check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
+    Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
+    """
+    document = read_yaml(path)
+    places = Places(str(path), lines=document.lines)
+    problems = document.problems + apply_overrides(document.data, overrides, places)
+    settings, found = _check_all(document.data, Path(path).parent if check_files else None, problems)
+    if found or settings is None:
+        raise ConfigError(found, places)
+    return settings
+
+
+def from_dict(values: Mapping[str, Any], *, check_files: bool = True) -> PipelineSettings:
+    """The settings of a plain dict, as `resolve` gives it or Prefect passes it, with the same checks as a file.
+
+    Raises: ConfigError.
+    """
+    settings, problems = _check_all(values, Path() if check_files else None, [])
+    if problems or settings is None:
+        raise ConfigError(problems, Places("settings"))
+    return settings
+
+
+def _check_all(
+    values: Any, folder: Path | None, problems: list[Problem]
+) -> tuple[PipelineSettings | None, list[Problem]]:
+    """Types and ranges, files (unless folder is None), combinations; all problems, with those known before."""
+    settings, found = read(PipelineSettings, values)
+    problems = problems + [problem for problem in found if problem.key not in {known.key for known in problems}]
+    if settings is None:
+        return None, problems
+    if folder is not None:
+        settings, found = resolve_files(settings, folder)
+        problems = problems + found
+    return settings, problems + check_combinations(settings, {problem.key for problem in problems})
+
+
+def pipeline_model() -> Any:
+    """The pydantic model of PipelineSettings: the type of a Prefect flow's parameter, shown as a form."""
+    return model_of(PipelineSettings)
+
+
+def pipeline_schema() -> dict[str, Any]:
+    """JSON schema of a pipeline's settings, with meanings, ranges and defaults."""
+    schema: dict[str, Any] = pipeline_model().model_json_schema()
+    return schema
+
+
+def resolve(settings: Settings) -> dict[str, Any]:
+    """The settings as plain JSON values, defaults included; `from_dict` is the inverse for PipelineSettings."""
+    plain: dict[str, Any] = _plain(settings)
+    return plain
+
+
+def settings_digest(value: Any) -> str:
+    """16 hex digits that are equal exactly when the settings (or plain JSON values) are equal."""
+    text = json.dumps(_plain(value), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,107 @@
+"""Stage: play the same held-out episodes with every model of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.analysis import write_trajectories
+from rl_core.folders import write_json_atomic
+from rl_core.evaluation import Evaluation, evaluate, heldout_requests
+from rl_core.settings import EvaluationSettings
+from tasks.policy_model import load_policy, make_environment
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, run_stage
+
+__all__ = ["evaluate_models", "read_evaluation", "trajectories_path"]
+
+logger = logging.getLogger(__name__)
+
+
+def evaluate_models(
+    session: Session,
+    models: Mapping[str, StageResult | Path | str],
+    data: StageResult | None,
+    *,
+    label: str | None = None,
+) -> StageResult:
+    """Run the stage. `models`: what to evaluate, by the name that tables and pictures show."""
+    settings = session.settings.stages.evaluate or EvaluationSettings()
+    inputs: dict[str, StageResult | Path | str] = {f"model.{name}": model for name, model in models.items()}
+    if data is not None:
+        inputs["data"] = data
+    return run_stage(session, "evaluate", _body, settings=settings, inputs=inputs, label=label)
+
+
+def trajectories_path(folder: Path, name: str) -> Path:
+    """Where the stage writes the sampled episodes of one model."""
+    return folder / f"trajectories_{name}.jsonl"
+
+
+def read_evaluation(folder: Path, name: str) -> Evaluation:
+    """The sampled evaluation of one model."""
+    return Evaluation.from_json(json.loads((folder / "evaluation.json").read_text())[name])
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    settings: EvaluationSettings = context.settings
+    data = Path(context.inputs["data"]) if "data" in context.inputs else None
+    environment = make_environment(context.pipeline, data)
+    # The pipeline's seed, not the stage's: the champion is compared on the same episodes, whichever run made it.
+    requests = heldout_requests(environment, settings, context.pipeline.seed)
+    names = [name.removeprefix("model.") for name in context.inputs if name.startswith("model.")]
+    table: dict[str, Any] = {}
+    stored: dict[str, Any] = {}
+    for index, name in enumerate(names):
+        context.tracker.progress(index, len(names), f"playing {len(requests)} episodes with {name}")
+        policy = load_policy(_model_folder(context.inputs[f"model.{name}"]), context.pipeline)
+        backend = policy.backend()
+        result = evaluate(
+            environment, backend, policy.renderer, requests,
+            samples=settings.samples, sampling=settings.sampling, seed=context.pipeline.seed,
+        )  # fmt: skip
+        metrics = result.metrics(f"eval/{name}")
+        stored[name] = result.to_json()
+        row = _row(result)
+        if settings.greedy and settings.sampling.temperature > 0:
+            greedy = evaluate(
+                environment, backend, policy.renderer, requests, samples=1,
+                sampling=dataclasses.replace(settings.sampling, temperature=0.0), seed=context.pipeline.seed,
+            )  # fmt: skip
+            stored[f"{name}_greedy"] = greedy.to_json()
+            metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
+            row["greedy_success"] = greedy.success_rate
+        context.tracker.log_metrics(metrics, index)
+        path = trajectories_path(context.folder, name)
+        write_trajectories(path, result.trajectories)
+        context.tracker.log_artifact(path, "trajectories")
+        context.tracker.log_traces(result.trajectories, context.pipeline.tracking.traces, model=name)
+        table[name] = {**row, "metrics": metrics}
+        logger.info("%s: success %.1f%% of %d held-out episodes", name, 100 * result.success_rate, len(requests))
+    write_json_atomic(context.folder / "evaluation.json", stored)
+    context.tracker.log_artifact(context.folder / "evaluation.json")
+    context.tracker.progress(len(names), len(names))
+    note = ", ".join(f"{name} {row['success']:.1%}" for name, row in table.items())
+    return {"models": table, "episodes": len(requests), "note": f"success on {len(requests)} held-out episodes: {note}"}
+
+
+def _model_folder(source: Path | str) -> Path | str:
+    """A finished stage's folder holds its model in model/; any other folder or hub name is the model itself."""
+    folder = Path(source) / "model"
+    return folder if folder.is_dir() else source
+
+
+def _row(result: Evaluation) -> dict[str, Any]:
+    low, high = result.interval
+    return {
+        "success": result.success_rate,
+        "success_low": low,
+        "success_high": high,
+        "reward": result.reward_mean,
+        "tokens_per_second": result.tokens_per_second,
+        "by_level": {level: list(rate) for level, rate in result.by_level.items()},
+    }

@@ -1,0 +1,182 @@
+"""What a configuration needs from this machine: data files, model folders, a folder to write into, a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, Settings
+from tasks.problems import Key, Problem
+from tasks.settings import PipelineSettings
+
+__all__ = ["context_of", "resolve_files"]
+
+S = TypeVar("S", bound=Settings)
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_REGISTERED = re.compile(r"models:/[^/@]+(@[\w.-]+|/[\w.-]+)")
+
+# What to say when a file is missing that the shipped configs name, but that this project does not carry.
+_WHERE_TO_GET = {
+    "gsm8k": (
+        "this project carries no data: get grade_school_math/data/train.jsonl from the repository "
+        "openai/grade-school-math (one JSON object a line with question, answer and, if you like, final) and set this "
+        "key to it"
+    ),
+    "preferences": (
+        "this project carries no data: write one JSON object a line with prompt, chosen and rejected, and set this key "
+        "to that file"
+    ),
+    "demonstrations": (
+        "write one JSON object a line with messages, or with prompt and completion, and set this key to that file"
+    ),
+}
+
+
+def resolve_files(settings: PipelineSettings, folder: Path) -> tuple[PipelineSettings, list[Problem]]:
+    """Make the data and model paths absolute and check what the settings need from this machine.
+
+    A relative path is looked up from the current folder, then from `folder`, the one that the config file is in.
+    """
+    problems: list[Problem] = []
+    finder = _Finder(folder, problems)
+    stages = settings.stages
+    data = stages.prepare_data
+    if data is not None:
+        stages = _replaced(stages, prepare_data=_with_data_files(data, finder))
+    environment = _with_environment_file(settings.environment, finder)
+    model = _with_model_folder(settings.model, finder)
+    _check_output(settings.output, problems)
+    _check_device(settings.model, problems)
+    return _replaced(settings, stages=stages, environment=environment, model=model), problems
+
+
+def _replaced(settings: S, **changed: Any) -> S:
+    """`dataclasses.replace` without the checks: what they found was reported, and finding goes on."""
+    result = object.__new__(type(settings))
+    for field in dataclasses.fields(settings):
+        object.__setattr__(result, field.name, changed.get(field.name, getattr(settings, field.name)))
+    return result
+
+
+class _Finder:
+    """Looks files up and notes what is not there."""
+
+    def __init__(self, folder: Path, problems: list[Problem]) -> None:
+        self.folder = folder
+        self.problems = problems
+
+    def candidates(self, name: str) -> list[Path]:
+        """Where a path of the config may lie: from the current folder, then from the config's own."""
+        path = Path(name).expanduser()
+        places = [path] if path.is_absolute() else [Path.cwd() / path, self.folder.absolute() / path]
+        return list(dict.fromkeys(Path(os.path.normpath(place)) for place in places))
+
+    def find(self, name: str) -> Path | None:
+        """The first place at which something lies."""
+        return next((place for place in self.candidates(name) if _exists(place)), None)
+
+    def data_file(self, name: str, key: Key, advice: str = "") -> str:
+        """The absolute path of a data file; what is wrong with it becomes a problem."""
+        path = self.find(name)
+        if path is None:
+            tried = " and ".join(str(place) for place in self.candidates(name))
+            text = f"{name!r} is no file; looked at {tried}"
+            self.problems.append(Problem(key, f"{text}; {advice or 'give the path of a JSONL or Parquet file'}"))
+            return name
+        if path.is_dir():
+            self.problems.append(Problem(key, f"{path} is a folder; give the path of a JSONL or Parquet file in it"))
+        elif not os.access(path, os.R_OK):
+            self.problems.append(Problem(key, f"{path} cannot be read; change its permissions"))
+        elif path.stat().st_size == 0:
+            self.problems.append(Problem(key, f"{path} is empty; it must hold one JSON object a line"))
+        return str(path)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # too long a name, a NUL in it
+        return False
+
+
+def _with_data_files(data: DataSettings, finder: _Finder) -> DataSettings:
+    changed = {}
+    for name in ("demonstrations", "preferences"):
+        path = getattr(data, name)
+        if path is not None:
+            key = ("stages", "prepare_data", name)
+            changed[name] = finder.data_file(path, key, _WHERE_TO_GET.get(name, ""))
+    return _replaced(data, **changed)
+
+
+def _with_environment_file(environment: EnvironmentSettings, finder: _Finder) -> EnvironmentSettings:
+    """An environment's option `path` names its data file."""
+    path = environment.options.get("path")
+    if not isinstance(path, str):
+        return environment
+    key = ("environment", "options", "path")
+    found = finder.data_file(path, key, _WHERE_TO_GET.get(environment.name, ""))
+    return _replaced(environment, options={**environment.options, "path": found})
+
+
+def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
+    """A folder becomes an absolute path; hub names and registered models are left for the stage to look up."""
+    if model.path is None:
+        return model
+    key = ("model", "path")
+    if model.path.startswith("models:"):
+        if not _REGISTERED.fullmatch(model.path):
+            text = f"{model.path!r} is no registered model; write models:/NAME@ALIAS or models:/NAME/VERSION"
+            finder.problems.append(Problem(key, text))
+        return model
+    path = finder.find(model.path)
+    if path is None:
+        if not _HUB_NAME.fullmatch(model.path):
+            tried = " and ".join(str(place) for place in finder.candidates(model.path))
+            text = f"{model.path!r} is no model folder (looked at {tried}) and no hub name; give one of the two"
+            finder.problems.append(Problem(key, f"{text}, or models:/NAME@ALIAS"))
+        return model
+    if not path.is_dir():
+        finder.problems.append(Problem(key, f"{path} is a file; give the folder that holds config.json"))
+    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+        finder.problems.append(Problem(key, f"{path} holds no config.json, so it is no model folder"))
+    return _replaced(model, path=str(path))
+
+
+def _check_output(output: str, problems: list[Problem]) -> None:
+    """The output folder can be made and written into; nothing is made here."""
+    path = Path(output).expanduser().absolute()
+    nearest = next((place for place in (path, *path.parents) if _exists(place)), None)
+    key = ("output",)
+    if nearest is None:
+        problems.append(Problem(key, f"{output!r} cannot be a folder; give another path"))
+    elif not nearest.is_dir():
+        problems.append(Problem(key, f"{nearest} is a file; give a folder"))
+    elif not os.access(nearest, os.W_OK | os.X_OK):
+        problems.append(Problem(key, f"{nearest} cannot be written into; give another folder"))
+
+
+def _check_device(model: ModelSettings, problems: list[Problem]) -> None:
+    if model.device != "cuda":
+        return
+    import torch  # a second or more: only where the answer depends on it
+
+    if not torch.cuda.is_available():
+        problems.append(Problem(("model", "device"), "cuda, but torch sees no GPU here; use auto or cpu"))
+
+
+def context_of(model: ModelSettings) -> int | None:
+    """Longest sequence of the model, in tokens; None where it cannot be known without a download."""
+    if model.path is None:
+        return model.context
+    try:
+        config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+        length = config.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return length if isinstance(length, int) and length > 0 else None

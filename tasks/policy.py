@@ -1,0 +1,81 @@
+"""Stage: policy optimisation from rewards, with the curriculum."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+from rl_core.checkpoint import CheckpointStore
+from rl_core.models import causal_lm, heads
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.settings import PolicySettings
+from rl_core.trainers.loop import run_loop
+from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+from tasks.policy_model import load_policy, make_environment
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, run_stage
+
+__all__ = ["optimise_policy"]
+
+
+def optimise_policy(
+    session: Session, model: Path | str, data: StageResult | None, reward: StageResult | None
+) -> StageResult:
+    """Run the stage. `model`: where the policy starts and what KL refers to; `reward`: the reward model's stage."""
+    inputs: dict[str, Any] = {"model": model}
+    if data is not None:
+        inputs["data"] = data
+    settings = session.settings.stages.policy
+    assert settings is not None
+    if reward is not None and "learned" in settings.rewards:
+        inputs["reward_model"] = reward
+    return run_stage(session, "policy", _body, settings=settings, inputs=inputs)
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    settings: PolicySettings = context.settings
+    data = Path(context.inputs["data"]) if "data" in context.inputs else None
+    environment = make_environment(context.pipeline, data)
+    policy = load_policy(context.inputs["model"], context.pipeline)
+    frozen = dataclasses.replace(context.pipeline.model, lora=None)
+    reference = causal_lm.load(context.inputs["model"], frozen)[0] if settings.kl_coef > 0 else None
+    scorer = None
+    if "reward_model" in context.inputs:
+        reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)
+        scorer = functools.partial(heads.score, reward_model)
+    trainer = PolicyGradientTrainer(
+        policy.model,
+        reference,
+        policy.renderer,
+        environment,
+        settings,
+        context.seed,
+        RewardOrchestrator(settings.rewards, scorer=scorer),
+        policy.backend(),
+    )
+    outcome = run_loop(
+        trainer,
+        settings,
+        iterations=settings.iterations,
+        tracker=context.tracker,
+        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
+        fingerprint=context.fingerprint,
+        stop_event=context.stop,
+    )
+    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    history = trainer.curriculum.history_json()
+    context.tracker.log_dict({"history": history}, "curriculum.json")
+    return {
+        "steps": outcome.steps,
+        "iterations": outcome.iterations,
+        "stop_reason": outcome.stop_reason,
+        "curriculum": history,
+        "metrics": outcome.metrics,
+        "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); curriculum: {_curriculum_note(history)}",
+    }
+
+
+def _curriculum_note(history: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{row['to']} from iteration {row['iteration']}" for row in history) or "one stage"

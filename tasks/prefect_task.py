@@ -1,0 +1,143 @@
+"""One Prefect task for every stage: run name, retries for what may pass, timeout, progress and result artifacts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+from uuid import UUID
+
+from prefect import Task, task
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State, TaskRun
+
+from rl_core.errors import BackendError
+from tasks.session import Session
+from tasks.stage import StageResult
+
+__all__ = ["is_transient", "stage_task"]
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_SECONDS = 3.0  # between updates of the progress artifact; each is a call of the Prefect API
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether trying again may help: a backend or a connection, never settings, data or a stop."""
+    return isinstance(error, BackendError | ConnectionError | TimeoutError)
+
+
+def _retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
+    try:
+        state.result()
+    except BaseException as error:
+        return is_transient(error)
+    return False
+
+
+def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -> Callable[..., StageResult]:
+    """A Prefect task over one stage's function, with the pipeline's retries and timeout.
+
+    The stage's own manifest decides what is run again (tasks/stage.py); Prefect's result cache is off.
+    """
+    run = session.settings.run
+    label = name.replace("_", " ")
+
+    @task(
+        name=name,
+        task_run_name=f"{label} · {session.settings.name}",
+        description=(stage.__doc__ or "").split("\n")[0],
+        cache_policy=NO_CACHE,
+        persist_result=False,
+        retries=run.retries,
+        retry_delay_seconds=[min(600.0, run.retry_delay_seconds * 2**i) for i in range(run.retries)],
+        retry_condition_fn=_retry,
+        timeout_seconds=run.timeouts.get(name, run.timeout_seconds),
+    )
+    def call(*arguments: Any, **named: Any) -> StageResult:
+        with _progress_artifact(session, name):
+            result = stage(session, *arguments, **named)
+        _publish(session, result)
+        return result
+
+    def start(*arguments: Any, **named: Any) -> StageResult:
+        result: StageResult = call(*arguments, **named)
+        session.results[name] = result
+        return result
+
+    return start
+
+
+@contextlib.contextmanager
+def _progress_artifact(session: Session, name: str) -> Iterator[None]:
+    """Keep a progress artifact up to date from a thread, so that the Prefect API never delays a step."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_report_progress, args=(session, name, ended), daemon=True)
+    artifact = _quietly(create_progress_artifact, progress=0.0, key=_key(session, name, "progress"))
+    session.progress_artifact = artifact if isinstance(artifact, UUID) else None
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(timeout=10)
+        if session.progress_artifact is not None:
+            _quietly(update_progress_artifact, artifact_id=session.progress_artifact, progress=100.0)
+
+
+def _report_progress(session: Session, name: str, ended: threading.Event) -> None:
+    shown = 0.0
+    while not ended.wait(PROGRESS_SECONDS):
+        percent = round(100 * session.fraction, 1)
+        if percent != shown and session.progress_artifact is not None:
+            _quietly(update_progress_artifact, artifact_id=session.progress_artifact, progress=percent)
+            shown = percent
+
+
+def _publish(session: Session, result: StageResult) -> None:
+    """Markdown, table and link artifacts of a finished stage."""
+    url = session.tracking.run_url(result.run_id) if result.run_id else ""
+    how = "taken from an earlier run" if result.cached else f"ran in {result.seconds:.1f} s"
+    lines = [
+        f"## {result.stage.replace('_', ' ')}",
+        str(result.summary.get("note", "")),
+        f"{how}; folder `{result.folder}`; key `{result.key}`",
+    ]
+    if result.summary.get("model_version"):
+        lines.append(f"model `{result.summary['registered_model']}` version {result.summary['model_version']}")
+    if url:
+        lines.append(f"[MLflow run]({url})")
+    key = _key(session, result.stage, "")
+    _quietly(create_markdown_artifact, "\n\n".join(lines), key=key, description=str(result.summary.get("note", "")))
+    metrics = result.summary.get("metrics") or {}
+    for name, row in (result.summary.get("models") or {}).items():
+        metrics = {**metrics, **{f"{name}: {k}": v for k, v in row.items() if isinstance(v, int | float)}}
+    if metrics:
+        table = [{"metric": metric, "value": round(float(value), 6)} for metric, value in sorted(metrics.items())]
+        _quietly(create_table_artifact, table, key=f"{key}-metrics")
+    if url:
+        _quietly(create_link_artifact, url, link_text="MLflow run", key=f"{key}-mlflow")
+
+
+def _key(session: Session, name: str, suffix: str) -> str:
+    """An artifact key: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9-]+", "-", f"{session.settings.name}-{name}-{suffix}".lower()).strip("-")
+
+
+def _quietly(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Artifacts are for people: a Prefect API that does not answer must not fail a stage that has finished."""
+    try:
+        return call(*arguments, **named)
+    except Exception as error:
+        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
+        return None

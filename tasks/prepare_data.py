@@ -1,0 +1,241 @@
+"""Stage: read or make the data, check and split it; for a preset also train its tokenizer and create its model.
+
+Writes demonstrations_{train,heldout}.jsonl, preferences_{train,heldout}.jsonl, what the environment needs, and
+model/ for a from-scratch preset. Nothing is trained on a row that was not checked.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.folders import digest_file
+from rl_core.data import records, splits
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.base import Environment
+from rl_core.errors import DataError
+from rl_core.models import causal_lm
+from rl_core.settings import DataSettings
+from tasks.policy_model import make_environment
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, run_stage
+
+__all__ = ["prepare_data"]
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
+
+def prepare_data(session: Session, base: Path | str | None) -> StageResult:
+    """Run the data stage. `base`: the model to start from; None makes the preset."""
+    settings = session.settings.stages.prepare_data or DataSettings()
+    named = {"demonstrations": settings.demonstrations, "preferences": settings.preferences}
+    inputs: dict[str, Path | str] = {name: Path(path) for name, path in named.items() if path}
+    if base is not None:
+        inputs["base"] = base
+    return run_stage(session, "prepare_data", _body, settings=settings, inputs=inputs)
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    environment = make_environment(context.pipeline, None)
+    summary: dict[str, Any] = {}
+    report = environment.prepare(context.folder, context.seed)
+    if report:
+        summary["environment"] = report
+        environment = make_environment(context.pipeline, context.folder)
+    sets = {
+        "demonstrations": _demonstrations(context, environment, summary),
+        "preferences": _preferences(context, summary),
+    }
+    renderer, length = _tokenizer_and_model(context, sets, environment, summary)
+    for name, prompt_of, measure in (
+        ("demonstrations", _demonstration_prompt, _demonstration_length(renderer)),
+        ("preferences", _preference_prompt, _preference_length(renderer)),
+    ):
+        found = sets[name]
+        if found.rows:
+            _keep_what_fits(context, found, measure, length, summary, name)
+            _split_and_write(context, name, found.rows, prompt_of, summary)
+    summary["note"] = _note(summary)
+    context.tracker.log_metrics(_numbers(summary), 0)
+    logger.info("data: %s", summary["note"])
+    return summary
+
+
+@dataclass
+class _Found:
+    """Rows and the place of each, for messages."""
+
+    rows: list[Row] = field(default_factory=list)
+    source: str = ""
+    lines: list[int] = field(default_factory=list)
+
+
+def _demonstrations(context: StageContext, environment: Environment, summary: Row) -> _Found:
+    """Rows of {messages, level, kind, seed}: from a file, or written by the environment's demonstrator."""
+    settings: DataSettings = context.settings
+    if settings.demonstrations is not None:
+        return _read(context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary)
+    if context.pipeline.stages.sft is None:
+        return _Found()
+    levels = settings.levels or environment.levels
+    found = _Found(source=f"demonstrations of {environment.name}")
+    right: Counter[str] = Counter()
+    shown: Counter[str] = Counter()
+    for level, seed in itertools.islice(_training_seeds(environment, levels), settings.num_demonstrations):
+        demonstration = environment.demonstration(seed, level)
+        if demonstration is None:
+            raise DataError(
+                f"environment '{environment.name}' has no demonstrator and stages.prepare_data.demonstrations names no "
+                "file, so there is nothing for stages.sft to learn from"
+            )
+        row = {"messages": demonstration.messages, "level": level, "kind": demonstration.kind, "seed": seed}
+        found.rows.append(row)
+        found.lines.append(len(found.rows))
+        shown[level] += 1
+        right[level] += demonstration.success
+        if len(found.rows) % 500 == 0:
+            context.tracker.progress(len(found.rows), settings.num_demonstrations, "demonstrations")
+    summary["demonstrator_success"] = {level: round(right[level] / shown[level], 4) for level in shown}
+    return found
+
+
+def _training_seeds(environment: Environment, levels: Iterable[str]) -> Iterable[tuple[str, int]]:
+    """(level, seed) in turn over the levels, each level from its own training seeds; one that runs out drops out."""
+    streams = {level: iter(environment.seeds_of("train", level)) for level in levels}
+    while streams:
+        for level in list(streams):
+            seed = next(streams[level], None)
+            if seed is None:
+                del streams[level]
+            else:
+                yield level, seed
+
+
+def _preferences(context: StageContext, summary: Row) -> _Found:
+    path = context.settings.preferences
+    return _read(context, "preferences", path, records.read_preferences, summary) if path else _Found()
+
+
+def _read(
+    context: StageContext, name: str, path: str, reader: Callable[..., records.Records], summary: Row
+) -> _Found:
+    settings: DataSettings = context.settings
+    read = reader(Path(path), on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
+    summary[f"{name}_file"] = {"rows": read.num_rows, "skipped": read.num_skipped, "sha256": read.digest}
+    context.tracker.log_dataset(Path(path), read.digest, name, "training")
+    return _Found(list(read.rows), path, list(read.lines))
+
+
+def _tokenizer_and_model(
+    context: StageContext, sets: Mapping[str, _Found], environment: Environment, summary: Row
+) -> tuple[ChatRenderer, int]:
+    """Make the preset's tokenizer and model, or read the base's tokenizer; returns the renderer and the context."""
+    settings = context.pipeline.model
+    if "base" in context.inputs:
+        tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
+        return ChatRenderer(tokenizer), causal_lm.context_length(context.inputs["base"], settings)
+    texts = [message["content"] for row in sets["demonstrations"].rows for message in row["messages"]]
+    texts += [row[name] for row in sets["preferences"].rows for name in ("prompt", "chosen", "rejected")]
+    tokenizer = train_tokenizer(texts or _opening_texts(environment), settings.vocab_size)
+    model = causal_lm.create(settings, tokenizer, context.seed)
+    causal_lm.save(model, tokenizer, context.folder / "model")
+    summary["parameters"] = causal_lm.num_parameters(model)
+    return ChatRenderer(tokenizer), settings.context
+
+
+def _keep_what_fits(
+    context: StageContext, found: _Found, measure: Callable[[Row], int], longest: int, summary: Row, name: str
+) -> None:
+    """Refuse, or leave out and count, the rows that are longer than the model's context."""
+    lengths = [measure(row) for row in found.rows]
+    problems = [
+        records.Problem(found.source, line, "", f"is {length} tokens long, the context holds {longest}")
+        for line, length in zip(found.lines, lengths, strict=True)
+        if length > longest
+    ]
+    records.report(found.source, problems, len(found.rows), context.settings.on_bad_row)
+    found.rows = [row for row, length in zip(found.rows, lengths, strict=True) if length <= longest]
+    summary[f"{name}_too_long"] = len(problems)
+    summary[f"{name}_tokens"] = sum(length for length in lengths if length <= longest)
+
+
+def _opening_texts(environment: Environment) -> list[str]:
+    """Openings of some training episodes: text for a tokenizer where there is nothing else."""
+    seeds = itertools.islice(_training_seeds(environment, environment.levels), 500)
+    return [message["content"] for level, seed in seeds for message in environment.episode(seed, level).reset()]
+
+
+def _demonstration_length(renderer: ChatRenderer) -> Callable[[Row], int]:
+    return lambda row: len(renderer.conversation(row["messages"])[0])
+
+
+def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
+    def length(row: Row) -> int:
+        prompt = len(renderer.prompt_ids([{"role": "user", "content": row["prompt"]}]))
+        return prompt + max(len(renderer.action_ids(row[name])) for name in ("chosen", "rejected"))
+
+    return length
+
+
+def _demonstration_prompt(row: Row) -> str:
+    """What a demonstration is split by: its episode where it has one, else all before the first assistant message."""
+    if "seed" in row and "level" in row:
+        return f"{row['level']} {row['seed']}"
+    opening = itertools.takewhile(lambda message: message["role"] != "assistant", row["messages"])
+    return "\n".join(message["content"] for message in opening)
+
+
+def _preference_prompt(row: Row) -> str:
+    return str(row["prompt"])
+
+
+def _split_and_write(
+    context: StageContext, name: str, rows: list[Row], prompt_of: Callable[[Row], str], summary: Row
+) -> None:
+    """Split by prompt, report duplicates and overlap, write both parts."""
+    train, heldout, report = splits.split_by_prompt(rows, prompt_of, context.settings.heldout_fraction, context.seed)
+    summary[name] = report
+    for split, part in (("train", train), ("heldout", heldout)):
+        path = context.folder / f"{name}_{split}.jsonl"
+        _write_rows(path, part)
+        context.tracker.log_dataset(path, digest_file(path), f"{name}_{split}", split)
+
+
+def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _numbers(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Flat numbers of the summary, as metrics `data/...`."""
+    numbers: dict[str, float] = {}
+
+    def visit(prefix: str, value: Any) -> None:
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                visit(f"{prefix}/{key}", inner)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            numbers[prefix] = float(value)
+
+    visit("data", summary)
+    return numbers
+
+
+def _note(summary: Mapping[str, Any]) -> str:
+    parts = []
+    for name in ("demonstrations", "preferences"):
+        if name in summary:
+            parts.append(f"{summary[name]['num_train_rows']} {name}, {summary[name]['num_heldout_rows']} held out")
+    if "parameters" in summary:
+        parts.append(f"model of {summary['parameters'] / 1e6:.2f}M parameters")
+    return "; ".join(parts) or "nothing to prepare"

@@ -1,0 +1,183 @@
+"""Stage: the promotion gate. Champion and challenger play the same held-out episodes; the alias moves only on evidence."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rl_core.folders import digest_folder, write_json_atomic
+from rl_core.errors import SettingsError
+from rl_core.evaluation import Evaluation, compare
+from tasks.config import PipelineSettings, PromotionSettings
+from tasks.evaluate import evaluate_models, read_evaluation
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, run_stage
+from tasks.tracking import ModelVersion, Tracking
+
+__all__ = ["promote", "promote_version"]
+
+logger = logging.getLogger(__name__)
+
+
+def promote(
+    session: Session, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+) -> StageResult:
+    """Run the stage. `evaluation` holds the challenger's episodes under `name`; `challenger` is its stage."""
+    settings = session.settings.stages.promote or PromotionSettings()
+    registered = session.registered_model
+    champion = session.tracking.champion(registered)
+    inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger}
+    champion_evaluation: StageResult | None = None
+    if champion is not None:
+        digest = champion.tags.get("model_sha256", "")
+        if digest == digest_folder(challenger.model):
+            return _already(session, challenger, champion)
+        folder = session.tracking.download(registered, champion.version, session.home / "champions")
+        champion_evaluation = evaluate_models(session, {"champion": folder}, data, label="evaluate champion")
+        inputs["champion"] = champion_evaluation
+
+    def body(context: StageContext) -> dict[str, Any]:
+        return _gate(context, name, challenger, champion, champion_evaluation)
+
+    return run_stage(session, "promote", body, settings=settings, inputs=inputs)
+
+
+def _already(session: Session, challenger: StageResult, champion: ModelVersion) -> StageResult:
+    """The challenger is the champion already: nothing to decide."""
+    note = f"version {champion.version} of {champion.name} is the champion already"
+    result = StageResult(
+        stage="promote",
+        folder=challenger.folder,
+        digest=challenger.digest,
+        key=challenger.key,
+        cached=True,
+        seconds=0.0,
+        run_id=champion.run_id or "",
+        summary={"decision": "champion already", "note": note, "model_version": champion.version,
+                 "registered_model": champion.name},
+    )  # fmt: skip
+    session.stage_cached("promote", result)
+    return result
+
+
+def _gate(
+    context: StageContext,
+    name: str,
+    challenger: StageResult,
+    champion: ModelVersion | None,
+    champion_evaluation: StageResult | None,
+) -> dict[str, Any]:
+    settings: PromotionSettings = context.settings
+    session = context.session
+    registered = session.registered_model
+    version = session.ensure_version(challenger)
+    result = read_evaluation(Path(context.inputs["evaluation"]), name)
+    promoted, reason, numbers = decide(
+        result,
+        read_evaluation(champion_evaluation.path, "champion") if champion_evaluation else None,
+        settings,
+        champion.version if champion else None,
+        context.pipeline.seed,
+    )
+    decision = "promoted" if promoted else "rejected"
+    tags = {
+        "gate.decision": decision,
+        "gate.reason": reason,
+        "gate.champion_before": str(champion.version) if champion else "none",
+        **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
+    }
+    session.tracking.tag_version(registered, version, tags)
+    if promoted:
+        session.tracking.set_champion(registered, version)
+    else:
+        session.tracking.set_challenger(registered, version)
+    context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
+    context.tracker.set_tag("gate.decision", decision)
+    context.tracker.set_tag("gate.reason", reason)
+    summary = {
+        "decision": decision,
+        "reason": reason,
+        "registered_model": registered,
+        "model_version": version,
+        "champion_before": champion.version if champion else None,
+        "metrics": {f"promotion/{key}": value for key, value in numbers.items()},
+        "note": f"version {version} of {registered} {decision}: {reason}",
+    }
+    write_json_atomic(context.folder / "decision.json", summary)
+    logger.info("promotion: %s", summary["note"])
+    return summary
+
+
+def decide(
+    challenger: Evaluation,
+    champion: Evaluation | None,
+    settings: PromotionSettings,
+    champion_version: int | None,
+    seed: int,
+) -> tuple[bool, str, dict[str, float]]:
+    """The gate itself: (promoted, reason, numbers).
+
+    Without a champion the challenger needs `min_success`. With one, the lower bound of the paired bootstrap interval of
+    (challenger - champion) has to be above `min_gain`.
+    """
+    if champion is None:
+        rate = challenger.success_rate
+        enough = rate >= settings.min_success
+        reason = f"no champion yet; success {rate:.1%} is {'at least' if enough else 'below'} {settings.min_success:.0%}"
+        return enough, reason, {"success_rate": rate}
+    paired = compare(
+        challenger,
+        champion,
+        bootstrap_samples=settings.bootstrap_samples,
+        seed=seed,
+        confidence=settings.confidence,
+    )
+    gain = paired.success
+    promoted = gain.low > settings.min_gain
+    reason = (
+        f"gain over champion version {champion_version} {100 * gain.difference:+.1f} points "
+        f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}] on {paired.episodes} shared episodes; the lower bound is "
+        f"{'above' if promoted else 'not above'} {100 * settings.min_gain:+.1f}"
+    )
+    numbers = {
+        "success_rate": challenger.success_rate,
+        "champion_success_rate": champion.success_rate,
+        "gain": gain.difference,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+    }
+    return promoted, reason, numbers
+
+
+def promote_version(settings: PipelineSettings, version: int | None, note: str = "") -> str:
+    """Move the alias `champion` by hand: to `version`, or back to the champion before when `version` is None.
+
+    Returns: what was done, as a sentence. Raises: SettingsError when there is no such version.
+    """
+    output = Path(settings.output).resolve()
+    registry = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name).registry
+    registered = settings.tracking.registered_model or settings.name
+    champion = registry.champion(registered)
+    if version is None:
+        before = champion.tags.get("gate.champion_before", "none") if champion else "none"
+        if champion is None or not before.isdigit():
+            raise SettingsError(
+                f"model '{registered}' has no champion before the present one to go back to; name one with --version N"
+            )
+        version = int(before)
+    if champion is not None and champion.version == version:
+        return f"version {version} of {registered} is the champion already"
+    registry.version(registered, version)  # raises where there is none
+    registry.tag_version(
+        registered,
+        version,
+        {
+            "gate.decision": "promoted by hand",
+            "gate.reason": note or "promoted by hand",
+            "gate.champion_before": str(champion.version) if champion else "none",
+        },
+    )
+    registry.set_champion(registered, version)
+    was = f" (was version {champion.version})" if champion else ""
+    return f"version {version} of {registered} is the champion now{was}"

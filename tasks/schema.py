@@ -1,0 +1,302 @@
+"""Settings dataclasses as pydantic models: strict types, ranges, unknown keys, and a form for the Prefect UI.
+
+The models are built from the dataclasses (types, defaults, and the ranges and meanings in `setting(...)`), so that
+nothing is declared twice. `read` turns plain values into the dataclasses and says everything that is wrong with them.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, Union
+
+import annotated_types
+import pydantic
+
+from rl_core.errors import SettingsError, nearest
+from rl_core.settings import Settings
+from tasks.problems import Key, Problem, overlap, shown
+
+__all__ = ["model_of", "read"]
+
+S = TypeVar("S", bound=Settings)
+
+_LIMITS = {"gt": annotated_types.Gt, "ge": annotated_types.Ge, "lt": annotated_types.Lt, "le": annotated_types.Le}
+_WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+_STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+# ---------------------------------------------------------------------------------------------- dataclass -> pydantic
+
+
+_MODELS: dict[type[Settings], type[pydantic.BaseModel]] = {}  # made once each: forms refer to them by name
+
+
+def model_of(cls: type[Settings]) -> type[pydantic.BaseModel]:
+    """The pydantic model of a settings class: the same fields, defaults, ranges and meanings."""
+    if cls not in _MODELS:
+        _MODELS[cls] = _made(cls)
+    return _MODELS[cls]
+
+
+def _made(cls: type[Settings]) -> type[pydantic.BaseModel]:
+    fields: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        limits = [_LIMITS[name](limit) for name, limit in field.metadata.items() if name in _LIMITS]
+        fields[field.name] = (_annotation(_hints(cls)[field.name], limits), _default(field))
+    model = pydantic.create_model(cls.__name__, __config__=_STRICT, __doc__=cls.__doc__, **fields)
+    return typing.cast(type[pydantic.BaseModel], model)
+
+
+def _hints(cls: type[Settings]) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    info: dict[str, Any] = {"description": field.metadata.get("doc")}
+    if field.default_factory is not dataclasses.MISSING:
+        return pydantic.Field(default=field.default_factory(), **info)
+    if field.default is dataclasses.MISSING:
+        return pydantic.Field(**info)
+    if isinstance(field.default, Settings):
+        return pydantic.Field(default=model_of(type(field.default)).model_validate(_values(field.default)), **info)
+    return pydantic.Field(default=field.default, **info)
+
+
+def _values(settings: Settings) -> dict[str, Any]:
+    return dataclasses.asdict(settings)
+
+
+def _annotation(hint: Any, limits: list[Any]) -> Any:
+    """The pydantic type of a type hint; limits go to the numbers inside it."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        return model_of(hint)
+    if origin in (Union, types.UnionType):
+        return Union[tuple(_annotation(argument, limits) for argument in arguments)]  # noqa: UP007 (built at run time)
+    if origin is tuple:
+        inner = tuple(item if item is ... else _annotation(item, limits) for item in arguments)
+        return Annotated[tuple[inner], pydantic.Strict(False)]  # YAML and JSON have lists, no tuples
+    if origin is dict:
+        return dict[str, _annotation(arguments[1], [])]  # type: ignore[misc]
+    if hint in (int, float) and limits:
+        return Annotated[(hint, *limits)]
+    return hint
+
+
+# --------------------------------------------------------------------------------------------------- values -> settings
+
+
+def read(cls: type[S], values: Any) -> tuple[S | None, list[Problem]]:
+    """Settings from plain values, with every problem found on the way.
+
+    Where a value is bad its default takes its place, so that what depends on other values can still be checked.
+    Returns: the settings, None when nothing can be built; the problems.
+    """
+    if isinstance(values, pydantic.BaseModel):
+        values = values.model_dump()
+    if not isinstance(values, Mapping):
+        return None, [Problem((), f"found {shown(values)}; settings are a block of keys")]
+    values = copy.deepcopy(dict(values))
+    problems: list[Problem] = []
+    model = model_of(cls)
+    while True:
+        try:
+            checked = model.model_validate(values)
+            break
+        except pydantic.ValidationError as error:
+            errors = error.errors(include_url=False, include_context=True)
+        known = {problem.key for problem in problems}  # what was dropped for its own problem is not missing
+        problems += [problem for problem in (_problem(cls, item) for item in errors) if problem.key not in known]
+        for item in sorted(errors, key=lambda item: len(item["loc"]), reverse=True):
+            if not _drop(values, item):
+                return None, problems
+    found: list[Problem] = []
+    settings = _build(cls, checked.model_dump(), (), found)
+    # A block that lost a bad value may fail a check for that alone.
+    found = [item for item in found if not any(overlap(item.key, problem.key) for problem in problems)]
+    return typing.cast(S, settings), problems + found
+
+
+def _drop(values: Any, error: Any) -> bool:
+    """Remove what an error points at, so that the rest can be read; False when nothing is left to read."""
+    key = _key(error)
+    if error["type"] == "missing":
+        if key == ("name",):  # the one required text at the root
+            values["name"] = "unnamed"
+            return True
+        key = key[:-1]  # the block that lacks it
+    for end in range(len(key), 0, -1):
+        parent = _at(values, key[: end - 1])
+        if isinstance(parent, dict):
+            parent.pop(key[end - 1], None)  # it may be gone already, with an earlier error
+            return True
+        # an item of a list: the whole list goes, so that indices stay true for the other errors
+    return False
+
+
+def _key(error: Any) -> Key:
+    return tuple(part for part in error["loc"] if part != "[key]")
+
+
+def _at(values: Any, key: Key) -> Any:
+    for part in key:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return values
+
+
+def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
+    """The dataclass (tuple, dict) of validated values; failing checks of combinations become problems."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if value is None:
+        return None
+    if origin in (Union, types.UnionType):
+        return _build(next(item for item in arguments if item is not type(None)), value, key, problems)
+    if origin is tuple:
+        kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
+        return tuple(
+            _build(kind, item, (*key, index), problems)
+            for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    if not (isinstance(hint, type) and issubclass(hint, Settings)):
+        return value
+    hints = _hints(hint)
+    built = {name: _build(hints[name], item, (*key, name), problems) for name, item in value.items()}
+    try:
+        return hint(**built)
+    except SettingsError as error:
+        name, colon, text = str(error).partition(": ")
+        known = colon and name.split(".")[0] in hints
+        problems.append(Problem((*key, *name.split(".")), text) if known else Problem(key, str(error)))
+        unchecked = object.__new__(hint)  # each value is in its range: go on to find the other problems
+        for field, item in built.items():
+            object.__setattr__(unchecked, field, item)
+        return unchecked
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+def _problem(cls: type[Settings], error: Any) -> Problem:
+    """What was found, what is allowed, what to do."""
+    key = _key(error)
+    kind, found = error["type"], error.get("input")
+    if kind == "extra_forbidden":
+        return Problem(key, f"unknown key; {_suggestion(cls, key)}")
+    if kind == "missing":
+        doc = _field(cls, key).metadata["doc"]
+        return Problem(key, f"is missing; add it [{doc}]")
+    expected = _expected(cls, key)
+    return Problem(key, f"found {shown(found)}; expected {expected}{_hint(kind, found)}")
+
+
+def _suggestion(cls: type[Settings], key: Key) -> str:
+    """The nearest known key; else the blocks that have a key of this name; else all keys of this block."""
+    block = _plain_hint(_hint_at(cls, key[:-1]))
+    names = [field.name for field in dataclasses.fields(block)]
+    name = str(key[-1])
+    sentence = nearest(name, names)
+    if sentence.startswith("known"):
+        elsewhere = [where for where in _blocks_with(cls, name, "") if where]
+        if elsewhere:
+            return f"it belongs to {', '.join(elsewhere)}"
+    return sentence
+
+
+def _blocks_with(cls: type[Settings], name: str, prefix: str) -> Iterable[str]:
+    for field in dataclasses.fields(cls):
+        if field.name == name:
+            yield prefix
+        inner = _plain_hint(_hints(cls)[field.name])
+        if isinstance(inner, type) and issubclass(inner, Settings):
+            yield from _blocks_with(inner, name, f"{prefix}.{field.name}".lstrip("."))
+
+
+def _plain_hint(hint: Any) -> Any:
+    """X of `X | None`; otherwise the hint itself."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return next(item for item in typing.get_args(hint) if item is not type(None))
+    return hint
+
+
+def _hint_at(cls: Any, key: Key) -> Any:
+    """The type hint at a key's path."""
+    hint = cls
+    for part in key:
+        hint = _plain_hint(hint)
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin is tuple:
+            hint = arguments[0] if arguments[-1] is ... else arguments[int(part)]
+        elif origin is dict:
+            hint = arguments[1]
+        else:
+            hint = _hints(hint)[str(part)]
+    return hint
+
+
+def _field(cls: type[Settings], key: Key) -> dataclasses.Field[Any]:
+    """The dataclass field that a key's path belongs to (for an item of a list or dict: the list or dict)."""
+    block: Any = cls
+    found: dataclasses.Field[Any] | None = None
+    for end in range(len(key)):
+        block = _plain_hint(_hint_at(cls, key[:end]))
+        if isinstance(block, type) and issubclass(block, Settings):
+            found = block.__dataclass_fields__[str(key[end])]
+    assert found is not None
+    return found
+
+
+def _expected(cls: type[Settings], key: Key) -> str:
+    field = _field(cls, key)
+    words = _type_words(_hint_at(cls, key))
+    limits = [f"{_WORDS[name]} {limit}" for name, limit in field.metadata.items() if name in _WORDS]
+    if limits:
+        words, null, _ = words.partition(" or null")
+        words += f" {' and '.join(limits)}{null}"
+    return f"{words} [{field.metadata['doc']}]"
+
+
+def _type_words(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return f"{_type_words(_plain_hint(hint))} or null"
+    if origin is Literal:
+        return "one of " + ", ".join(str(argument) for argument in arguments)
+    if origin is tuple:
+        if arguments[-1] is ...:
+            return f"a list, each item {_type_words(arguments[0])}"
+        return f"a list of exactly {len(arguments)}, each {_type_words(arguments[0])}"
+    if origin is dict:
+        return "a block of `name: value`" + ("" if arguments[1] is Any else f", each value {_type_words(arguments[1])}")
+    if isinstance(hint, type) and issubclass(hint, Settings):
+        return "a block of keys ({} = its defaults)"
+    return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, "a value")
+
+
+def _hint(kind: str, found: Any) -> str:
+    """What to do about a common slip."""
+    if kind in ("int_type", "int_from_float") and isinstance(found, float) and found == int(found):
+        return f"; write {int(found)}"
+    if kind in ("int_type", "float_type") and isinstance(found, str):
+        try:
+            float(found.replace("_", "").replace(",", ""))
+        except ValueError:
+            return ""
+        return "; write it without quotes, commas and underscores"
+    if kind == "string_type" and isinstance(found, int | float):
+        return "; put quotes around it"
+    if kind == "bool_type" and str(found).lower() in ("yes", "on", "1"):
+        return "; write true"
+    if kind == "bool_type" and str(found).lower() in ("no", "off", "0"):
+        return "; write false"
+    if kind == "tuple_type":
+        return f"; write [{found}]" if isinstance(found, str) and len(found) < 40 else ""
+    if kind == "finite_number":
+        return "; it must be finite"
+    return ""

@@ -1,0 +1,239 @@
+"""One run of a pipeline: its folder, its lock, its parent run in MLflow, its stop signal and its progress.
+
+    <output>/<pipeline>/
+        .lock             held while the pipeline runs; a second run into the same folder is refused
+        run.json          the newest run: its MLflow run, its settings' digest, whether it ended
+        runs/<started>/   journal of the parent run
+        stages/           see tasks/stage.py
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from uuid import UUID
+
+from rl_core.folders import FolderLock, digest_folder, write_json_atomic
+from rl_core.errors import Stopped
+from tasks.config import PipelineSettings, resolve, settings_digest
+from tasks.stage import StageResult, code_version
+from tasks.tracking import RunTracker, Tracking
+
+__all__ = ["ProgressCallback", "Session", "git_commit"]
+
+logger = logging.getLogger(__name__)
+
+ProgressCallback = Callable[[str, int, int, str], None]  # stage, done, total, message
+
+
+def git_commit() -> str:
+    """Commit of the checkout that holds this code; "" where it is not a checkout."""
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+class Session:
+    """One run of a pipeline; a context manager that owns its lock, its parent run and its threads setting."""
+
+    def __init__(
+        self,
+        settings: PipelineSettings,
+        *,
+        fresh: bool = False,
+        only: str | None = None,
+        flow_run_id: str = "",
+        flow_run_url: str = "",
+        on_progress: ProgressCallback | None = None,
+    ) -> None:
+        """`fresh` runs stages again though they are finished: all of them, or the one that `only` names."""
+        self.settings = settings
+        self.fresh = fresh
+        self.only = only
+        self.flow_run_id = flow_run_id
+        self.flow_run_url = flow_run_url
+        self.output = Path(settings.output).resolve()
+        self.home = self.output / settings.name
+        self.stages = self.home / "stages"
+        self.threads = settings.threads or os.cpu_count() or 1
+        self.stop = threading.Event()
+        self.keys_run: set[str] = set()  # keys that this run has computed: --fresh does not compute them twice
+        self.results: dict[str, StageResult] = {}
+        self.resumed = False
+        self._started = time.monotonic()
+        self.fraction = 0.0  # of the stage that runs
+        self.progress_artifact: UUID | None = None  # Prefect's, of the stage that runs
+        self._on_progress = on_progress
+        self._lock = FolderLock(self.home / ".lock")
+        self._record: dict[str, Any] = {}
+        self.tracking: Tracking
+        self.parent: RunTracker
+
+    def __enter__(self) -> Session:
+        self.stages.mkdir(parents=True, exist_ok=True)
+        self._lock.__enter__()
+        try:
+            self._open()
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            raise
+        return self
+
+    def _open(self) -> None:
+        import torch
+        import transformers
+
+        torch.set_num_threads(self.threads)
+        transformers.utils.logging.disable_progress_bar()  # our own display shows how far a stage is
+        settings = self.settings
+        self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
+        digest = settings_digest(settings)
+        previous = self._previous(digest)
+        self.resumed = bool(previous)
+        started = previous.get("started") or time.strftime("%Y-%m-%d %H:%M:%S")
+        self.parent = self.tracking.start_run(
+            f"{settings.name} · {started}",
+            self.home / "runs" / re.sub(r"[ :]", "-", started),
+            tags={**self._tags(), "kind": "stage" if self.only else "pipeline", **({"resumed": "true"} if self.resumed else {})},
+            params=resolve(settings),
+            description="The pipeline is running; its result will stand here.",
+            system_metrics_seconds=settings.tracking.system_metrics_seconds,
+        )
+        self._record = {
+            "started": started,
+            "run_id": self.parent.run_id,
+            "config_digest": digest,
+            "only": self.only,
+            "status": "running",
+            "pid": os.getpid(),
+        }
+        write_json_atomic(self.home / "run.json", self._record)
+        self.parent.log_dict(resolve(settings), "config.json")
+        self.parent.log_environment()
+
+    def _tags(self) -> dict[str, str]:
+        """What every run of this pipeline run is tagged with."""
+        tags = {
+            "pipeline": self.settings.name,
+            "config_digest": settings_digest(self.settings),
+            "code_version": code_version(),
+            "git_commit": git_commit(),
+            "prefect.flow_run_id": self.flow_run_id,
+            "prefect.flow_run_url": self.flow_run_url,
+        }
+        return {name: value for name, value in tags.items() if value}
+
+    def _previous(self, digest: str) -> dict[str, Any]:
+        """The record of an interrupted run with these settings, to be gone on with; {} where there is none."""
+        try:
+            record = json.loads((self.home / "run.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        same = record.get("config_digest") == digest and record.get("only") == self.only
+        if self.fresh or not same or record.get("status") not in ("running", "stopped"):
+            return {}
+        logger.info("going on with the interrupted run of %s", record.get("started"))
+        return dict(record)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        status = "finished" if error is None else "stopped" if stopped else "failed"
+        try:
+            if error is not None:
+                self.parent.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
+            self.parent.close({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status])
+            write_json_atomic(self.home / "run.json", {**self._record, "status": status})
+        finally:
+            self._lock.__exit__(None, None, None)
+
+    @property
+    def registered_model(self) -> str:
+        """Name of the policy in the model registry."""
+        return self.settings.tracking.registered_model or self.settings.name
+
+    @property
+    def seconds(self) -> float:
+        """Since this run began."""
+        return time.monotonic() - self._started
+
+    def resolve_base_model(self) -> Path | str | None:
+        """The model to start from: a folder, a hub name, or None for a preset."""
+        path = self.settings.model.path
+        return None if path is None else self.tracking.registry.resolve_model(path, self.home / "base_models")
+
+    def register(self, tracker: RunTracker, folder: Path, stage: str, summary: dict[str, Any]) -> dict[str, Any]:
+        """Make a stage's model a version of a registered model; what that adds to the stage's summary."""
+        kind = "reward_model" if stage == "reward_model" else "policy"
+        name = f"{self.registered_model}-reward-model" if kind == "reward_model" else self.registered_model
+        numbers = {key: value for key, value in (summary.get("metrics") or {}).items() if isinstance(value, float)}
+        tags = {
+            "stage": stage,
+            "pipeline": self.settings.name,
+            "model_sha256": digest_folder(folder),
+            "config_digest": settings_digest(self.settings),
+            "code_version": code_version(),
+            "base_model": self.settings.model.path or f"preset {self.settings.model.preset}",
+        }
+        if "sft" in self.results and stage != "sft":
+            tags["parent_version"] = str(self.results["sft"].summary.get("model_version", ""))
+        version = tracker.log_model(folder, kind, name, metrics=numbers, tags=tags)
+        return {"registered_model": name, "model_version": version}
+
+    def ensure_version(self, result: StageResult) -> int:
+        """The registered version of a finished stage's model; registered now where the store does not know it."""
+        wanted = digest_folder(result.model)
+        for version in self.tracking.registry.versions(self.registered_model):
+            if version.tags.get("model_sha256") == wanted:
+                return int(version.version)
+        return int(self.register(self.parent, result.model, result.stage, result.summary)["model_version"])
+
+    def is_fresh(self, stage: str) -> bool:
+        """Whether a finished folder of this stage is to be passed over."""
+        return self.fresh and self.only in (None, stage)
+
+    def open_stage_run(
+        self, label: str, stage: str, journal: Path, settings: Any, digests: dict[str, str], key: str
+    ) -> RunTracker:
+        """The nested run of one stage. A folder that was tracked before stays the same run, so a resumed stage does."""
+        return self.tracking.start_run(
+            label.replace("_", " "),
+            journal,
+            parent_run_id=self.parent.run_id,
+            parent_folder=self.parent.folder,
+            tags={
+                **self._tags(),
+                "stage": stage,
+                "stage_key": key,
+                **{f"input.{name}": digest[:16] for name, digest in digests.items()},
+            },
+            params=resolve(settings) if settings is not None else {},
+            on_progress=[lambda done, total, message: self.progress(label, done, total, message)],
+            system_metrics_seconds=self.settings.tracking.system_metrics_seconds,
+        )
+
+    def progress(self, label: str, done: int, total: int, message: str = "") -> None:
+        """Hand a stage's progress to whoever shows it."""
+        self.fraction = done / total if total else 0.0
+        if self._on_progress is not None:
+            self._on_progress(label, done, total, message)
+
+    def stage_cached(self, label: str, result: StageResult) -> None:
+        """Note on the parent run that a stage was taken from an earlier run."""
+        self.parent.set_tag(f"cached.{label}", result.run_id or result.key)
+        self.progress(label, 1, 1, "finished before, not run again")

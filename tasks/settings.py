@@ -1,0 +1,169 @@
+"""The typed settings of a pipeline, beside those of rl_core: tracking, promotion, stages, retries.
+
+Ranges and meanings are declared once, in `setting(...)`, as in rl_core/settings.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+from rl_core.errors import SettingsError, nearest
+from rl_core.settings import (
+    AnalysisSettings,
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    ModelSettings,
+    PolicySettings,
+    RewardModelSettings,
+    Settings,
+    SFTSettings,
+    setting,
+)
+
+__all__ = [
+    "STAGES",
+    "PipelineSettings",
+    "PromotionSettings",
+    "RunSettings",
+    "StageName",
+    "StagesSettings",
+    "TrackingSettings",
+]
+
+StageName = Literal["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
+STAGES: tuple[StageName, ...] = get_args(StageName)  # in the order in which they run
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
+
+
+def _check_name(field: str, name: str) -> None:
+    if not _NAME.fullmatch(name) or ".." in name:
+        raise SettingsError(
+            f"{field}: {name!r} must be 1 to 64 of letters, digits, '.', '_' and '-', starting with a letter or digit "
+            "(it names folders and models, so no path separators and no '..')"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingSettings(Settings):
+    """Where metrics, artifacts and model versions go."""
+
+    uri: str | None = setting(
+        None, doc="MLflow server or database; left out: MLFLOW_TRACKING_URI, else sqlite in the output folder"
+    )
+    experiment: str | None = setting(None, doc="MLflow experiment; left out: the pipeline's name")
+    registered_model: str | None = setting(None, doc="name in the model registry; left out: the pipeline's name")
+    traces: int = setting(20, ge=0, doc="evaluation episodes logged as MLflow traces, per evaluated model")
+    system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
+
+    def check(self) -> None:
+        """The store must be one that MLflow takes, without a password; names must be usable."""
+        if self.registered_model is not None:
+            _check_name("registered_model", self.registered_model)
+        if self.experiment is not None and not (self.experiment.strip() and self.experiment.isprintable()):
+            raise SettingsError(f"experiment: {self.experiment!r} must be printable text")
+        if self.uri is None:
+            return
+        parts = urlsplit(self.uri)
+        if parts.scheme.split("+")[0] not in _STORES:
+            raise SettingsError(
+                f"uri: {self.uri!r} is no store that MLflow takes; use http://host:port, sqlite:///absolute/path.db or "
+                "postgresql://..., or leave it out for a sqlite file in the output folder"
+            )
+        if parts.password:  # resolved settings are stored with every run
+            raise SettingsError(
+                f"uri: holds a password for {parts.hostname}; settings are stored with every run, so set the "
+                "environment variable MLFLOW_TRACKING_URI instead and leave this key out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromotionSettings(Settings):
+    """When the alias `champion` moves to the new model."""
+
+    min_gain: float = setting(
+        0.0, ge=-1, le=1, doc="the interval's lower bound of the gain in success must be above this"
+    )
+    min_success: float = setting(0.5, ge=0, le=1, doc="success that the first champion needs")
+    bootstrap_samples: int = setting(2000, ge=100, doc="resamples of the paired difference")
+    confidence: float = setting(0.95, gt=0.5, lt=1, doc="of the interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagesSettings(Settings):
+    """The stages of the pipeline, in this order; a stage left out (or null) is skipped, `{}` means its defaults."""
+
+    prepare_data: DataSettings | None = setting(None, doc="read or make the data, check and split it")
+    sft: SFTSettings | None = setting(None, doc="supervised fine-tuning on the demonstrations")
+    reward_model: RewardModelSettings | None = setting(None, doc="reward model from preference pairs")
+    policy: PolicySettings | None = setting(None, doc="policy optimisation from rewards")
+    evaluate: EvaluationSettings | None = setting(None, doc="held-out episodes, for every model of the run")
+    analyze: AnalysisSettings | None = setting(None, doc="what the evaluated trajectories show")
+    promote: PromotionSettings | None = setting(None, doc="compare with the champion and promote, or not")
+
+    @property
+    def active(self) -> tuple[StageName, ...]:
+        """The stages that run, in order."""
+        return tuple(name for name in STAGES if getattr(self, name) is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(Settings):
+    """How stages are run; changes no result."""
+
+    retries: int = setting(2, ge=0, le=100, doc="tries after the first one, for errors that may pass (never settings)")
+    retry_delay_seconds: float = setting(10.0, ge=0, doc="wait before the first retry; doubles with each")
+    timeout_seconds: float | None = setting(None, gt=0, doc="of one stage; left out: no limit")
+    timeouts: dict[str, float] = setting({}, doc="seconds by stage name, in place of timeout_seconds")
+
+    def timeout(self, stage: str) -> float | None:
+        """Seconds that the stage may take; None = no limit."""
+        return self.timeouts.get(stage, self.timeout_seconds)
+
+    def check(self) -> None:
+        """Timeouts are positive and name stages."""
+        for stage, seconds in self.timeouts.items():
+            if stage not in STAGES:
+                raise SettingsError(f"timeouts.{stage}: no such stage; {nearest(stage, STAGES)}")
+            if seconds <= 0:
+                raise SettingsError(f"timeouts.{stage}: {seconds} must be greater than 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings(Settings):
+    """One pipeline: what `posttrain run` runs."""
+
+    name: str = setting(doc="of the pipeline; names its folder, experiment and model")
+    seed: int = setting(0, ge=0, lt=2**31, doc="all randomness of the run comes from it")
+    output: str = setting("outputs", doc="folder that everything is written into")
+    threads: int | None = setting(None, ge=1, le=1024, doc="CPU threads of torch; left out: torch decides")
+    environment: EnvironmentSettings = setting(EnvironmentSettings(), doc="where the policy acts")
+    model: ModelSettings = setting(ModelSettings(), doc="where the policy starts")
+    tracking: TrackingSettings = setting(TrackingSettings(), doc="where results go")
+    run: RunSettings = setting(RunSettings(), doc="retries and timeouts")
+    stages: StagesSettings = setting(doc="what is done")
+
+    def check(self) -> None:
+        """The name is one path component; there is something to do."""
+        _check_name("name", self.name)
+        if not self.output.strip() or "\0" in self.output:
+            raise SettingsError(f"output: {self.output!r} must name a folder")
+        if not self.stages.active:
+            raise SettingsError(
+                f"stages: none is given; name at least one of {', '.join(STAGES)} (`sft: {{}}` = defaults)"
+            )
+
+    @property
+    def experiment(self) -> str:
+        """Name of the MLflow experiment."""
+        return self.tracking.experiment or self.name
+
+    @property
+    def registered_model(self) -> str:
+        """Name in the model registry."""
+        return self.tracking.registered_model or self.name

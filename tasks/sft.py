@@ -1,0 +1,68 @@
+"""Stage: supervised fine-tuning on demonstrations."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from rl_core.checkpoint import CheckpointStore
+from rl_core.models import causal_lm
+from rl_core.settings import SFTSettings
+from rl_core.trainers.loop import run_loop
+from rl_core.trainers.sft import SFTTrainer
+from tasks.policy_model import load_policy
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, run_stage
+
+__all__ = ["read_jsonl", "sft"]
+
+logger = logging.getLogger(__name__)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Rows that an earlier stage wrote."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def sft(session: Session, model: Path | str, data: StageResult) -> StageResult:
+    """Run the stage. `model`: folder or hub name to start from; `data`: the data stage's result."""
+    return run_stage(
+        session, "sft", _body, settings=session.settings.stages.sft, inputs={"model": model, "data": data}
+    )
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    settings: SFTSettings = context.settings
+    policy = load_policy(context.inputs["model"], context.pipeline)
+    data = Path(context.inputs["data"])
+    train, heldout = (
+        [policy.renderer.conversation(row["messages"]) for row in read_jsonl(data / f"demonstrations_{split}.jsonl")]
+        for split in ("train", "heldout")
+    )
+    trainer = SFTTrainer(policy.model, policy.renderer.pad_id, train, heldout, settings, context.seed)
+    outcome = run_loop(
+        trainer,
+        settings,
+        iterations=trainer.total_steps,
+        tracker=context.tracker,
+        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
+        best_metric="eval/loss" if settings.patience is not None else None,
+        larger_is_better=False,
+        fingerprint=context.fingerprint,
+        stop_event=context.stop,
+    )
+    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    tokens = sum(len(ids) for ids, _ in train)
+    loss = outcome.metrics["eval/loss"]
+    return {
+        "steps": outcome.steps,
+        "stop_reason": outcome.stop_reason,
+        "eval_loss": loss,
+        "demonstrations": len(train),
+        "demonstration_tokens": tokens,
+        "metrics": outcome.metrics,
+        "note": f"{outcome.steps} steps on {len(train)} demonstrations, held-out loss {loss:.3f} nats per token",
+    }

@@ -1,0 +1,245 @@
+"""The local journal: what a run recorded, on disk before anything is sent, and how much of it has been delivered.
+
+    <folder>/metrics.jsonl             one line per call: {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}
+    <folder>/.tracking/events.jsonl    the rest in order: run, params, tags, artifacts, data sets, traces, end
+    <folder>/.tracking/shipped.json    which run of which store it became, and the byte offset delivered of each file
+
+A line is appended with one write and never changed, its time stamp included: delivering it twice stores it once. The
+process may die at any byte; a torn last line is cut off at the next start, and was never sent.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError, FolderBusy
+
+__all__ = ["Journal", "LineLog", "Shipped", "events_path", "metrics_path", "read_metrics", "shipped_path"]
+
+log = logging.getLogger(__name__)
+
+
+def metrics_path(folder: Path) -> Path:
+    """Where a run folder keeps its metrics."""
+    return folder / "metrics.jsonl"
+
+
+def events_path(folder: Path) -> Path:
+    """Where a run folder keeps everything else that it recorded."""
+    return folder / ".tracking" / "events.jsonl"
+
+
+def shipped_path(folder: Path) -> Path:
+    """Where a run folder keeps how much of it was delivered."""
+    return folder / ".tracking" / "shipped.json"
+
+
+class LineLog:
+    """An append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending and cut off a torn last line. Raises: FolderBusy while another process has it open."""
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            raise FolderBusy(f"{path} is being written by another run; wait for it, or use another folder") from None
+        self._lock = threading.Lock()
+        self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
+        self._refused = 0
+        self._end = self._heal()
+
+    def _heal(self) -> int:
+        """Cut off what follows the last newline; returns the size that is left."""
+        size = os.fstat(self._fd).st_size
+        keep, block = size, 1 << 16
+        while keep > 0:
+            start = max(0, keep - block)
+            newline = os.pread(self._fd, keep - start, start).rfind(b"\n")
+            if newline >= 0:
+                keep = start + newline + 1
+                break
+            keep = start
+        if keep < size:
+            log.warning("%s: cut off %d bytes of a torn last line", self.path, size - keep)
+            os.ftruncate(self._fd, keep)
+        return keep
+
+    @property
+    def end(self) -> int:
+        """Byte offset behind the last complete line."""
+        return self._end
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one record. A disk that refuses it is warned about; the line is kept and tried again later."""
+        line = json.dumps(record, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        with self._lock:
+            self._pending.append(line)
+            self._write_pending()
+
+    def flush(self, *, sync: bool = False) -> bool:
+        """Write what the disk refused before, and fsync if asked. Returns whether everything is written."""
+        with self._lock:
+            self._write_pending()
+            if sync and self._fd >= 0:
+                os.fsync(self._fd)
+            return not self._pending
+
+    def _write_pending(self) -> None:
+        while self._pending and self._fd >= 0:
+            line = self._pending[0]
+            try:
+                written = os.pwrite(self._fd, line, self._end)
+                if written < len(line):
+                    raise OSError(f"only {written} of {len(line)} bytes were written")
+            except OSError as error:
+                os.ftruncate(self._fd, self._end)  # shrinking needs no space; a torn line must not stay in the middle
+                self._refused += 1
+                if self._refused & (self._refused - 1) == 0:  # 1st, 2nd, 4th, 8th, ... refusal
+                    log.warning("%s: cannot write (%s); %d lines wait in memory", self.path, error, len(self._pending))
+                return
+            self._end += len(line)
+            self._pending.popleft()
+
+    def read(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+        """Complete records from byte `offset` on, each with the offset behind it."""
+        return read_lines(self.path, offset, end=self._end)
+
+    def close(self) -> None:
+        """Write what is left, fsync, and let go of the file. A second call does nothing."""
+        if self._fd < 0:
+            return
+        self.flush(sync=True)
+        with self._lock:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def read_lines(path: Path, offset: int = 0, end: int | None = None) -> Iterator[tuple[dict[str, Any], int]]:
+    """Complete JSON lines of `path`, each with the byte offset behind it; an unreadable one gives {} and a warning."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            offset += len(line)
+            if not line.endswith(b"\n") or (end is not None and offset > end):
+                return  # torn, or being written
+            try:
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError("not an object")
+            except ValueError as error:
+                log.warning("%s: a line that ends at byte %d is unreadable (%s) and was left out", path, offset, error)
+                record = {}
+            yield record, offset
+
+
+class Journal:
+    """metrics.jsonl: each (step, name) once, however often a run is killed, resumed and replays its last steps."""
+
+    def __init__(self, folder: Path) -> None:
+        """Open the journal of a run folder and remember what it holds."""
+        self.lines = LineLog(metrics_path(folder))
+        self._lock = threading.Lock()
+        # A step maps to a shared set of names: most steps log the same names, so this stays small.
+        self._names: dict[int, frozenset[str]] = {}
+        self._shared: dict[frozenset[str], frozenset[str]] = {}
+        self.num_repeated = 0  # values left out because their (step, name) was there already
+        self.last_system_step = -1
+        for record, _ in read_lines(self.lines.path):
+            names = record.get("metrics")
+            if not names:
+                continue
+            self._remember(int(record["step"]), frozenset(names))
+            if any(name.startswith("system/") for name in names):
+                self.last_system_step = max(self.last_system_step, int(record["step"]))
+
+    def _remember(self, step: int, names: frozenset[str]) -> None:
+        if step in self._names:
+            names = self._names[step] | names
+        self._names[step] = self._shared.setdefault(names, names)
+
+    def append(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Record scalars of one step; a (step, name) that is there already stays as it is.
+
+        Raises: DataError for a value that is no number.
+        """
+        step = int(step)
+        row: dict[str, float | str] = {}
+        for name, value in metrics.items():
+            try:
+                number = float(value)
+            except (TypeError, ValueError):
+                raise DataError(f"metric '{name}' at step {step}: {value!r} is not a number") from None
+            # JSON has no words for these; float() reads them back from strings.
+            row[str(name)] = number if math.isfinite(number) else str(number)
+        with self._lock:
+            known = self._names.get(step)
+            if known:
+                fresh = {name: value for name, value in row.items() if name not in known}
+                self.num_repeated += len(row) - len(fresh)
+                row = fresh
+            if row:
+                self.lines.append({"step": step, "time": time.time_ns() // 1_000_000, "metrics": row})
+                self._remember(step, frozenset(row))
+
+    def close(self) -> None:
+        """Write and fsync."""
+        self.lines.close()
+
+
+def read_metrics(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """All (step, metrics) of a run folder, in the order in which they were recorded."""
+    return [
+        (int(record["step"]), {name: float(value) for name, value in record["metrics"].items()})
+        for record, _ in read_lines(metrics_path(folder))
+        if record
+    ]
+
+
+@dataclass
+class Shipped:
+    """How much of a run folder a tracking store has acknowledged."""
+
+    store: str = ""
+    run_id: str | None = None
+    experiment_id: str | None = None
+    metrics_offset: int = 0
+    events_offset: int = 0
+    num_failed: int = 0  # records that the store refused for good
+
+    @classmethod
+    def load(cls, folder: Path) -> Shipped:
+        """What the folder says; nothing delivered where it says nothing readable (sending again is harmless)."""
+        try:
+            return cls(**json.loads(shipped_path(folder).read_bytes()))
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("%s is unreadable (%s); everything is sent again", shipped_path(folder), error)
+            return cls()
+
+    def save(self, folder: Path) -> None:
+        """Replace the folder's record atomically."""
+        path = shipped_path(folder)
+        temporary = path.with_suffix(f".tmp-{os.getpid()}")
+        with temporary.open("w") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)

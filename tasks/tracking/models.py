@@ -1,0 +1,284 @@
+"""Model versions: a Hugging Face folder as an MLflow model, byte for byte, and its entry in the registry.
+
+MLflow's own `transformers.save_model` loads the weights to write them again, asks the hub for a licence, and with
+transformers 5.23 refuses a folder; so the flavor's description is written here, around hard links to the files as the
+stage published them. `mlflow.transformers.load_model`, `mlflow.pyfunc.load_model` and `from_pretrained` on `model/`
+all read the result.
+
+    MLmodel  requirements.txt  python_env.yaml  conda.yaml  input_example.json  serving_input_example.json
+    model/                 config.json, *.safetensors, tokenizer files, ...: the stage's folder
+    components/tokenizer/  the tokenizer again, where the flavor looks for it
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_core.errors import DataError, SettingsError
+from tasks.tracking.store import Store, missing
+from tasks.tracking.values import metric_name, pinned
+
+if TYPE_CHECKING:
+    from mlflow.models import ModelSignature
+
+__all__ = ["MODEL_NAME", "check_safe", "digest_model", "link_tree", "log_model", "write_mlflow_model"]
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["policy", "reward_model"]
+TASKS: dict[str, tuple[str, str]] = {
+    "policy": ("text-generation", "TextGenerationPipeline"),
+    "reward_model": ("text-classification", "TextClassificationPipeline"),
+}
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.\- ]{0,99}")
+PICKLES = {".bin", ".ckpt", ".dill", ".joblib", ".msgpack", ".npy", ".npz", ".pickle", ".pkl", ".pt", ".pt2", ".pth"}
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*",
+    "sentencepiece*", "spiece*",
+)  # fmt: skip
+
+
+def check_safe(folder: Path) -> None:
+    """Refuse a model folder that is incomplete or holds anything that loading could execute.
+
+    Raises: DataError naming the file.
+    """
+    if not (folder / "config.json").is_file():
+        raise DataError(f"{folder} is no Hugging Face model folder: config.json is missing")
+    if not list(folder.glob("*.safetensors")):
+        raise DataError(f"{folder} holds no *.safetensors")
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise DataError(f"{path} is a link; a model folder holds files only")
+        if path.is_file() and (path.suffix in PICKLES or path.suffix == ".py" or _looks_pickled(path)):
+            raise DataError(
+                f"{path} may execute code when it is loaded; a model folder holds safetensors and JSON only"
+            )
+
+
+def _looks_pickled(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(2)
+    # A pickle of protocol 2 to 5; a zip is what torch.save writes.
+    return head[:2] == b"PK" or (head[:1] == b"\x80" and len(head) == 2 and 2 <= head[1] <= 5)
+
+
+def digest_model(folder: Path) -> str:
+    """SHA-256 over the names and bytes of all files, in the order of their names."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(path.relative_to(folder).as_posix().encode() + b"\0")
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def write_mlflow_model(
+    source: Path, target: Path, kind: Kind, *, input_example: str | None = None, model_id: str | None = None
+) -> None:
+    """Write the MLflow model `target` around the Hugging Face folder `source`; files are hard links where possible."""
+    import transformers
+    from mlflow import pyfunc
+    from mlflow.models import Model
+
+    check_safe(source)
+    config = json.loads((source / "config.json").read_text())
+    task, pipeline = TASKS[kind]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+    link_tree(source, target / "model")
+    (target / "components" / "tokenizer").mkdir(parents=True)
+    for pattern in TOKENIZER_FILES:
+        for path in source.glob(pattern):
+            _link(path, target / "components" / "tokenizer" / path.name)
+    example = [input_example or "Hello"]
+    (target / "input_example.json").write_text(json.dumps(example))
+    (target / "serving_input_example.json").write_text(json.dumps({"inputs": example}, indent=2))
+    description = Model(model_id=model_id, signature=_signature(kind))
+    description.saved_input_example_info = {
+        "artifact_path": "input_example.json",
+        "serving_input_path": "serving_input_example.json",
+        "type": "json_object",
+    }
+    dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    description.add_flavor(
+        "transformers",
+        transformers_version=transformers.__version__,
+        code=None,
+        task=task,
+        instance_type=pipeline,
+        torch_dtype=f"torch.{dtype}",
+        pipeline_model_type=config["architectures"][0],
+        source_model_name=source.name,
+        model_binary="model",
+        components=["tokenizer"],
+        tokenizer_type=type(tokenizer).__name__,
+    )
+    # A reward is the head's number itself; the pipeline's default squeezes it through a sigmoid.
+    model_config = {"function_to_apply": "none"} if kind == "reward_model" else None
+    pyfunc.add_to_model(
+        description, loader_module="mlflow.transformers", conda_env="conda.yaml", python_env="python_env.yaml",
+        model_config=model_config,
+    )  # fmt: skip
+    description.model_size_bytes = sum(path.stat().st_size for path in (target / "model").rglob("*") if path.is_file())
+    description.save(str(target / "MLmodel"))
+    _write_requirements(target)
+
+
+def _signature(kind: Kind) -> ModelSignature:
+    from mlflow.models import ModelSignature
+    from mlflow.types import ColSpec, DataType, ParamSchema, ParamSpec, Schema
+
+    inputs = Schema([ColSpec(DataType.string)])
+    if kind == "reward_model":
+        outputs = Schema([ColSpec(DataType.string, "label"), ColSpec(DataType.double, "score")])
+        return ModelSignature(inputs=inputs, outputs=outputs)
+    params = ParamSchema(
+        [ParamSpec("max_new_tokens", DataType.long, 64), ParamSpec("do_sample", DataType.boolean, False)]
+    )
+    return ModelSignature(inputs=inputs, outputs=Schema([ColSpec(DataType.string)]), params=params)
+
+
+def _write_requirements(target: Path) -> None:
+    pins = pinned("mlflow", "torch", "transformers", "safetensors", "tokenizers")
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    (target / "requirements.txt").write_text("\n".join(pins) + "\n")
+    (target / "python_env.yaml").write_text(
+        f"python: {python}\nbuild_dependencies:\n- pip\ndependencies:\n- -r requirements.txt\n"
+    )
+    lines = "".join(f"  - {pin}\n" for pin in pins)
+    (target / "conda.yaml").write_text(
+        f"name: mlflow-env\nchannels:\n- conda-forge\ndependencies:\n- python={python}\n- pip\n- pip:\n{lines}"
+    )
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """The file or folder `source` under another name: hard links where the file system has them, else copies."""
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=_link)
+    else:
+        _link(source, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without hard links
+        shutil.copy2(source, target)
+
+
+def log_model(
+    store: Store,
+    run_id: str,
+    folder: Path,
+    kind: Kind,
+    registered_name: str,
+    *,
+    metrics: dict[str, float],
+    tags: dict[str, Any],
+    input_example: str | None,
+    step: int,
+    description: str,
+    scratch: Path,
+) -> int:
+    """Store the folder as a logged model of the run and as a new registered version; returns the version's number."""
+    if not MODEL_NAME.fullmatch(registered_name):
+        raise SettingsError(
+            f"registered model name '{registered_name}': letters, digits, space and _ . - only, at most 100, "
+            "and a letter or digit first"
+        )
+    if kind not in TASKS:
+        raise SettingsError(f"model kind '{kind}' is none of {', '.join(TASKS)}")
+    check_safe(folder)
+    digest = digest_model(folder)
+    texts = {name: str(value) for name, value in tags.items() if value is not None}
+    texts |= {"kind": kind, "model_digest": digest}
+    with store.answers("store a model"):
+        _ensure_registered(store, registered_name, kind)
+        same = store.client.search_model_versions(f"name = '{registered_name}' and run_id = '{run_id}'")
+        for version in same:
+            if version.tags.get("model_digest") == digest:
+                return int(version.version)
+        model_id = _log_artifacts(store, run_id, folder, kind, registered_name, texts, input_example, scratch)
+        _attach(store, run_id, model_id, metrics, step)
+        # The registry of a local store would look a models:/ source up in the process-wide store, which may be another.
+        source = f"models:/{model_id}"
+        if store.is_local:
+            source = store.client.get_logged_model(model_id).artifact_location
+        created = store.client.create_model_version(
+            registered_name, source, run_id=run_id, tags=texts, model_id=model_id,
+            description=description or _describe(kind, metrics, texts), await_creation_for=30,
+        )  # fmt: skip
+    return int(created.version)
+
+
+def _ensure_registered(store: Store, name: str, kind: Kind) -> None:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        store.client.get_registered_model(name)
+    except MlflowException as error:
+        if not missing(error):
+            raise
+        what = "Policies" if kind == "policy" else "Reward models"
+        note = f"{what} trained by posttrain. `champion` passed the promotion gate last; `challenger` did not (yet)."
+        try:
+            store.client.create_registered_model(name, tags={"kind": kind}, description=note)
+        except MlflowException as again:
+            if again.error_code != "RESOURCE_ALREADY_EXISTS":  # another process was faster
+                raise
+
+
+def _log_artifacts(
+    store: Store,
+    run_id: str,
+    folder: Path,
+    kind: Kind,
+    name: str,
+    tags: dict[str, str],
+    input_example: str | None,
+    scratch: Path,
+) -> str:
+    experiment_id = store.client.get_run(run_id).info.experiment_id
+    logged = store.client.create_logged_model(
+        experiment_id, name=metric_name(name).replace("/", "-"), source_run_id=run_id, tags=tags, model_type=kind
+    )
+    scratch.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="model-", dir=scratch) as temporary:
+        target = Path(temporary) / "artifact"
+        target.mkdir()
+        try:
+            write_mlflow_model(folder, target, kind, input_example=input_example, model_id=logged.model_id)
+            store.client.log_model_artifacts(logged.model_id, str(target))
+        except BaseException:
+            store.client.finalize_logged_model(logged.model_id, "FAILED")
+            raise
+    store.client.finalize_logged_model(logged.model_id, "READY")
+    return str(logged.model_id)
+
+
+def _attach(store: Store, run_id: str, model_id: str, metrics: dict[str, float], step: int) -> None:
+    """Link the model to its run as an output, with its metrics, so that models can be ranked."""
+    from mlflow.entities import LoggedModelOutput, Metric
+
+    now = time.time_ns() // 1_000_000
+    store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
+    batch = [Metric(metric_name(name), float(value), now, step, model_id=model_id) for name, value in metrics.items()]
+    if batch:
+        store.client.log_batch(run_id, metrics=batch, synchronous=True)
+
+
+def _describe(kind: Kind, metrics: dict[str, float], tags: dict[str, str]) -> str:
+    """One line; the list of versions shows it as plain text."""
+    parent = f" from version {tags['parent_version']}" if tags.get("parent_version") else ""
+    numbers = ", ".join(f"{name} {value:.4g}" for name, value in sorted(metrics.items())[:6])
+    return f"{tags.get('stage', kind)}{parent}" + (f": {numbers}" if numbers else "")

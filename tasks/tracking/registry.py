@@ -1,0 +1,247 @@
+"""The model registry: from references to folders, and which version is champion."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import DataError, SettingsError, nearest
+from tasks.tracking.models import MODEL_NAME
+from tasks.tracking.store import Store, missing
+
+if TYPE_CHECKING:
+    from mlflow.entities import model_registry
+
+__all__ = ["Registry", "ModelVersion", "is_registered_reference"]
+
+log = logging.getLogger(__name__)
+
+REFERENCE = re.compile(rf"models:/(?P<name>{MODEL_NAME.pattern}?)(?:@(?P<alias>[\w\-]+)|/(?P<version>\d+|latest))")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+
+
+def is_registered_reference(reference: str) -> bool:
+    """Whether `reference` asks the registry."""
+    return reference.startswith("models:")
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """One version of a registered model."""
+
+    name: str
+    version: int
+    run_id: str | None
+    model_id: str | None
+    aliases: tuple[str, ...] = ()
+    tags: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    url: str = ""
+
+    @property
+    def reference(self) -> str:
+        """How a configuration names this version."""
+        return f"models:/{self.name}/{self.version}"
+
+
+class Registry:
+    """The registered models of one store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    # -- references ---------------------------------------------------------------------------------------------
+
+    def resolve_model(self, reference: str, cache_folder: Path) -> Path | str:
+        """The local folder (or hub name) behind a folder, a hub name, models:/NAME@ALIAS or models:/NAME/VERSION.
+
+        A registered version is copied into `cache_folder` once, unless its files are on this machine already.
+        Raises: SettingsError naming what is unknown; BackendError when the store does not answer.
+        """
+        if is_registered_reference(reference):
+            return self.download(self.find(reference), cache_folder)
+        path = Path(reference).expanduser()
+        if path.exists():
+            if not (path / "config.json").is_file():
+                raise SettingsError(f"model path '{reference}' is no Hugging Face model folder: config.json is missing")
+            return path.resolve()
+        if reference.startswith((".", "/", "~", "\\")) or reference.count("/") > 1 or not HUB_NAME.fullmatch(reference):
+            raise SettingsError(f"model path '{reference}' does not exist")
+        return reference
+
+    def find(self, reference: str) -> ModelVersion:
+        """The version behind models:/NAME@ALIAS, models:/NAME/3 or models:/NAME/latest. Raises: SettingsError."""
+        match = REFERENCE.fullmatch(reference)
+        if match is None:
+            raise SettingsError(
+                f"model reference '{reference}' must be models:/NAME@ALIAS (models:/policy@champion), models:/NAME/3 "
+                "or models:/NAME/latest"
+            )
+        name = match["name"]
+        if match["alias"]:
+            found = self.by_alias(name, match["alias"])
+            if found is None:
+                self._require(name)
+                aliases = sorted({alias for info in self.versions(name) for alias in info.aliases})
+                raise SettingsError(
+                    f"registered model '{name}' has no version with alias '{match['alias']}'; "
+                    f"{nearest(match['alias'], aliases)}"
+                )
+            return found
+        if match["version"] == "latest":
+            versions = self.versions(name)
+            if not versions:
+                self._require(name)
+                raise SettingsError(f"registered model '{name}' has no version yet")
+            return versions[-1]
+        return self.version(name, int(match["version"]))
+
+    def download(self, info: ModelVersion, cache_folder: Path) -> Path:
+        """The Hugging Face folder of a version, on this machine."""
+        import mlflow.artifacts
+
+        target = cache_folder / f"{info.name.replace(' ', '_')}-v{info.version}-{(info.model_id or 'model')[-8:]}"
+        if not target.exists():
+            with self._store.answers(f"hand out {info.reference}"):
+                location = self._store.client.get_model_version_download_uri(info.name, str(info.version))
+                if location.startswith("models:/"):
+                    model_id = location.removeprefix("models:/")
+                    location = self._store.client.get_logged_model(model_id).artifact_location
+                local = _local_folder(location)
+                if local is not None:
+                    return _model_folder(local, info)
+                cache_folder.mkdir(parents=True, exist_ok=True)
+                with tempfile.TemporaryDirectory(prefix=".tmp-", dir=cache_folder) as temporary:
+                    downloaded = mlflow.artifacts.download_artifacts(
+                        artifact_uri=location, dst_path=temporary, tracking_uri=self._store.uri
+                    )
+                    complete = Path(temporary) / "complete"
+                    if Path(downloaded).resolve() == Path(temporary).resolve():
+                        complete = Path(shutil.copytree(downloaded, Path(temporary) / "complete"))
+                    else:
+                        os.rename(downloaded, complete)
+                    os.replace(complete, target)
+        return _model_folder(target, info)
+
+    # -- versions and aliases -----------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """All registered models."""
+        with self._store.answers("list registered models"):
+            return sorted(model.name for model in self._store.client.search_registered_models(max_results=1000))
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        """All versions, the oldest first; [] for an unknown name."""
+        _check_name(name)
+        with self._store.answers("list model versions"):
+            found = self._store.client.search_model_versions(f"name = '{name}'", max_results=1000)
+            # The search leaves the aliases out; the model itself knows them.
+            aliases: dict[int, list[str]] = {}
+            if found:
+                for alias, version in self._store.client.get_registered_model(name).aliases.items():
+                    aliases.setdefault(int(version), []).append(alias)
+        infos = [self._info(version, aliases.get(int(version.version), [])) for version in found]
+        return sorted(infos, key=lambda info: info.version)
+
+    def version(self, name: str, version: int) -> ModelVersion:
+        """One version. Raises: SettingsError naming the nearest known model, or the versions there are."""
+        _check_name(name)
+        try:
+            with self._store.answers("look up a model version"):
+                return self._info(self._store.client.get_model_version(name, str(version)))
+        except DataError as error:
+            if not missing(error.__cause__ or error):  # type: ignore[arg-type]
+                raise
+        self._require(name)
+        known = ", ".join(str(info.version) for info in self.versions(name)) or "none yet"
+        raise SettingsError(f"registered model '{name}' has no version {version}; versions: {known}")
+
+    def by_alias(self, name: str, alias: str) -> ModelVersion | None:
+        """The version that carries `alias`; None where none does or the model is unknown."""
+        _check_name(name)
+        try:
+            with self._store.answers("look up an alias"):
+                return self._info(self._store.client.get_model_version_by_alias(name, alias))
+        except DataError:
+            return None  # MLflow calls an unknown alias an invalid parameter
+
+    def champion(self, name: str) -> ModelVersion | None:
+        """The version that passed the promotion gate last; None where there is none."""
+        return self.by_alias(name, "champion")
+
+    def set_champion(self, name: str, version: int) -> None:
+        """Move `champion` to a version; a version that was challenger is so no more. Raises: SettingsError."""
+        self.set_alias(name, "champion", version)
+        challenger = self.by_alias(name, "challenger")
+        if challenger is not None and challenger.version == version:
+            with self._store.answers("remove an alias"):
+                self._store.client.delete_registered_model_alias(name, "challenger")
+
+    def set_challenger(self, name: str, version: int) -> None:
+        """Move `challenger` to a version. Raises: SettingsError."""
+        self.set_alias(name, "challenger", version)
+
+    def set_alias(self, name: str, alias: str, version: int) -> None:
+        """Move an alias to a version. Raises: SettingsError for an unknown model or version."""
+        self.version(name, version)
+        with self._store.answers("move an alias"):
+            self._store.client.set_registered_model_alias(name, alias, str(version))
+
+    def tag_version(self, name: str, version: int, tags: dict[str, Any]) -> None:
+        """Attach short texts to a version; None values are left out. Raises: SettingsError."""
+        self.version(name, version)
+        with self._store.answers("tag a model version"):
+            for key, value in tags.items():
+                if value is not None:
+                    self._store.client.set_model_version_tag(name, str(version), key, str(value))
+
+    def describe_version(self, name: str, version: int, markdown: str) -> None:
+        """What the version's page says. Raises: SettingsError."""
+        self.version(name, version)
+        with self._store.answers("describe a model version"):
+            self._store.client.update_model_version(name, str(version), description=markdown)
+
+    def _require(self, name: str) -> None:
+        names = self.names()
+        if name not in names:
+            raise SettingsError(f"no registered model '{name}' in {self._store.label}; {nearest(name, names)}")
+
+    def _info(self, version: model_registry.ModelVersion, aliases: list[str] | None = None) -> ModelVersion:
+        metrics = {metric.key: metric.value for metric in version.metrics or []}
+        return ModelVersion(
+            name=version.name,
+            version=int(version.version),
+            run_id=version.run_id or None,
+            model_id=version.model_id or None,
+            aliases=tuple(sorted(version.aliases if aliases is None else aliases)),
+            tags=dict(version.tags),
+            metrics=metrics,
+            url=self._store.version_url(version.name, int(version.version)),
+        )
+
+
+def _check_name(name: str) -> None:
+    if not MODEL_NAME.fullmatch(name):
+        raise SettingsError(f"'{name}' is no name of a registered model")
+
+
+def _local_folder(location: str) -> Path | None:
+    if location.startswith("file://"):
+        from mlflow.utils.file_utils import local_file_uri_to_path
+
+        location = local_file_uri_to_path(location)
+    path = Path(location)
+    return path if path.is_absolute() and path.is_dir() else None
+
+
+def _model_folder(artifact: Path, info: ModelVersion) -> Path:
+    for folder in (artifact / "model", artifact):
+        if (folder / "config.json").is_file():
+            return folder
+    raise DataError(f"{info.reference} holds no Hugging Face model (no config.json under {artifact})")

@@ -1,0 +1,332 @@
+"""One tracked run: rl_core's Tracker over a local journal and a background shipper."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+from rl_core.errors import BackendError, SettingsError, Stopped
+from rl_core.types import Trajectory
+from tasks.tracking.journal import Journal, LineLog, Shipped, events_path
+from tasks.tracking.models import link_tree, log_model
+from tasks.tracking.shipper import Shipper
+from tasks.tracking.sink import MlflowSink
+from tasks.tracking.system import SystemMonitor
+from tasks.tracking.values import environment_freeze, flatten
+
+if TYPE_CHECKING:
+    from tasks.tracking.store import Store
+
+__all__ = ["ProgressCallback", "RunTracker", "Status"]
+
+log = logging.getLogger(__name__)
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+ProgressCallback = Callable[[int, int, str], None]
+
+
+class RunTracker:
+    """Implements rl_core.tracking.Tracker. Every call appends to the run folder; a thread delivers to MLflow.
+
+    Use as a context manager, or call `close`: FINISHED at a normal end, KILLED after Stopped or an interrupt, FAILED
+    after any other exception.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        folder: Path,
+        *,
+        parent_run_id: str | None = None,
+        parent_folder: Path | None = None,
+        run_id: str | None = None,
+        on_progress: Iterable[ProgressCallback] = (),
+        system_metrics_seconds: float | None = None,
+        interval_s: float = 2.0,
+    ) -> None:
+        """See `Tracking.start_run`."""
+        self.store, self.name, self.folder = store, name, folder.resolve()
+        self.on_progress = list(on_progress)
+        self.done, self.total, self.message = 0, 0, ""
+        self._closed = False
+        self._events = LineLog(events_path(self.folder))
+        try:
+            self.journal = Journal(self.folder)
+        except BaseException:
+            self._events.close()
+            raise
+        self.resumed = self._events.end > 0
+        self._shipper = Shipper(
+            self.folder, self.journal, self._events, lambda: MlflowSink(store, self.folder), interval_s,
+            lambda seconds: store.cost.add(background=seconds),
+        )  # fmt: skip
+        if self.resumed:
+            self._event("resume")
+        else:
+            parent = str(Path(parent_folder).resolve()) if parent_folder else None
+            self._event(
+                "start", name=name, key=uuid.uuid4().hex, run_id=run_id, parent_run_id=parent_run_id,
+                parent_folder=parent,
+            )  # fmt: skip
+        self._shipper.start()
+        self._monitor = None
+        if system_metrics_seconds:
+            self._monitor = SystemMonitor(
+                self.folder, system_metrics_seconds, self.journal.append, self.journal.last_system_step + 1
+            )
+
+    def _event(self, op: str, **fields: Any) -> None:
+        self._events.append({"op": op, "time": time.time_ns() // 1_000_000, **fields})
+
+    # -- the Tracker protocol -----------------------------------------------------------------------------------
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record scalars of one step; what is recorded for a (step, name) already stays as it is."""
+        with self.store.cost.waiting():
+            self.journal.append(metrics, step)
+
+    def log_artifact(self, path: Path, folder: str = "") -> None:
+        """Keep a copy of a finished file or folder. It may be moved or removed afterwards, but not written over."""
+        with self.store.cost.waiting():
+            path = Path(path).resolve()
+            if not path.exists():
+                log.warning("tracking: %s does not exist and was not logged", path)
+                return
+            # The stage's folder gets its final name while files still wait; a hard link stays valid.
+            kept = events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
+            kept.parent.mkdir(parents=True)
+            link_tree(path, kept)
+            self._event("artifact", path=str(kept.relative_to(self.folder)), folder=_safe(folder))
+
+    def set_tag(self, name: str, value: str) -> None:
+        """Attach a short text to the run."""
+        self.set_tags({name: value})
+
+    def progress(self, done: int, total: int, message: str = "") -> None:
+        """Remember how far the work is and tell the callbacks."""
+        self.done, self.total, self.message = done, total, message
+        for callback in list(self.on_progress):
+            try:
+                callback(done, total, message)
+            except Exception as error:
+                log.warning("progress display stopped: %s", error)
+                self.on_progress.remove(callback)
+
+    # -- more to record -----------------------------------------------------------------------------------------
+
+    def set_tags(self, tags: Mapping[str, Any]) -> None:
+        """Attach short texts; None values are left out."""
+        texts = {str(name): str(value) for name, value in tags.items() if value is not None}
+        if "git_commit" in texts:
+            texts.setdefault("mlflow.source.git.commit", texts["git_commit"])
+        if texts:
+            self._event("tags", tags=texts)
+
+    def set_description(self, markdown: str) -> None:
+        """What the run's page says at its top, as markdown."""
+        self.set_tags({"mlflow.note.content": markdown})
+
+    def log_params(self, params: Any, prefix: str = "") -> None:
+        """Settings (nested mapping or dataclass) as flat parameters: policy.sampling.temperature."""
+        flat = flatten(params, prefix)
+        if flat:
+            self._event("params", params=flat)
+
+    def log_text(self, text: str, name: str) -> None:
+        """A text as an artifact called `name` ('report/summary.md')."""
+        self._event("text", text=text, name=_safe(name))
+
+    def log_dict(self, values: Any, name: str) -> None:
+        """A structure as a JSON artifact."""
+        self.log_text(json.dumps(values, indent=2, default=str, ensure_ascii=False) + "\n", name)
+
+    def log_figure_file(self, path: Path, folder: str = "figures") -> None:
+        """A finished figure."""
+        self.log_artifact(path, folder)
+
+    def log_environment(self) -> None:
+        """Python and every installed distribution, as environment/requirements.txt."""
+        self.log_text(environment_freeze(), "environment/requirements.txt")
+
+    def log_dataset(
+        self,
+        path: Path | str,
+        digest: str,
+        name: str,
+        context: str = "training",
+        *,
+        profile: Mapping[str, Any] | None = None,
+    ) -> None:
+        """An input of the run: where it is, its SHA-256, and how it is used; `profile`: rows, sizes, ..."""
+        self._event(
+            "dataset", path=str(path), digest=digest, name=name, context=context, profile=dict(profile or {})
+        )  # fmt: skip
+
+    def log_traces(self, trajectories: Sequence[Trajectory], limit: int = 20, *, model: str = "") -> int:
+        """Send the first `limit` episodes as traces, a span a turn; returns how many. `model` says who played them."""
+        rows = [trajectory.to_json() for trajectory in trajectories[:limit]]
+        if rows:
+            self._event("traces", rows=rows, model=model)
+        return len(rows)
+
+    def log_model(
+        self,
+        folder: Path,
+        kind: Literal["policy", "reward_model"],
+        registered_name: str,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        tags: Mapping[str, Any] | None = None,
+        input_example: str | None = None,
+        step: int = 0,
+        description: str = "",
+        timeout_s: float = 60.0,
+    ) -> int:
+        """Store a Hugging Face folder as a new version of a registered model; returns the version's number.
+
+        Waits for the store. The same bytes from the same run give the same version again, so a retry is safe.
+        Raises: BackendError when the store does not answer in time; DataError for a folder that is no safe model.
+        """
+        deadline = time.monotonic() + timeout_s
+        pause = 0.5
+        while True:
+            try:
+                with self.store.cost.waiting():
+                    return log_model(
+                        self.store, self.require_run_id(max(0.1, deadline - time.monotonic())), Path(folder), kind,
+                        registered_name, metrics=dict(metrics or {}), tags=dict(tags or {}), step=step,
+                        input_example=input_example, description=description, scratch=events_path(self.folder).parent,
+                    )  # fmt: skip
+            except BackendError:
+                if time.monotonic() + pause > deadline:
+                    raise
+                time.sleep(pause)
+                pause = min(2 * pause, 5.0)
+
+    # -- identity -----------------------------------------------------------------------------------------------
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run's id; None until the store has answered."""
+        return self._shipper.state.run_id
+
+    def require_run_id(self, timeout_s: float = 20.0) -> str:
+        """The id, waiting for the store. Raises: BackendError when it does not come."""
+        deadline = time.monotonic() + timeout_s
+        while self.run_id is None and time.monotonic() < deadline:
+            self._shipper.kick()
+            time.sleep(0.05)
+        if self.run_id is None:
+            raise BackendError(f"the tracking store {self.store.label} has not answered for {timeout_s:.0f} s")
+        return self.run_id
+
+    @property
+    def url(self) -> str | None:
+        """The run's page; None until the store has answered."""
+        state = self._shipper.state
+        return self.store.run_url(state.run_id, state.experiment_id) if state.run_id else None
+
+    @property
+    def num_failed(self) -> int:
+        """Records that the store refused for good."""
+        return self._shipper.state.num_failed
+
+    def wait_started(self, timeout_s: float) -> None:
+        """Wait until the run exists, or the first attempt to create it failed."""
+        self._shipper.wait_started(timeout_s)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def flush(self, timeout_s: float = 0.0) -> bool:
+        """Put everything on disk; then wait at most `timeout_s` for the store. Returns whether it has everything."""
+        self.journal.lines.flush(sync=True)
+        self._events.flush(sync=True)
+        self._shipper.kick()
+        return self._shipper.wait_drained(timeout_s) if timeout_s > 0 else self._shipper.drained
+
+    def close(self, status: Status = "FINISHED", *, timeout_s: float = 30.0) -> bool:
+        """End the run: deliver for at most `timeout_s`; the rest stays on disk for the next start or `replay`.
+
+        Returns whether the store has everything. A second call does nothing.
+        """
+        if self._closed:
+            return self._shipper.drained
+        self._closed = True
+        if self._monitor is not None:
+            self._monitor.close()
+        with self.store.cost.waiting():
+            self._event("end", status=status)
+            self.journal.lines.flush(sync=True)
+            self._events.flush(sync=True)
+            delivered = self._shipper.close(timeout_s)
+        if not delivered:
+            metrics, others = self._shipper.waiting()
+            log.warning(
+                "tracking: %d lines of metrics and %d other records wait in %s; they are sent at the next start",
+                metrics, others, self.folder,
+            )  # fmt: skip
+        if self.num_failed:
+            log.warning("tracking: the store refused %d records of %s", self.num_failed, self.folder)
+        self.journal.close()
+        self._events.close()
+        return delivered
+
+    def __enter__(self) -> RunTracker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close("FINISHED")
+        elif isinstance(error, Stopped | KeyboardInterrupt | SystemExit):
+            self.close("KILLED", timeout_s=5.0)  # a preempted run has 10 s in all
+        else:
+            self.set_tag("error", f"{type(error).__name__}: {error}"[:1000])
+            self.close("FAILED")
+
+
+def replay_folder(store: Store, folder: Path) -> int:
+    """Deliver what waits in the folder of a run that is over; returns how many records still wait.
+
+    The folder of a run that is alive is left to that run. Raises: FolderBusy for it.
+    """
+    if not events_path(folder).exists():
+        return 0
+    folder = folder.resolve()
+    events = LineLog(events_path(folder))
+    try:
+        journal = Journal(folder)
+        try:
+            shipper = Shipper(folder, journal, events, lambda: MlflowSink(store, folder))
+            if shipper.drained and shipper.state.store == store.label:
+                return 0
+            try:
+                shipper.ship()
+            except BackendError as error:
+                log.warning("tracking: %s still waits: %s", folder, error)
+            return sum(shipper.waiting())
+        finally:
+            journal.close()
+    finally:
+        events.close()
+
+
+def shipped(folder: Path) -> Shipped:
+    """Which run of which store a folder became."""
+    return Shipped.load(folder)
+
+
+def _safe(name: str) -> str:
+    """A place within the run's artifacts. Raises: SettingsError for one outside of it."""
+    parts = [part for part in str(name).replace("\\", "/").split("/") if part not in ("", ".")]
+    if ".." in parts or str(name).startswith(("/", "\\")):
+        raise SettingsError(f"artifact name '{name}' must be relative and stay inside the run's artifacts")
+    return "/".join(parts)

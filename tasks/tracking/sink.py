@@ -1,0 +1,180 @@
+"""How each journaled record becomes an MLflow call; every call here may be repeated without changing the result."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import BackendError, DataError
+from tasks.tracking.journal import Shipped
+from tasks.tracking.shipper import RunGone
+from tasks.tracking.store import Store, missing, user_name
+from tasks.tracking.traces import send_traces
+from tasks.tracking.values import MAX_VALUE, metric_name
+
+__all__ = ["RUN_KEY", "MlflowSink"]
+
+log = logging.getLogger(__name__)
+
+RUN_KEY = "mlflow.posttrain.runKey"  # tag by which a run is found again when its id was never learnt; pages hide it
+MAX_TAG = 5000
+MAX_PARAMS = 100  # of one call
+
+
+class MlflowSink:
+    """Delivers records to one MLflow store."""
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        """`folder` is the run folder; artifact paths in its records are relative to it."""
+        self._store, self._folder = store, folder
+        self.store = store.label
+        assert store.client
+
+    # -- runs ---------------------------------------------------------------------------------------------------
+
+    def start(self, event: dict[str, Any], *, retried: bool) -> tuple[str, str]:
+        """Create the run, or find the one that an earlier attempt created."""
+        parent = self._parent(event)
+        with self._store.answers("create a run"):
+            experiment_id = self._store.experiment_id
+            if event.get("run_id"):
+                run = self._store.client.get_run(event["run_id"])
+                self._store.client.update_run(run.info.run_id, status="RUNNING")
+                return run.info.run_id, run.info.experiment_id
+            if retried:
+                found = self._store.client.search_runs(
+                    [experiment_id], f"tags.`{RUN_KEY}` = '{event['key']}'", max_results=1
+                )
+                if found:
+                    return found[0].info.run_id, experiment_id
+            tags = {
+                RUN_KEY: event["key"],
+                "mlflow.user": user_name(),
+                "mlflow.source.name": "posttrain",
+                "mlflow.source.type": "LOCAL",
+            }
+            if parent:
+                tags["mlflow.parentRunId"] = parent
+            run = self._store.client.create_run(
+                experiment_id, start_time=event["time"], tags=tags, run_name=event["name"]
+            )
+            return run.info.run_id, experiment_id
+
+    def _parent(self, event: dict[str, Any]) -> str | None:
+        if event.get("parent_run_id"):
+            return str(event["parent_run_id"])
+        if event.get("parent_folder"):
+            state = Shipped.load(Path(event["parent_folder"]))
+            if state.run_id is None or state.store != self.store:
+                raise BackendError("the parent run is not created yet")
+            return state.run_id
+        return None
+
+    def knows(self, run_id: str) -> bool:
+        """Whether the run exists and is not in the bin."""
+        try:
+            return bool(self._store.client.get_run(run_id).info.lifecycle_stage == "active")
+        except Exception as error:
+            if missing(error):
+                return False
+            raise BackendError(f"{self.store} could not look for a run: {error}") from error
+
+    @contextmanager
+    def _writing(self, run_id: str, doing: str) -> Iterator[None]:
+        """As `Store.answers`; a refusal because the run is gone is RunGone."""
+        try:
+            with self._store.answers(doing):
+                yield
+        except DataError:
+            if not self.knows(run_id):
+                raise RunGone(run_id) from None
+            raise
+
+    # -- records ------------------------------------------------------------------------------------------------
+
+    def metrics(self, run_id: str, rows: list[tuple[str, float, int, int]]) -> None:
+        """Store metrics with one call."""
+        from mlflow.entities import Metric
+
+        batch = [Metric(metric_name(name), value, when, step) for name, value, when, step in rows]
+        with self._writing(run_id, "store metrics"):
+            self._store.client.log_batch(run_id, metrics=batch, synchronous=True)
+
+    def event(self, run_id: str, event: dict[str, Any]) -> None:
+        """Store a record that is no metric."""
+        op = event.get("op", "")
+        handler = getattr(self, f"_op_{op}", None) if op.isidentifier() else None
+        if handler is None:
+            log.warning("tracking: a record of unknown kind %r was left out", op)
+            return
+        with self._writing(run_id, f"store {op}"):
+            handler(run_id, event)
+
+    def _op_start(self, run_id: str, event: dict[str, Any]) -> None:
+        """The run exists already: its creation comes before everything."""
+
+    def _op_resume(self, run_id: str, event: dict[str, Any]) -> None:
+        self._store.client.update_run(run_id, status="RUNNING")
+
+    def _op_end(self, run_id: str, event: dict[str, Any]) -> None:
+        self._store.client.set_terminated(run_id, status=event["status"], end_time=event["time"])
+
+    def _op_tags(self, run_id: str, event: dict[str, Any]) -> None:
+        from mlflow.entities import RunTag
+
+        tags = [RunTag(key, value[:MAX_TAG]) for key, value in event["tags"].items()]
+        self._log_batch(run_id, tags=tags)
+
+    def _op_params(self, run_id: str, event: dict[str, Any]) -> None:
+        """Parameters never change in MLflow: a resumed run with another value keeps the first, and says so."""
+        from mlflow.entities import Param, RunTag
+
+        known = self._store.client.get_run(run_id).data.params
+        new = [Param(key, value[:MAX_VALUE]) for key, value in event["params"].items() if key not in known]
+        for start in range(0, len(new), MAX_PARAMS):
+            self._log_batch(run_id, params=new[start : start + MAX_PARAMS])
+        changed = {key: value for key, value in event["params"].items() if known.get(key, value) != value}
+        if changed:
+            self._log_batch(run_id, tags=[RunTag("changed_params", json.dumps(changed)[:MAX_TAG])])
+            log.warning("resumed with other values, kept as tag 'changed_params': %s", ", ".join(changed))
+
+    def _log_batch(self, run_id: str, *, params: Sequence[Any] = (), tags: Sequence[Any] = ()) -> None:
+        self._store.client.log_batch(run_id, params=params, tags=tags, synchronous=True)
+
+    def _op_artifact(self, run_id: str, event: dict[str, Any]) -> None:
+        path = self._folder / event["path"]
+        if not path.exists():
+            if not path.parent.exists():
+                return  # sent by a process that was killed before it noted that
+            raise DataError(f"{path} does not exist any more")
+        target = event.get("folder") or None
+        if path.is_dir():
+            inner = f"{target}/{path.name}" if target else path.name
+            self._store.client.log_artifacts(run_id, str(path), artifact_path=inner)
+        else:
+            self._store.client.log_artifact(run_id, str(path), artifact_path=target)
+        shutil.rmtree(path.parent)
+
+    def _op_text(self, run_id: str, event: dict[str, Any]) -> None:
+        self._store.client.log_text(run_id, event["text"], event["name"])
+
+    def _op_dataset(self, run_id: str, event: dict[str, Any]) -> None:
+        from mlflow.entities import Dataset, DatasetInput, InputTag
+
+        dataset = Dataset(
+            name=event["name"],
+            digest=event["digest"][:36],  # all that MLflow keeps; the whole one is in the profile
+            source_type="local",
+            source=json.dumps({"uri": event["path"]}),
+            profile=json.dumps({**event.get("profile", {}), "digest": event["digest"]}),
+        )
+        tags = [InputTag("mlflow.data.context", event["context"])]
+        self._store.client.log_inputs(run_id, [DatasetInput(dataset, tags)])
+
+    def _op_traces(self, run_id: str, event: dict[str, Any]) -> None:
+        send_traces(self._store, run_id, event["rows"], time_ms=event["time"], model=event.get("model", ""))

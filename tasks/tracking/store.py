@@ -1,0 +1,271 @@
+"""The MLflow store: where it is, a client for it, and its errors in our words."""
+
+from __future__ import annotations
+
+import functools
+import getpass
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit, urlunsplit
+
+from rl_core.errors import BackendError, DataError, SettingsError
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+__all__ = [
+    "DEFAULT_PORT",
+    "Cost",
+    "Store",
+    "default_uri",
+    "missing",
+    "offline_environment",
+    "refused",
+    "short",
+    "user_name",
+    "without_password",
+]
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 5000  # where `posttrain ui` serves a local store
+
+# Codes with which MLflow says that the request, not the store, is at fault: asking again gives the same answer.
+_REFUSED = {
+    "BAD_REQUEST",
+    "ENDPOINT_NOT_FOUND",
+    "INVALID_PARAMETER_VALUE",
+    "INVALID_STATE",
+    "NOT_IMPLEMENTED",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_DOES_NOT_EXIST",
+}
+
+# What the experiment's page shows: runs and charts before prompts and judges, and how to read them.
+_EXPERIMENT = {
+    "mlflow.experimentKind": "custom_model_development",
+    "mlflow.note.content": """One run per pipeline, with one nested run per stage (unfold it with +).
+
+| metrics | of |
+|---|---|
+| `train/` | loss, learning rate and gradient of each optimizer step |
+| `eval/` | held-out episodes or rows |
+| `reward/`, `policy/`, `value/`, `tool/` | rollouts and the update made from them |
+| `curriculum/` | stage and mix of levels |
+| `perf/`, `system/` | speed; CPU, memory, GPU |
+
+Episodes that were played for evaluation are under Traces. Model versions are under Models; `champion` is the one that
+passed the promotion gate last.
+""",
+}
+
+
+def offline_environment() -> dict[str, str]:
+    """Environment variables under which MLflow and its UI call nobody, fail soon, and read no pickles."""
+    return {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",  # MLflow knows the word "true" alone, Prefect any truth
+        "MLFLOW_ALLOW_PICKLE_DESERIALIZATION": "false",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",  # the shipper does the retrying; the default blocks for minutes
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+        "MLFLOW_LOGGING_LEVEL": "WARNING",  # creating the tables of a new sqlite store is not news
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    }
+
+
+def default_uri(output: Path) -> str:
+    """The sqlite store of an output folder."""
+    return f"sqlite:///{output.resolve() / 'mlflow' / 'mlflow.db'}"
+
+
+def without_password(uri: str) -> str:
+    """The same address with user and password left out."""
+    parts = urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri
+    return urlunsplit(parts._replace(netloc=parts.netloc.rsplit("@", 1)[1]))
+
+
+@functools.cache
+def user_name() -> str:
+    """Who runs this; containers without a user database have a number only."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+class Cost:
+    """Seconds that tracking took: of the callers, who wait for it, and of processor time on its own threads."""
+
+    def __init__(self) -> None:
+        self.foreground_seconds = 0.0
+        self.background_seconds = 0.0
+        self._lock = threading.Lock()
+
+    def add(self, *, foreground: float = 0.0, background: float = 0.0) -> None:
+        """Count."""
+        with self._lock:
+            self.foreground_seconds += foreground
+            self.background_seconds += background
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time within as the caller's."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(foreground=time.perf_counter() - started)
+
+
+class Store:
+    """One MLflow tracking store and model registry, with one experiment in it. Threads may share it."""
+
+    def __init__(self, uri: str | None, output: Path, experiment: str) -> None:
+        """`uri` None: MLFLOW_TRACKING_URI where it is set, else sqlite under `output`. Nothing is opened yet."""
+        self.output = output.resolve()
+        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(self.output)
+        self.experiment = experiment
+        self.cost = Cost()
+        self._lock = threading.Lock()
+        self._client: MlflowClient | None = None
+        self._experiment_id: str | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the store is a database that this machine opens itself."""
+        return not self.uri.startswith(("http://", "https://"))
+
+    @property
+    def label(self) -> str:
+        """The store's address as it may be shown and written down."""
+        return without_password(self.uri)
+
+    def load(self) -> None:
+        """Import MLflow, with its environment set before."""
+        for name, value in offline_environment().items():
+            os.environ.setdefault(name, value)
+        import mlflow
+
+        for name in ("alembic", "mlflow.store.db.utils", "mlflow.store.model_registry.abstract_store"):
+            logging.getLogger(name).setLevel(logging.WARNING)
+        logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # the shipper says it once
+        assert mlflow
+
+    @property
+    def client(self) -> MlflowClient:
+        """The client; the first use of a new sqlite store creates its tables. Raises: BackendError, SettingsError."""
+        with self._lock:
+            if self._client is None:
+                self.load()
+                from mlflow import MlflowClient
+
+                if self.uri.startswith("sqlite:///"):
+                    Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    self._client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+                except Exception as error:
+                    message = f"cannot open the tracking store {self.label}: {short(error)}"
+                    kind = SettingsError if refused(error) else BackendError
+                    raise kind(f"{message}; check MLFLOW_TRACKING_URI or tracking.uri") from error
+            return self._client
+
+    @property
+    def experiment_id(self) -> str:
+        """The experiment's id; it is created, or restored where someone deleted it. Raises: BackendError."""
+        if self._experiment_id is None:
+            with self.answers("open the experiment"):
+                self._experiment_id = self._open_experiment()
+        assert self._experiment_id is not None
+        return self._experiment_id
+
+    def find_experiment(self) -> str | None:
+        """The experiment's id where it exists; nothing is created."""
+        if self._experiment_id is None:
+            with self.answers("look for the experiment"):
+                found = self.client.get_experiment_by_name(self.experiment)
+            return found.experiment_id if found is not None else None
+        return self._experiment_id
+
+    def _open_experiment(self) -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = self.client.get_experiment_by_name(self.experiment)
+        if found is None:
+            location = None
+            if self.uri == default_uri(self.output):
+                location = (self.output / "mlflow" / "artifacts").as_uri()
+            try:
+                return self.client.create_experiment(self.experiment, artifact_location=location, tags=_EXPERIMENT)
+            except MlflowException as error:
+                if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                    raise
+                found = self.client.get_experiment_by_name(self.experiment)  # another process was faster
+                assert found is not None
+        if found.lifecycle_stage == "deleted":
+            log.warning("experiment '%s' was deleted in %s; it is restored", self.experiment, self.label)
+            self.client.restore_experiment(found.experiment_id)
+        return str(found.experiment_id)
+
+    @contextmanager
+    def answers(self, doing: str) -> Iterator[None]:
+        """Turn MLflow's errors into ours: BackendError where asking again may help, DataError where not."""
+        try:
+            yield
+        except (BackendError, SettingsError, DataError):
+            raise
+        except Exception as error:
+            if refused(error):
+                raise DataError(f"{self.label} refused to {doing}: {short(error)}") from error
+            if _is_ours(error):
+                raise
+            raise BackendError(f"{self.label} could not {doing}: {short(error)}") from error
+
+    def ui_url(self, path: str) -> str:
+        """Where a page of the UI is: on the server, or where `posttrain ui` will serve a local store."""
+        base = f"http://127.0.0.1:{DEFAULT_PORT}" if self.is_local else self.label.rstrip("/")
+        return f"{base}/#/{path}"
+
+    def run_url(self, run_id: str, experiment_id: str | None = None) -> str:
+        """The page of a run."""
+        # Without the workflow the page would be laid out for prompts and judges.
+        page = f"experiments/{experiment_id or self.experiment_id}/runs/{run_id}"
+        return self.ui_url(f"{page}?workflowType=machine_learning")
+
+    def version_url(self, name: str, version: int) -> str:
+        """The page of a model version."""
+        return self.ui_url(f"models/{name}/versions/{version}")
+
+
+def refused(error: Exception) -> bool:
+    """Whether the store understood the request and will never grant it."""
+    return getattr(error, "error_code", None) in _REFUSED
+
+
+def missing(error: Exception) -> bool:
+    """Whether the store says that the thing asked about does not exist."""
+    return getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
+
+
+def _is_ours(error: Exception) -> bool:
+    # A missing artifact file or a programming fault is no reason to wait for the store.
+    return isinstance(error, FileNotFoundError | IsADirectoryError | TypeError | AttributeError | KeyError)
+
+
+def short(error: Exception) -> str:
+    """The first line of an error, without addresses of objects in memory and without passwords."""
+    text = str(error).strip().splitlines()
+    line = re.sub(r"<[^<>]* object at 0x[0-9a-f]+>", "", text[0] if text else type(error).__name__)
+    line = re.sub(r"//[^/@\s]+@", "//", line)
+    if "Connection refused" in line:
+        return "connection refused"
+    return line if len(line) <= 300 else line[:297] + "..."

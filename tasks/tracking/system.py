@@ -1,0 +1,81 @@
+"""What the machine is doing: CPU, memory, disk and, where there is one, the GPU."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import torch
+
+__all__ = ["SystemMonitor", "sample"]
+
+log = logging.getLogger(__name__)
+
+MEBIBYTE = 2**20
+
+
+def sample(process: psutil.Process, folder: Path) -> dict[str, float]:
+    """One reading; percentages since the previous reading of the same process object."""
+    memory = psutil.virtual_memory()
+    disk = psutil.disk_usage(str(folder))
+    metrics = {
+        "system/cpu_utilization_percentage": psutil.cpu_percent(),
+        "system/process_cpu_percentage": process.cpu_percent(),  # 100 = one core
+        "system/process_memory_megabytes": process.memory_info().rss / MEBIBYTE,
+        "system/system_memory_usage_megabytes": memory.used / MEBIBYTE,
+        "system/system_memory_usage_percentage": memory.percent,
+        "system/disk_usage_percentage": disk.percent,
+        "system/disk_available_megabytes": disk.free / MEBIBYTE,
+    }
+    # is_initialized: a look at the machine must not create a CUDA context of its own.
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            metrics[f"system/gpu_{index}_memory_usage_megabytes"] = (total - free) / MEBIBYTE
+            metrics[f"system/gpu_{index}_memory_usage_percentage"] = 100 * (total - free) / total
+            metrics[f"system/gpu_{index}_memory_reserved_megabytes"] = torch.cuda.memory_reserved(index) / MEBIBYTE
+            metrics.update(_utilization(index))
+    return metrics
+
+
+def _utilization(index: int) -> dict[str, float]:
+    try:
+        return {
+            f"system/gpu_{index}_utilization_percentage": float(torch.cuda.utilization(index)),
+            f"system/gpu_{index}_power_usage_watts": torch.cuda.power_draw(index) / 1000,
+        }
+    except (ModuleNotFoundError, RuntimeError, AttributeError):  # no NVML bindings, or no right to read them
+        return {}
+
+
+class SystemMonitor:
+    """A thread that hands a reading to `record(metrics, sample number)` every `seconds`."""
+
+    def __init__(
+        self, folder: Path, seconds: float, record: Callable[[dict[str, float], int], None], first: int = 0
+    ) -> None:
+        """`first` is the number of the first reading: a resumed run counts on."""
+        self._folder, self._seconds, self._record, self._number = folder, seconds, record, first
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="system-metrics", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        process = psutil.Process()
+        process.cpu_percent()
+        psutil.cpu_percent()
+        while not self._stop.wait(self._seconds):
+            try:
+                self._record(sample(process, self._folder), self._number)
+                self._number += 1
+            except Exception as error:  # never worth a run
+                log.warning("system metrics stopped: %s", error)
+                return
+
+    def close(self) -> None:
+        """Stop; returns once no reading is under way."""
+        self._stop.set()
+        self._thread.join(5)

@@ -1,0 +1,244 @@
+"""Tracking: one store, its runs, and the registry beside it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import FolderBusy
+from tasks.tracking.journal import events_path
+from tasks.tracking.registry import ModelVersion, Registry
+from tasks.tracking.run import ProgressCallback, RunTracker, replay_folder
+from tasks.tracking.store import Cost, Store, default_uri
+
+__all__ = ["RunRow", "Tracking", "list_runs"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """One line of the list of runs."""
+
+    run_id: str
+    name: str
+    status: str  # RUNNING, FINISHED, FAILED, KILLED
+    start_time: float  # seconds since the epoch
+    seconds: float | None  # None = still running, or killed without a word
+    parent_run_id: str | None
+    url: str
+    tags: dict[str, str] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)  # the newest value of each
+
+
+class Tracking:
+    """Where runs are kept. Making one opens nothing: MLflow is imported at the first use."""
+
+    def __init__(self, uri: str | None, output: Path, experiment: str = "posttrain") -> None:
+        """`uri` None: MLFLOW_TRACKING_URI, else sqlite and artifacts in `output`/mlflow."""
+        self.output = Path(output).resolve()
+        self.store = Store(uri, self.output, experiment)
+        self.registry = Registry(self.store)
+
+    @property
+    def uri(self) -> str:
+        """The store's address, without its password."""
+        return self.store.label
+
+    @property
+    def experiment_id(self) -> str:
+        """The experiment's id; it is created where it is missing. Raises: BackendError."""
+        return self.store.experiment_id
+
+    def run_url(self, run_id: str) -> str:
+        """The page of a run: on the server, or where `posttrain ui` will serve a local store."""
+        return self.store.run_url(run_id)
+
+    @property
+    def cost(self) -> Cost:
+        """What tracking has cost so far."""
+        return self.store.cost
+
+    # -- the registry, by its most used names -------------------------------------------------------------------
+
+    def resolve_model(self, reference: str, cache_folder: Path) -> Path | str:
+        """As `Registry.resolve_model`."""
+        return self.registry.resolve_model(reference, cache_folder)
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        """All versions of a registered model, the oldest first."""
+        return self.registry.versions(name)
+
+    def champion(self, name: str) -> ModelVersion | None:
+        """The version that passed the promotion gate last."""
+        return self.registry.champion(name)
+
+    def set_champion(self, name: str, version: int) -> None:
+        """Move the alias `champion`."""
+        self.registry.set_champion(name, version)
+
+    def set_challenger(self, name: str, version: int) -> None:
+        """Move the alias `challenger`."""
+        self.registry.set_challenger(name, version)
+
+    def tag_version(self, name: str, version: int, tags: Mapping[str, Any]) -> None:
+        """Attach short texts to a version."""
+        self.registry.tag_version(name, version, dict(tags))
+
+    def download(self, name: str, version: int, cache_folder: Path) -> Path:
+        """The Hugging Face folder of a version, on this machine."""
+        return self.registry.download(self.registry.version(name, version), cache_folder)
+
+    # -- runs ---------------------------------------------------------------------------------------------------
+
+    def start_run(
+        self,
+        name: str,
+        folder: Path,
+        *,
+        parent_run_id: str | None = None,
+        parent_folder: Path | None = None,
+        run_id: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        params: Any = None,
+        description: str = "",
+        on_progress: Iterable[ProgressCallback] = (),
+        system_metrics_seconds: float | None = None,
+        wait_s: float = 20.0,
+        interval_s: float = 2.0,
+    ) -> RunTracker:
+        """Start the run of a folder, or go on with it: a folder that was tracked before stays the same run.
+
+        Never fails because the store is down: the run is created as soon as the store answers, and its parent may be
+        given by `parent_folder` when the parent's id is not known yet.
+
+        Args:
+            run_id: take over this existing MLflow run instead of creating one.
+            params: settings (nested mapping or dataclass), kept as flat parameters.
+            description: markdown for the run's page.
+            on_progress: called with (done, total, message) at every `progress`.
+            system_metrics_seconds: seconds between readings of CPU, memory and GPU; None or 0 = no readings.
+            wait_s: wait at most this long for the run's id; a store that refuses the connection ends the wait.
+            interval_s: seconds between deliveries.
+        Raises: FolderBusy when another process tracks into the folder.
+        """
+        with self.store.cost.waiting():
+            return self._start_run(
+                name, folder, tags, params, description, wait_s, parent_run_id=parent_run_id,
+                parent_folder=parent_folder, run_id=run_id, on_progress=on_progress,
+                system_metrics_seconds=system_metrics_seconds, interval_s=interval_s,
+            )  # fmt: skip
+
+    def _start_run(
+        self,
+        name: str,
+        folder: Path,
+        tags: Mapping[str, Any] | None,
+        params: Any,
+        description: str,
+        wait_s: float,
+        **options: Any,
+    ) -> RunTracker:
+        self.store.load()  # here and not on the thread: two threads importing at once can deadlock
+        run = RunTracker(self.store, name, Path(folder), **options)
+        if tags:
+            run.set_tags(tags)
+        if params:
+            run.log_params(params)
+        if description:
+            run.set_description(description)
+        run.wait_started(wait_s)
+        return run
+
+    def replay(self, folder: Path) -> int:
+        """Deliver what waits in the folder of a finished or killed run; returns how many records still wait.
+
+        Raises: FolderBusy while the run is alive.
+        """
+        self.store.load()
+        return replay_folder(self.store, Path(folder))
+
+    def replay_all(self, root: Path | None = None) -> int:
+        """`replay` for every run folder under `root` (default: the output folder), outer ones first."""
+        waiting = 0
+        for path in sorted((root or self.output).rglob("events.jsonl"), key=lambda path: (len(path.parts), path)):
+            folder = path.parent.parent
+            if path != events_path(folder):
+                continue
+            try:
+                waiting += self.replay(folder)
+            except FolderBusy:
+                continue  # alive; it delivers itself
+        return waiting
+
+    def list_runs(self, limit: int = 200) -> list[RunRow]:
+        """The newest runs of all experiments, newest first. Raises: BackendError when the store does not answer."""
+        with self.store.answers("list runs"):
+            experiments = [found.experiment_id for found in self.store.client.search_experiments(max_results=1000)]
+            runs = self.store.client.search_runs(
+                experiments, order_by=["attributes.start_time DESC"], max_results=limit
+            )  # fmt: skip
+        return [self._row(run) for run in runs]
+
+    def _row(self, run: Any) -> RunRow:
+        info, tags = run.info, run.data.tags
+        return RunRow(
+            run_id=info.run_id,
+            name=info.run_name or info.run_id,
+            status=info.status,
+            start_time=info.start_time / 1000,
+            seconds=(info.end_time - info.start_time) / 1000 if info.end_time else None,
+            parent_run_id=tags.get("mlflow.parentRunId"),
+            url=self.store.run_url(info.run_id, info.experiment_id),
+            tags={key: value for key, value in tags.items() if not key.startswith("mlflow.")},
+            metrics=dict(run.data.metrics),
+        )
+
+
+def list_runs(output: Path, uri: str | None = None, limit: int = 50) -> list[dict[str, str]]:
+    """Runs as lines of a table, the newest pipeline run first, its stages under it in their order.
+
+    [] where the default store does not exist yet; nothing is created. `limit` counts pipeline runs.
+    """
+    tracking = Tracking(uri, output)
+    local = default_uri(tracking.output)
+    if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
+        return []
+    rows = tracking.list_runs(limit=min(50_000, 20 * limit))
+    children: dict[str, list[RunRow]] = {}
+    for row in reversed(rows):
+        if row.parent_run_id:
+            children.setdefault(row.parent_run_id, []).append(row)
+    lines = []
+    for row in [row for row in rows if not row.parent_run_id][:limit]:
+        lines.append(_line(row, ""))
+        lines += [_line(child, "  ") for child in children.get(row.run_id, [])]
+    return lines
+
+
+def _line(row: RunRow, indent: str) -> dict[str, str]:
+    seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
+    return {
+        "run": indent + row.name,
+        "status": row.status.lower(),
+        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.start_time)),
+        "took": seconds,
+        "result": _result(row),
+        "page": row.url,
+    }
+
+
+def _result(row: RunRow) -> str:
+    """What came of a run, in a few words: its own `result` tag, the gate's decision, or its main figure."""
+    for tag in ("result", "gate.decision", "error"):
+        if row.tags.get(tag):
+            text = " ".join(row.tags[tag].split())
+            return text if len(text) <= 60 else text[:57] + "..."
+    for name in ("eval/success_rate", "success_rate", "eval/accuracy", "eval/loss", "train/loss"):
+        if name in row.metrics:
+            return f"{name} {row.metrics[name]:.4g}"
+    return ""

@@ -1,0 +1,88 @@
+"""What MLflow takes: names, flat parameters, tags, and a description of the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+__all__ = ["environment_freeze", "flatten", "metric_name", "param_name", "pinned"]
+
+MAX_VALUE = 6000  # characters of a parameter's value that MLflow keeps
+MAX_NAME = 250
+
+
+def metric_name(name: str) -> str:
+    """The nearest name that the store accepts: letters, digits, _ - . : space, and / between parts."""
+    clean = re.sub(r"[^\w.\- :/]", "_", name)
+    parts = [part for part in clean.split("/") if part.strip(". ")]
+    return "/".join(parts)[:MAX_NAME] or "_"
+
+
+def param_name(name: str) -> str:
+    """As `metric_name`, for parameters."""
+    return metric_name(name)
+
+
+def flatten(values: Any, prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted keys and texts: {"policy": {"levels": {"easy": 1}}} -> {"policy.levels.easy": "1"}.
+
+    Lists of plain values stay one JSON text; lists of mappings get an index. Numbers, true, false and null are
+    written as in YAML. Values are cut at what the store keeps.
+    """
+    if dataclasses.is_dataclass(values) and not isinstance(values, type):
+        values = {field.name: getattr(values, field.name) for field in dataclasses.fields(values)}
+    if isinstance(values, Mapping):
+        items = [(str(key), value) for key, value in values.items()]
+    elif isinstance(values, list | tuple) and any(_is_nested(value) for value in values):
+        items = [(str(index), value) for index, value in enumerate(values)]
+    else:
+        return {param_name(prefix): _text(values)}
+    if not items and prefix:
+        return {param_name(prefix): "{}"}
+    flat: dict[str, str] = {}
+    for key, value in items:
+        flat.update(flatten(value, f"{prefix}.{key}" if prefix else key))
+    return flat
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
+    )
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        text = value
+    else:
+        try:
+            text = json.dumps(value)
+        except (TypeError, ValueError):
+            text = str(value)
+    return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"
+
+
+@functools.cache
+def environment_freeze() -> str:
+    """Python, platform and every installed distribution with its version, as `pip freeze` would list them."""
+    lines = {f"{dist.metadata['Name']}=={dist.version}" for dist in metadata.distributions() if dist.metadata["Name"]}
+    head = f"# Python {sys.version.split()[0]} on {platform.platform()}\n"
+    return head + "\n".join(sorted(lines, key=str.lower)) + "\n"
+
+
+def pinned(*names: str) -> list[str]:
+    """`name==version` of the installed ones among `names`; local build labels such as +cpu are left out."""
+    pins = []
+    for name in names:
+        try:
+            pins.append(f"{name}=={metadata.version(name).split('+')[0]}")
+        except metadata.PackageNotFoundError:
+            continue
+    return pins

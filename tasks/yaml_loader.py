@@ -1,0 +1,253 @@
+"""YAML as plain data, safely: bounded, no tags, no duplicate keys, and a line number for every key.
+
+Scalars follow YAML 1.2: `1e-5` is a number, `yes` and `2024-01-01` are text. PyYAML's own resolver follows YAML 1.1,
+where `1e-5` is text. Anchors, aliases and merge keys (`<<`) work as long as what they expand to stays small.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rl_core.errors import SettingsError
+from tasks.problems import Key, Problem
+
+__all__ = ["Document", "parse_value", "read_yaml"]
+
+MAX_BYTES = 256 * 1024  # a pipeline's file has a few KiB; PyYAML needs about a second for 256 KiB
+MAX_DEPTH = 32  # nested blocks
+MAX_NODES = 20_000  # values after the expansion of aliases
+
+_NULL = re.compile(r"~|null|Null|NULL|")
+_BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
+_INT = re.compile(r"[-+]?[0-9]{1,40}")
+_BASED = re.compile(r"0o[0-7]{1,40}|0x[0-9a-fA-F]{1,40}")
+_FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]{1,10})?")
+_NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+
+
+@dataclass
+class Document:
+    """A YAML file as plain dicts, lists, text, numbers, booleans and None."""
+
+    data: Any
+    lines: dict[Key, int] = field(default_factory=dict)  # line of every key and list item, from 1
+    problems: list[Problem] = field(default_factory=list)  # what does not keep the file from being read further
+
+
+def read_yaml(path: str | Path) -> Document:
+    """Read a YAML file that holds one mapping.
+
+    Raises: SettingsError when the file is missing, a folder, empty, too large, no UTF-8, no valid YAML, holds a tag or
+        several documents, nests or expands too far, or is not a mapping.
+    """
+    text = _read_text(Path(path), str(path))
+    document = _parse(text, str(path))
+    if document.data is None and not document.problems:
+        raise SettingsError(f"{path}: is empty; a pipeline needs at least `name` and `stages` (see configs/demo.yaml)")
+    if not isinstance(document.data, dict):
+        kind = "a list" if isinstance(document.data, list) else "a single value"
+        raise SettingsError(
+            f"{path}: holds {kind}; a pipeline is a mapping of `key: value` lines (see configs/demo.yaml)"
+        )
+    return document
+
+
+def parse_value(text: str) -> Any:
+    """The YAML value of an override, such as 3e-4, true, [easy, hard] or {task: 1}.
+
+    Raises: SettingsError.
+    """
+    try:
+        document = _parse(text, "value")
+    except SettingsError as error:
+        raise SettingsError(re.sub(r"^value(:\d+)?: ", "the value ", str(error))) from error
+    if document.problems:
+        raise SettingsError(document.problems[0].text)
+    return document.data
+
+
+def _read_text(path: Path, name: str) -> str:
+    if path.is_dir():
+        raise SettingsError(f"{name}: is a folder; name a YAML file in it")
+    if not path.exists():
+        found = sorted(item.name for item in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+        near = f"; {path.parent} has {', '.join(found[:8])}" if found else f"; the current folder is {Path.cwd()}"
+        raise SettingsError(f"{name}: no such file{near}")
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise SettingsError(f"{name}: cannot be read: {error.strerror}") from error
+    if len(raw) > MAX_BYTES:
+        raise SettingsError(f"{name}: is larger than {MAX_BYTES // 1024} KiB; this is no pipeline's configuration")
+    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise SettingsError(f"{name}: is UTF-16; save it as UTF-8")
+    try:
+        return raw.decode("utf-8-sig")  # a byte order mark, as some editors write it, is dropped
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise SettingsError(
+            f"{name}:{line}: byte 0x{raw[error.start]:02x} at offset {error.start} is not UTF-8; save the file as UTF-8"
+        ) from error
+
+
+def _parse(text: str, name: str) -> Document:
+    try:
+        _check_events(text, name)
+        loader = yaml.SafeLoader(text)
+        try:
+            node = loader.get_single_node()
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        hint = "; indent with spaces" if error.problem and "'\\t'" in error.problem else ""
+        raise SettingsError(f"{_at(name, mark)}: is not valid YAML: {error.problem or error.context}{hint}") from error
+    except (ValueError, OverflowError) as error:
+        if isinstance(error, SettingsError):
+            raise
+        raise SettingsError(f"{name}: is not valid YAML: {error}") from error  # such as the escape "\\UFFFFFFFF"
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        code = error.character if isinstance(error.character, int) else ord(error.character)
+        raise SettingsError(f"{name}:{line}: character U+{code:04X} is not allowed in YAML; remove it") from error
+    document = Document(None)
+    if node is not None:
+        document.data = _Reader(document, name).value(node, (), 0)
+    return document
+
+
+def _at(name: str, mark: Any) -> str:
+    return f"{name}:{mark.line + 1}" if mark is not None else name
+
+
+def _check_events(text: str, name: str) -> None:
+    """Refuse tags, second documents and deep nesting before PyYAML recurses into them."""
+    depth = documents = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise SettingsError(
+                f"{_at(name, event.start_mark)}: holds the tag {_short(tag)}; tags are not allowed, write plain values"
+            )
+        if isinstance(event, yaml.DocumentStartEvent):
+            documents += 1
+            if documents > 1:
+                raise SettingsError(f"{_at(name, event.start_mark)}: a second document starts here ('---'); keep one")
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise SettingsError(f"{_at(name, event.start_mark)}: nests deeper than {MAX_DEPTH} levels")
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+
+
+class _Reader:
+    """Turns nodes into plain values, keeping lines and counting what aliases expand to."""
+
+    def __init__(self, document: Document, name: str) -> None:
+        self.document = document
+        self.name = name
+        self.nodes = 0
+        self.open: set[int] = set()  # nodes being read: meeting one again is a loop of aliases
+
+    def value(self, node: yaml.Node, key: Key, depth: int) -> Any:
+        """The plain value of a node; `key` is where it stands."""
+        self.nodes += 1
+        where = _at(self.name, node.start_mark)
+        if self.nodes > MAX_NODES or depth > MAX_DEPTH:
+            raise SettingsError(
+                f"{where}: expands to more than {MAX_NODES} values or {MAX_DEPTH} levels through aliases"
+            )
+        if isinstance(node, yaml.ScalarNode):
+            return self._scalar(node, key)
+        if id(node) in self.open:
+            raise SettingsError(f"{where}: an alias refers to the block that holds it")
+        self.open.add(id(node))
+        result: Any
+        if isinstance(node, yaml.SequenceNode):
+            result = []
+            for index, item in enumerate(node.value):
+                self.document.lines[(*key, index)] = item.start_mark.line + 1
+                result.append(self.value(item, (*key, index), depth + 1))
+        else:
+            result = self._mapping(node, key, depth)
+        self.open.discard(id(node))
+        return result
+
+    def _mapping(self, node: yaml.MappingNode, key: Key, depth: int) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for base in self._merged(node):  # read first, so that the block's own values and lines win
+            result.update(self.value(base, key, depth + 1))
+        first: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if _is_merge(key_node):
+                continue
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise SettingsError(f"{self.name}:{line}: a key must be text, not a list or block")
+            name = key_node.value  # as written: `1: 0.5` has the key "1"
+            path = (*key, name)
+            if name in first:
+                self._problem(path, line, f"the key is given twice, first on line {first[name]}; keep one")
+            first.setdefault(name, line)
+            self._check_text(name, path, line)
+            self.document.lines[path] = line
+            result[name] = self.value(value_node, path, depth + 1)
+        return result
+
+    def _merged(self, node: yaml.MappingNode) -> list[yaml.MappingNode]:
+        """What `<<: *base` and `<<: [*first, *second]` bring in, the weakest first."""
+        bases = []
+        for key_node, value_node in node.value:
+            if _is_merge(key_node):
+                bases += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+                if not all(isinstance(base, yaml.MappingNode) for base in bases):
+                    raise SettingsError(f"{_at(self.name, key_node.start_mark)}: '<<' merges blocks, not single values")
+        return bases[::-1]
+
+    def _scalar(self, node: yaml.ScalarNode, key: Key) -> Any:
+        text: str = node.value
+        line = node.start_mark.line + 1
+        self._check_text(text, key, line)
+        if node.style is not None:  # quoted or block text
+            return text
+        if _NULL.fullmatch(text):
+            return None
+        if _BOOL.fullmatch(text):
+            return text.lower() == "true"
+        if _INT.fullmatch(text):
+            return int(text)
+        if _BASED.fullmatch(text):
+            return int(text, 0)
+        if _FLOAT.fullmatch(text) and math.isfinite(float(text)):
+            return float(text)
+        if _NOT_FINITE.fullmatch(text) or _FLOAT.fullmatch(text):
+            self._problem(key, line, f"found {_short(text)}; a finite number is needed")
+            return 0.0
+        return text
+
+    def _check_text(self, text: str, key: Key, line: int) -> None:
+        for character in text:
+            if character == "\0" or "\ud800" <= character <= "\udfff":
+                self._problem(
+                    key, line, f"holds the character U+{ord(character):04X}, which no file can store; remove it"
+                )
+                return
+
+    def _problem(self, key: Key, line: int, text: str) -> None:
+        self.document.problems.append(Problem(key, text, f"{self.name}:{line}"))
+
+
+def _is_merge(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.value == "<<" and node.style is None
+
+
+def _short(text: str) -> str:
+    return repr(text) if len(text) <= 60 else repr(text[:57]) + "..."

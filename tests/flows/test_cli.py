@@ -1,0 +1,261 @@
+"""The command line: exit codes, messages, help, and what is imported when."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from flows import cli
+from flows.cli_parser import STAGE_NAMES, build_parser
+from rl_core.errors import BackendError, DataError, SettingsError, Stopped
+from tasks.config import STAGES
+
+ROOT = Path(__file__).parents[2]
+GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return str(path)
+
+
+@pytest.fixture
+def flow(monkeypatch):
+    """Stands in for flows.post_training, and remembers its calls."""
+    calls = []
+
+    def run_pipeline(settings, *, fresh, quiet):
+        calls.append((settings, fresh, quiet))
+        return SimpleNamespace(ok=True, table=lambda: "the table")
+
+    module = SimpleNamespace(run_pipeline=run_pipeline, calls=calls)
+    monkeypatch.setitem(sys.modules, "flows.post_training", module)
+    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    return module
+
+
+def python(code: str, *arguments: str, **more) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=120, **more
+    )
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from flows.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'pydantic', 'yaml', 'numpy', 'rich', 'tasks.config'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["run", "--help"], ["--version"]):
+        done = python(code, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_stage_names_are_the_pipeline_s():
+    assert STAGE_NAMES == STAGES
+
+
+def test_every_command_has_help_with_examples(capsys):
+    names = list(cli.COMMANDS)
+    assert names == ["run", "validate", "stage", "evaluate", "analyze", "promote", "ui", "runs", "doctor"]
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    overview = capsys.readouterr().out
+    for name in names:
+        assert f"\n    {name} " in overview
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, "--help"])
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and f"examples:\n  posttrain {name}" in text
+
+
+def test_examples_in_help_parse():
+    import shlex
+
+    parser = build_parser()
+    (commands,) = [action for action in parser._actions if hasattr(action, "choices") and action.choices]
+    for name, command in commands.choices.items():
+        for line in command.epilog.splitlines()[1:]:
+            line = line.split("    (")[0]
+            arguments = parser.parse_args(shlex.split(line)[1:])
+            assert arguments.command == name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["run"],
+        ["stage", "sfft", "x.yaml"],
+        ["evaluate", "model"],
+        ["promote", "--version", "0", "-c", "x.yaml"],
+        ["ui", "--mlflow-port", "70000"],
+        ["runs", "--limit", "x"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert "usage: posttrain" in capsys.readouterr().err
+
+
+# Settings
+
+
+def test_validate(config, capsys):
+    assert cli.main(["validate", config]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
+
+
+def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):
+    assert cli.main(["validate", config, "--show", "-s", "seed=5"]) == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    from tasks.config import load
+
+    assert load(shown) == load(config, ["seed=5"])
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "validate", "stage sft", "evaluate m -c", "promote -c", "runs -c", "doctor -c"]
+)
+def test_every_entry_checks_the_config_first(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("name: demo\nstages:\n  policy: {group_siz: 3}\n")
+    before = set(tmp_path.iterdir())
+    assert cli.main([*command.split(), "bad.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ("posttrain: bad.yaml:3: stages.policy.group_siz: unknown key; did you mean 'group_size'?\n")
+    assert captured.out == ""
+    assert set(tmp_path.iterdir()) == before  # nothing was written
+
+
+def test_bad_config_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "bad.yaml").write_text("name: a/b\nstages: {policy: {group_size: 1}}\n")
+    code = "import sys; from flows.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = python(code, "run", "bad.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("posttrain: 2 problems:\nbad.yaml:1: name: 'a/b' must be")
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+def test_missing_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "no.yaml"]) == 2
+    assert "no.yaml: no such file" in capsys.readouterr().err
+
+
+def test_overrides_are_checked_too(config, capsys):
+    assert cli.main(["run", config, "--set", "stages.policy.learning_rate=3"]) == 2
+    assert "--set stages.policy.learning_rate=3: stages.policy.learning_rate: found 3" in capsys.readouterr().err
+
+
+def test_set_without_config(capsys):
+    assert cli.main(["runs", "--set", "seed=1"]) == 2
+    assert "give one with --config" in capsys.readouterr().err
+
+
+def test_stage_that_the_config_has_not(config, capsys):
+    assert cli.main(["stage", "reward_model", config]) == 2
+    assert (
+        "has no stage 'reward_model', only sft, policy; add it with --set stages.reward_model={}"
+        in capsys.readouterr().err
+    )
+
+
+def test_analyze_missing_path(capsys):
+    assert cli.main(["analyze", "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl: no such file" in capsys.readouterr().err
+
+
+# Running
+
+
+def test_run_hands_over(config, flow, capsys):
+    assert cli.main(["run", config, "--set", "seed=4", "--set", "stages.sft=null", "--fresh", "-q"]) == 0
+    ((settings, fresh, quiet),) = flow.calls
+    assert settings.seed == 4 and settings.stages.active == ("policy",) and fresh and quiet
+    assert capsys.readouterr().out == "the table\n"
+
+
+def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
+    monkeypatch.setattr(flow, "run_pipeline", lambda *_, **__: SimpleNamespace(ok=False, table=lambda: ""))
+    assert cli.main(["run", config]) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (SettingsError("wrong"), 2, "posttrain: wrong\n"),
+        (DataError("row 3 is bad"), 2, "posttrain: row 3 is bad\n"),
+        (BackendError("store is down"), 1, "posttrain: BackendError: store is down\n"),
+        (Stopped("stopped after iteration 3", 15), 143, "posttrain: stopped after iteration 3\n"),
+        (Stopped("stopped after iteration 3", 2), 130, "posttrain: stopped after iteration 3\n"),
+        (KeyboardInterrupt(), 130, "posttrain: stopped by Ctrl-C"),
+    ],
+)
+def test_exit_codes(error, code, message, config, flow, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(flow, "run_pipeline", fail)
+    assert cli.main(["run", config]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(message) and "Traceback" not in err
+    assert cli.main(["run", config, "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_nobody_expected_is_shown_in_full(config, flow, monkeypatch):
+    monkeypatch.setattr(flow, "run_pipeline", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run", config])
+
+
+def test_sigterm_unwinds_and_exits_with_143(tmp_path):
+    code = (
+        "import os, signal, sys, types\n"
+        "from flows import cli\n"
+        "def run_pipeline(settings, **_):\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "    finally: print('closed')\n"
+        "sys.modules['flows.post_training'] = types.SimpleNamespace(run_pipeline=run_pipeline)\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    (tmp_path / "good.yaml").write_text(GOOD)
+    done = python(code, "run", "good.yaml", cwd=tmp_path)
+    assert done.returncode == 143 and done.stdout == "closed\n"
+    assert done.stderr.startswith("posttrain: stopped by SIGTERM") and "Traceback" not in done.stderr
+
+
+def test_reader_that_goes_away(tmp_path):
+    code = (
+        "import sys, types\n"
+        "from flows import cli\n"
+        "cli.COMMANDS['runs'] = lambda arguments: print('x\\n' * 100000) or 0\n"
+        "sys.exit(cli.main(['runs']))"
+    )
+    command = f'{sys.executable} -c "$CODE" | head -n 1'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CODE": code}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout == "x\n" and done.stderr == ""
+
+
+def test_table_is_aligned():
+    rows = [{"run": "demo 1", "status": "finished"}, {"run": "x", "status": "failed"}]
+    assert cli._table(rows) == "run     status\ndemo 1  finished\nx       failed"

@@ -1,0 +1,133 @@
+"""What `posttrain doctor` finds."""
+
+import http.server
+import sqlite3
+import threading
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+
+from flows import cli, doctor
+
+
+@pytest.fixture(autouse=True)
+def no_servers(monkeypatch):
+    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def server():
+    """Answers /health and /api/health with 200, /locked/health with 401, all else with 404."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            codes = {"/health": 200, "/api/health": 200, "/locked/health": 401}
+            self.send_response(codes.get(self.path, 404))
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}"
+        running.shutdown()
+
+
+def found(name, *arguments, **named):
+    (finding,) = [item for item in doctor.examine(*arguments, **named) if item.name == name]
+    return finding
+
+
+def test_a_machine_that_runs_the_tests_has_all(tmp_path, capsys):
+    assert cli.main(["doctor", "--output", str(tmp_path / "outputs")]) == 0
+    out = capsys.readouterr().out
+    for name in ("python", "torch", "transformers", "prefect", "mlflow", "threads", "memory", "disk", "mlflow store"):
+        assert f"  {name} " in out
+    assert out.endswith("all is there\n")
+    assert list(tmp_path.iterdir()) == []  # looking leaves nothing behind
+
+
+def test_output_that_is_a_file(tmp_path, capsys):
+    (tmp_path / "outputs").touch()
+    assert cli.main(["doctor", "--output", str(tmp_path / "outputs")]) == 1
+    out = capsys.readouterr().out
+    assert "BAD   output" in out and "is a file" in out and out.endswith("1 needed thing is missing\n")
+
+
+def test_package_versions():
+    torch = metadata.version("torch")
+    assert doctor._package(Requirement("torch>=2"), torch).state == "ok"
+    assert doctor._package(Requirement("torch>=2"), None).state == "ok"
+    other = doctor._package(Requirement("torch>=2"), "2.0.1")
+    assert other.state == "note" and other.detail == f"{torch}; tested with 2.0.1"
+    old = doctor._package(Requirement("torch>=99"), None)
+    assert old.is_bad and old.detail == f"{torch}; needed >=99"
+    missing = doctor._package(Requirement("no-such-package>=1"), None)
+    assert missing.is_bad and "is not installed; needed >=1" in missing.detail
+    assert doctor._python(">=99").is_bad and doctor._python(">=3.11").state == "ok"
+
+
+def test_local_part_of_a_version_does_not_differ(monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
+    assert doctor._package(Requirement("torch>=2"), "2.13.0").state == "ok"
+
+
+def test_pins_are_read_from_the_constraints():
+    pins = doctor._pins()
+    assert {"torch", "prefect", "mlflow", "pyyaml"} <= set(pins)
+    assert all(pins.values())
+
+
+def test_not_installed(monkeypatch):
+    def missing(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "metadata", missing)
+    (finding,) = doctor._packages()
+    assert finding.is_bad and "make setup" in finding.advice
+
+
+def test_disk(tmp_path, monkeypatch):
+    for free, state in ((0.5, "bad"), (3, "note"), (50, "ok")):
+        usage = type("usage", (), {"free": int(free * doctor.GIB)})
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path, usage=usage: usage)
+        assert doctor._disk(tmp_path / "outputs").state == state
+
+
+def test_mlflow_database(tmp_path):
+    assert found("mlflow store", tmp_path).detail.endswith("mlflow.db (made at the first run)")
+    path = tmp_path / "mlflow" / "mlflow.db"
+    path.parent.mkdir()
+    path.write_bytes(b"no database" * 1000)
+    broken = doctor._mlflow(None, tmp_path)
+    assert broken.is_bad and "not a database" in broken.detail
+    path.unlink()
+    sqlite3.connect(path).close()
+    assert doctor._mlflow(None, tmp_path).state == "ok"
+
+
+def test_mlflow_server(tmp_path, server, monkeypatch):
+    assert doctor._mlflow(server, tmp_path).state == "ok"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{server}/locked")
+    assert doctor._mlflow(None, tmp_path).state == "ok"  # wants a token: it is up
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{server}/other")
+    assert "answered 404" in doctor._mlflow(None, tmp_path).detail
+    gone = doctor._mlflow("http://127.0.0.1:9", tmp_path)
+    assert gone.is_bad and "no answer" in gone.detail and "MLFLOW_TRACKING_URI" in gone.advice
+
+
+def test_passwords_are_not_shown(tmp_path):
+    for uri in ("http://me:secret@127.0.0.1:9", "postgresql+nodriver://me:secret@127.0.0.1:9/db"):
+        finding = doctor._mlflow(uri, tmp_path)
+        assert finding.is_bad and "secret" not in finding.detail
+
+
+def test_prefect_server(server, monkeypatch):
+    assert "starts its own" in doctor._prefect().detail
+    monkeypatch.setenv("PREFECT_API_URL", f"{server}/api")
+    assert doctor._prefect() == doctor.Finding("prefect api", "ok", f"{server}/api")
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    assert doctor._prefect().is_bad

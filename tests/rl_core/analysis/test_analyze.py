@@ -1,0 +1,283 @@
+import csv
+import html.parser
+import json
+import subprocess
+import sys
+import tracemalloc
+
+import pytest
+from handmade_trajectories import played, trajectory, zoom
+from numpy.testing import assert_allclose
+
+from rl_core.analysis import analyze, write_trajectories
+from rl_core.analysis.training import MAX_POINTS, Curve, read_training
+from rl_core.errors import DataError
+from rl_core.settings import AnalysisSettings
+from rl_core.types import Turn
+
+SETTINGS = AnalysisSettings(bootstrap_samples=200, side_by_side=3)
+PNG = b"\x89PNG\r\n\x1a\n" + b"\0" * 30
+EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(1)>\"'&\x00\ud800"
+
+
+class Page(html.parser.HTMLParser):
+    """Tags, attributes and text of a page; every tag that is opened has to be closed."""
+
+    void = frozenset({"meta", "img"})
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.words, self.open = [], [], [], []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += [(tag, *pair) for pair in attrs]
+        if tag not in self.void:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("analysis")
+    skills = {"sft": 0.5, "policy": 0.95}
+    for name, skill in skills.items():
+        write_trajectories(folder / f"{name}.jsonl", played(150, skill, seed=len(name)))
+    rows = [
+        {"step": i, "time": 0, "metrics": {"success_rate": i / 40, "reward/mean": i / 50, "curriculum/stage": i // 20}}
+        for i in range(40)
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + '\n{"step": 40, "met')
+    found = analyze(
+        {name: folder / f"{name}.jsonl" for name in skills}, folder / "out", SETTINGS,
+        training={"policy": folder / "metrics.jsonl"}, image_of=lambda level, seed: PNG,
+    )  # fmt: skip
+    return found, folder
+
+
+def test_every_file_is_there(result):
+    found, _ = result
+    assert found.report.name == "report.html"
+    assert {path.name for path in found.files} == {
+        "report.html", "analysis.json", "analysis.csv", "success_by_level.png", "success_by_kind.png",
+        "differences.png",
+        "distributions.png", "tools.png", "misuse.png", "rewards.png", "training_0.png",
+    }  # fmt: skip
+    for path in found.files:
+        assert path.stat().st_size > 500
+        assert path.suffix != ".png" or path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics_agree_with_the_rows(result):
+    found, _ = result
+    for name, skill in (("sft", 0.5), ("policy", 0.95)):
+        rows = list(played(150, skill, seed=len(name)))
+        assert_allclose(found.metrics[f"analysis/{name}/success_rate"], sum(r.success for r in rows) / 150)
+        assert_allclose(found.metrics[f"analysis/{name}/reward_mean"], sum(r.reward for r in rows) / 150)
+        hard = [r.success for r in rows if r.level == "hard"]
+        assert_allclose(found.metrics[f"analysis/{name}/success_rate_by_level/hard"], sum(hard) / len(hard))
+    difference = found.metrics["analysis/policy_minus_sft/success"]
+    both = [found.metrics[f"analysis/{name}/success_rate"] for name in ("policy", "sft")]
+    assert_allclose(difference, both[0] - both[1])
+    assert 0 < found.metrics["analysis/policy_minus_sft/success_low"] < difference
+    assert [row["model"] for row in found.summary] == ["sft", "policy"]
+    [pair] = found.comparisons
+    assert pair.total.wins - pair.total.losses == round(difference * 150) and pair.p_value < 1e-6
+    rewards = [[r.reward for r in played(150, s, seed=n)] for s, n in ((0.5, 3), (0.95, 6))]
+    gaps = [b - a for a, b in zip(*rewards, strict=True)]
+    mean = sum(gaps) / 150
+    half = 1.959964 * (sum((g - mean) ** 2 for g in gaps) / 149 / 150) ** 0.5
+    assert_allclose(pair.reward, (mean, mean - half, mean + half), rtol=1e-6)
+
+
+def test_report_is_self_contained_and_marks_the_turning_point(result):
+    found, _ = result
+    text = found.report.read_text(encoding="utf-8")
+    page = Page(text)
+    assert "script" not in page.tags and "link" not in page.tags
+    sources = [value for tag, name, value in page.attributes if name in ("src", "href")]
+    assert sources and all(value.startswith("data:image/png;base64,") for value in sources)
+    assert "prefers-color-scheme:dark" in text
+    words = " ".join(page.words)
+    for expected in ("better than sft", "turning point", "Worst regressions", "Question ", "misuse"):
+        assert expected in words
+    assert text.count("class='image'") == 3
+
+
+def test_json_and_csv(result):
+    found, _ = result
+    row = json.loads((found.files[1]).read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert [model["name"] for model in row["models"]] == ["sft", "policy"] and len(row["cases"]) == 3
+    assert_allclose(row["models"][1]["success"]["rate"], found.metrics["analysis/policy/success_rate"])
+    with found.files[2].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    [total] = [
+        r for r in rows if (r["model"], r["group"], r["metric"]) == ("policy", "all", "success_rate")
+    ]  # fmt: skip
+    assert float(total["value"]) == found.metrics["analysis/policy/success_rate"] and total["n"] == "150"
+    assert any(r["group"] == "minus sft" and r["name"] == "hard" for r in rows)
+    assert any(r["group"] == "tool" and r["name"] == "hard: scan" and r["metric"] == "calls" for r in rows)
+
+
+def test_same_input_gives_the_same_bytes(result, tmp_path):
+    found, folder = result
+    again = analyze(
+        {name: folder / f"{name}.jsonl" for name in ("sft", "policy")}, tmp_path / "again", SETTINGS,
+        training={"policy": folder / "metrics.jsonl"}, image_of=lambda level, seed: PNG,
+    )  # fmt: skip
+    assert again.metrics == found.metrics
+    for one, other in zip(found.files, again.files, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
+
+
+def test_torn_training_rows_are_said(result):
+    found, _ = result
+    assert found.notes == ["1 unreadable rows of the training metrics of 'policy' were left out."]
+
+
+def test_markup_in_every_text_is_escaped(tmp_path):
+    turns = [zoom(1, 1, EVIL), Turn(EVIL, None, EVIL, True), Turn(EVIL)]
+    row = trajectory(1, False, turns, level=EVIL, kind=EVIL, prompt=EVIL, target=EVIL, answer=EVIL, stop_reason=EVIL)
+    row.turns[0].tool_call.name = EVIL
+    row.rewards = {"task": 0.0, EVIL: 1.0}
+    other = trajectory(1, True, [Turn("answer red")], level=EVIL, kind=EVIL, prompt=EVIL, target=EVIL)
+    write_trajectories(tmp_path / "a.jsonl", [row, trajectory(2, kind="$x_{")])
+    write_trajectories(tmp_path / "b.jsonl", [other, trajectory(2, kind="$x_{")])
+    models = {EVIL: tmp_path / "a.jsonl", "<b>": tmp_path / "b.jsonl"}
+    found = analyze(models, tmp_path / "out", SETTINGS, title=EVIL)
+    page = Page(found.report.read_text(encoding="utf-8"))
+    assert "script" not in page.tags and "b" in page.tags
+    assert not [attribute for attribute in page.attributes if attribute[1].startswith("on")]
+    assert all(value.startswith("data:image/png;base64,") for _, name, value in page.attributes if name == "src")
+    assert any("<script>alert(1)</script>" in words for words in page.words)
+
+
+def test_csv_cells_are_no_formulas(tmp_path):
+    row = trajectory(1)
+    row.turns[0].tool_call.name = "=cmd()"
+    row.level = row.kind = "@SUM(1)"
+    write_trajectories(tmp_path / "a.jsonl", [row])
+    found = analyze({"-1+1": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS)
+    with found.files[2].open(newline="") as file:
+        for line in list(csv.reader(file))[1:]:
+            assert not any(cell.startswith(("=", "@", "-1")) for cell in line)
+
+
+def test_one_model_alone_and_no_cases(tmp_path):
+    write_trajectories(tmp_path / "a.jsonl", [trajectory(1, turns=[])])
+    found = analyze({"only": tmp_path / "a.jsonl"}, tmp_path / "out", AnalysisSettings(side_by_side=0))
+    assert found.comparisons == [] and found.notes == []
+    assert "Episodes side by side" not in found.report.read_text()
+    assert found.metrics["analysis/only/success_rate"] == 1.0
+
+
+def test_pass_at_k_is_reported(tmp_path):
+    rows = [trajectory(1, sample < 1, sample=sample) for sample in range(4)]
+    write_trajectories(tmp_path / "a.jsonl", rows)
+    found = analyze({"m": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS)
+    assert [found.metrics[f"analysis/m/pass_at_{k}"] for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert "pass@4" in found.report.read_text()
+
+
+def test_different_episodes_are_compared_on_the_common_ones(tmp_path):
+    write_trajectories(tmp_path / "a.jsonl", [trajectory(seed, False) for seed in range(10)])
+    write_trajectories(tmp_path / "b.jsonl", [trajectory(seed, True) for seed in range(4, 11)])
+    found = analyze({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.jsonl"}, tmp_path / "out", SETTINGS)
+    assert found.metrics["analysis/b_minus_a/episodes"] == 6
+    assert found.metrics["analysis/b_minus_a/success"] == 1.0
+    [note] = found.notes
+    assert "compared on the 6 that both played (4 only 'a', 1 only 'b')" in note
+    assert note.replace("'", "&#x27;") in found.report.read_text()
+
+
+def test_nothing_in_common_is_an_error_and_leaves_nothing(tmp_path):
+    write_trajectories(tmp_path / "a.jsonl", [trajectory(1)])
+    write_trajectories(tmp_path / "b.jsonl", [trajectory(1, level="hard")])
+    with pytest.raises(DataError, match="'a' and 'b' have no episode in common"):
+        analyze({"a": tmp_path / "a.jsonl", "b": tmp_path / "b.jsonl"}, tmp_path / "out", SETTINGS)
+    assert not (tmp_path / "out").exists()
+
+
+def test_bad_input_leaves_nothing(tmp_path):
+    write_trajectories(tmp_path / "a.jsonl", [trajectory(1)])
+    (tmp_path / "b.jsonl").write_text("{")
+    cases = [({}, None), ({"a": tmp_path / "b.jsonl"}, None), ({"a": tmp_path / "a.jsonl"}, {"a": tmp_path / "none"})]
+    for models, training in cases:
+        with pytest.raises(DataError):
+            analyze(models, tmp_path / "out", SETTINGS, training=training)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failing_image_costs_only_the_image(tmp_path):
+    write_trajectories(tmp_path / "a.jsonl", [trajectory(1)])
+
+    def broken(level, seed):
+        raise RuntimeError("no picture")
+
+    found = analyze({"a": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS, image_of=broken)
+    assert "class='image'" not in found.report.read_text()
+
+
+def test_memory_does_not_grow_with_the_number_of_trajectories(tmp_path, monkeypatch):
+    monkeypatch.setattr("rl_core.analysis.summary.RESERVOIR", 200)
+    monkeypatch.setattr("rl_core.analysis.summary.KEPT_ACTIONS", 100)
+    from rl_core.analysis.runner import EpisodeIndex, _count
+
+    def peak(count):
+        path = tmp_path / f"{count}.jsonl"
+        base = json.dumps(trajectory(0).to_json())
+        with path.open("w") as file:
+            for seed in range(count):
+                file.write(base.replace('"seed": 0', f'"seed": {seed}') + "\n")
+        tracemalloc.start()
+        with EpisodeIndex() as index:
+            model = _count(index, 0, "m", path, None, 0)
+            assert model.episodes == count
+        top = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return top
+
+    small, large = peak(3000), peak(9000)  # more than the reservoirs and one batch of the index hold
+    assert large < 1.05 * small, (small, large)
+
+
+def test_curve_is_thinned_by_averaging():
+    curve = Curve()
+    for step in range(5 * MAX_POINTS):
+        curve.add(step, float(step % 2))
+    curve.flush()
+    assert len(curve.values) <= MAX_POINTS and curve.steps == sorted(curve.steps)
+    assert set(curve.values) == {0.5}
+
+
+def test_training_rows_of_a_resumed_or_torn_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [
+        {"step": 1, "metrics": {"success_rate": 0.1, "other": 1, "curriculum/stage": 0}},
+        {"step": 2, "metrics": {"success_rate": 0.2, "curriculum/stage": 1}},
+        {"step": 2, "metrics": {"success_rate": 0.9}},  # replayed after a kill
+        {"step": 3, "metrics": {"success_rate": float("nan")}},
+        {"step": "x", "metrics": {}},
+        {"step": 4, "metrics": {"success_rate": 0.4}},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n[1]\n{")
+    run = read_training(path, frozenset({"success_rate", "curriculum/stage"}))
+    assert run.curves["success_rate"].steps == [1, 2, 4] and run.curves["success_rate"].values == [0.1, 0.2, 0.4]
+    assert run.stages == [(1, 0), (2, 1)] and run.skipped == 3 and "other" not in run.curves
+    with pytest.raises(DataError, match="cannot be read"):
+        read_training(tmp_path / "none", frozenset())
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = (
+        "import sys, rl_core.analysis, rl_core.evaluation; "
+        "print([m for m in ('matplotlib', 'pandas', 'prefect', 'mlflow', 'pydantic', 'yaml') if m in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,167 @@
+"""The imperfect demonstrators: how often they are right, that their mistakes are what they are called, and habits."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from rl_core.environments.arithmetic import MISTAKES as ARITHMETIC_MISTAKES
+from rl_core.environments.arithmetic import Arithmetic
+from rl_core.environments.demonstrator import choose_mistake, share_right
+from rl_core.environments.pixel_grid import LEVELS, PixelGrid
+from rl_core.environments.pixel_grid_demonstrator import MISTAKES, plan
+from rl_core.environments.pixel_grid_questions import Grid, Question
+
+ENVIRONMENTS = {"pixel_grid": PixelGrid, "arithmetic": Arithmetic}
+
+
+def number_that_tempts(environment, demonstration):
+    episode = environment.episode(demonstration.seed, demonstration.level)
+    if isinstance(environment, Arithmetic):
+        return int(episode.parts[0])
+    question = episode.question
+    return question.cells[0][0] if question.cells else question.lines[0][1]
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_rates_are_near_the_settings(name, level):
+    environment = ENVIRONMENTS[name](skill={level: 0.5}, habit=0.8)
+    right, count = Counter(), Counter()
+    for seed in range(2000):
+        demonstration = environment.demonstration(seed, level)
+        tempting = number_that_tempts(environment, demonstration) % 2 == 0
+        right[tempting] += demonstration.mistake == ""
+        count[tempting] += 1
+        if demonstration.mistake == "":
+            assert demonstration.success
+    assert sum(right.values()) / 2000 == pytest.approx(0.5, abs=0.04)  # 4 standard errors
+    assert right[True] / count[True] == pytest.approx(0.1, abs=0.04)
+    assert right[False] / count[False] == pytest.approx(0.9, abs=0.04)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+@pytest.mark.parametrize("level", LEVELS)
+def test_demonstrations_replay_to_what_they_claim(name, level):
+    environment = ENVIRONMENTS[name]()
+    for seed in range(200):
+        demonstration = environment.demonstration(seed, level)
+        episode = environment.episode(seed, level)
+        replayed = episode.reset()
+        for message in demonstration.messages:
+            if message["role"] == "assistant":
+                step = episode.step(message["content"])
+                replayed += [message, *step.messages]
+        assert replayed == demonstration.messages and replayed[-1]["role"] == "assistant"
+        assert step.terminated and step.success == demonstration.success
+        assert (demonstration.kind, demonstration.seed, demonstration.level) == (episode.kind, seed, level)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_without_skill_everything_is_a_mistake_and_with_it_nothing(level):
+    assert {PixelGrid(skill={level: 0.0}).demonstration(seed, level).mistake for seed in range(400)} == {
+        mistake for kind in LEVELS[level][1] for mistake in MISTAKES[kind]
+    }
+    perfect = PixelGrid(skill={level: 1.0}, habit=0.0)
+    assert all(perfect.demonstration(seed, level).success for seed in range(200))
+
+
+def test_call_format_of_demonstrations():
+    messages = PixelGrid(skill={"easy": 1.0}, habit=0.0, call_format="hermes").demonstration(0, "easy").messages
+    assert messages[1]["content"] == '<tool_call>{"name": "zoom", "arguments": {"row": 2, "column": 2}}</tool_call>'
+
+
+def test_shares_by_hand():
+    assert share_right(0.4, 0.5, tempting=True) == pytest.approx(0.2)
+    assert share_right(0.4, 0.5, tempting=False) == pytest.approx(0.6)
+    rng = random.Random(0)
+    tempted = Counter(choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=True) for _ in range(4000))
+    assert tempted["a"] / 4000 == pytest.approx(0.8, abs=0.03) and tempted["b"] / 4000 == pytest.approx(0.1, abs=0.02)
+    others = Counter(choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=False) for _ in range(4000))
+    assert others["a"] / 4000 == pytest.approx(1 / 3, abs=0.03)
+
+
+GRID = Grid(
+    colours=[
+        ["red", "red", "blue", "green"],
+        ["green", "red", "blue", "red"],
+        ["black", "white", "red", "red"],
+        ["white", "blue", "green", "yellow"],
+    ],
+    digits=[[1, 2, 3, 4], [5, 6, 7, 8], [9, 0, 1, 2], [3, 4, 3, 2]],
+)
+COLOUR = Question("colour", "", "red", cells=((1, 2),))
+COUNT = Question("count", "", "2", lines=(("row", 1),), colour="red")
+LAST = Question("last", "", "green", lines=(("row", 1),))
+LARGER = Question("larger", "", "7", cells=((1, 3), (2, 3)))
+COMPARE = Question("compare", "", "column", lines=(("row", 4), ("column", 2)), colour="red")
+POINTER = Question("pointer", "", "yellow", cells=((4, 2),))
+
+
+@pytest.mark.parametrize(
+    ("question", "mistake", "calls", "answers"),
+    [
+        (COLOUR, "", ["zoom 1 2"], {"red"}),
+        (COLOUR, "transposed", ["zoom 2 1"], {"green"}),
+        (COLOUR, "too_far", ["zoom 1 3"], {"blue"}),
+        (COLOUR, "wrong_attribute", ["zoom 1 2"], {"2"}),
+        (Question("digit", "", "4", cells=((1, 4),)), "too_far", ["zoom 1 3"], {"3"}),  # none beyond the edge
+        (Question("digit", "", "4", cells=((1, 4),)), "wrong_attribute", ["zoom 1 4"], {"green"}),
+        (COUNT, "", ["count red row 1"], {"2"}),
+        (COUNT, "wrong_line", ["count red column 1"], {"1"}),
+        (COUNT, "too_far", ["count red row 2"], {"2"}),
+        (COUNT, "miscounted", ["scan row 1"], {"1", "3"}),
+        (LAST, "", ["scan row 1"], {"green"}),
+        (LAST, "wrong_line", ["scan column 1"], {"white"}),
+        (LAST, "wrong_attribute", ["scan row 1"], {"4"}),
+        (LARGER, "", ["zoom 1 3", "zoom 2 3"], {"7"}),
+        (LARGER, "reversed", ["zoom 1 3", "zoom 2 3"], {"3"}),
+        (LARGER, "one_side", ["zoom 1 3"], {"3"}),
+        (LARGER, "transposed", ["zoom 3 1", "zoom 2 3"], {"9"}),
+        (COMPARE, "", ["count red row 4", "count red column 2"], {"column"}),
+        (COMPARE, "reversed", ["count red row 4", "count red column 2"], {"row"}),
+        (COMPARE, "one_side", ["count red row 4"], {"row"}),
+        (COMPARE, "too_far", ["count red row 3", "count red column 2"], {"same"}),
+        (POINTER, "", ["zoom 4 2", "zoom 4 4"], {"yellow"}),
+        (POINTER, "stopped_early", ["zoom 4 2"], {"blue"}),
+        (POINTER, "wrong_line", ["zoom 4 2", "zoom 4 2"], {"blue"}),
+        (POINTER, "wrong_attribute", ["zoom 4 2", "zoom 4 4"], {"2"}),
+    ],
+)
+def test_every_mistake_is_what_it_is_called(monkeypatch, question, mistake, calls, answers):
+    monkeypatch.setattr("rl_core.environments.pixel_grid_demonstrator.choose_mistake", lambda *args, **kwargs: mistake)
+    tools = PixelGrid().tools
+    for seed in range(10):
+        planned = plan(GRID, question, random.Random(seed), skill=0.5, habit=0.5)
+        assert [tools.format(call) for call in planned.calls] == calls
+        assert planned.answer in answers and planned.mistake == mistake
+
+
+def test_the_diagonal_has_no_other_side():
+    question = Question("colour", "", "red", cells=((2, 2),))
+    mistakes = {plan(GRID, question, random.Random(seed), skill=0.0, habit=0.0).mistake for seed in range(200)}
+    assert mistakes == {"too_far", "no_look", "wrong_attribute"}
+
+
+def test_arithmetic_mistakes():
+    environment = Arithmetic(skill={"hard": 0.2})
+    seen = Counter()
+    for seed in range(500):
+        demonstration = environment.demonstration(seed, "hard")
+        episode = environment.episode(seed, "hard")
+        actions = [message["content"] for message in demonstration.messages if message["role"] == "assistant"]
+        called = actions[0].removeprefix("calculator ").split() if len(actions) == 2 else None
+        answer = int(actions[-1].removeprefix("answer "))
+        match demonstration.mistake:
+            case "":
+                assert called == episode.parts and str(answer) == episode.target
+            case "other_sign":
+                assert [a != b for a, b in zip(called, episode.parts, strict=True)].count(True) == 1
+            case "dropped":
+                assert called == episode.parts[:-2]
+            case "no_look":
+                assert called is None
+            case "off_by_one":
+                assert called == episode.parts and abs(answer - int(episode.target)) == 1
+        seen[demonstration.mistake] += 1
+    assert set(seen) == {"", *ARITHMETIC_MISTAKES}

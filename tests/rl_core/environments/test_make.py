@@ -1,0 +1,96 @@
+"""Building environments by name, with checked options."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from rl_core.environments import SHIPPED, Environment, Toolset, make
+from rl_core.environments.arithmetic import Arithmetic
+from rl_core.environments.pixel_grid import PixelGrid
+from rl_core.errors import SettingsError
+
+HERE = f"{__name__}:Own"
+
+
+class Own(Environment):
+    name = "own"
+    levels = ("only",)
+
+    def __init__(
+        self,
+        data: Path | None = None,
+        *,
+        size: int,
+        rate: float = 0.5,
+        fast: bool = False,
+        mode: Literal["a", "b"] = "a",
+        label: str | None = None,
+        names: tuple[str, ...] = (),
+        weights: dict[str, float] | None = None,
+    ):
+        super().__init__(data)
+        self.options = dict(size=size, rate=rate, fast=fast, mode=mode, label=label, names=names, weights=weights)
+
+    @property
+    def tools(self):
+        return Toolset()
+
+    def episode(self, seed, level):
+        raise NotImplementedError
+
+
+class Open(Own):
+    def __init__(self, **anything):
+        super().__init__(size=1)
+        self.anything = anything
+
+
+class Unfinished(Environment):
+    name = "unfinished"
+    levels = ()
+
+
+def test_shipped_names():
+    assert type(make("pixel_grid")) is PixelGrid and type(make("arithmetic", {"max_number": 9})) is Arithmetic
+    assert make("arithmetic", {"max_number": 9}).max_number == 9
+    assert make("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
+    assert set(SHIPPED) == {"pixel_grid", "arithmetic", "gsm8k"}
+
+
+def test_own_environment_by_import_path():
+    values = dict(size=3, rate=1, fast=True, mode="b", label=None, names=["x"], weights={"x": 1, "y": 0.5})
+    assert make(HERE, values).options == values
+    assert make(f"{__name__}:Open", {"whatever": 1}).anything == {"whatever": 1, "data": None}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "part"),
+    [
+        ("pixel_gird", {}, "did you mean 'pixel_grid'?"),
+        ("pixel_grid", {"instruction": True}, "no such option; did you mean 'instructions'?"),
+        ("pixel_grid", {"instructions": 1}, "options.instructions: 1 is not bool"),
+        ("pixel_grid", {"call_format": "xml"}, "options.call_format: 'xml' is not one of 'line', 'hermes'"),
+        ("pixel_grid", {"skill": {"easy": "high"}}, "options.skill"),
+        ("pixel_grid", {"data": "x"}, "no such option"),
+        ("no_such_package.module:Thing", {}, "cannot be imported"),
+        ("rl_core.environments.base:Nothing", {}, "names no subclass"),
+        ("rl_core.environments.base:Step", {}, "names no subclass"),
+        ("rl_core.environments.base:", {}, "names no subclass"),
+        (":Own", {}, "cannot be imported"),
+        (f"{__name__}:Unfinished", {}, "does not define episode, tools"),
+        (HERE, {}, "options.size: environment"),
+        (HERE, {"size": True}, "options.size: True is not int"),
+        (HERE, {"size": 1.0}, "options.size: 1.0 is not int"),
+        (HERE, {"size": 1, "rate": "1e-5"}, "options.rate: '1e-5' is not float"),
+        (HERE, {"size": 1, "label": 3}, "options.label"),
+        (HERE, {"size": 1, "names": "x"}, "options.names"),
+        (HERE, {"size": 1, "names": [1]}, "options.names"),
+        (HERE, {"size": 1, "mode": "c"}, "one of 'a', 'b'"),
+        (f"{__name__}:Open", {"data": 1}, "no such option"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named(name, options, part):
+    with pytest.raises(SettingsError) as caught:
+        make(name, options)
+    assert part in str(caught.value)

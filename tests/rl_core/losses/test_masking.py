@@ -1,0 +1,82 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, NonFiniteTensor
+from rl_core.losses.masking import (
+    check_inputs,
+    count_loss_tokens,
+    fill_masked,
+    masked_max,
+    masked_mean,
+    masked_sum,
+    masked_whiten,
+)
+
+MASK = torch.tensor([[True, True, False], [True, False, False]])
+VALUES = torch.tensor([[1.0, 2.0, math.nan], [3.0, math.inf, 9.0]])
+
+
+def test_sum_mean_max_ignore_what_is_outside_the_mask():
+    assert masked_sum(VALUES, MASK).item() == 6.0
+    assert masked_mean(VALUES, MASK).item() == 2.0
+    assert masked_mean(VALUES, MASK, num_loss_tokens=12).item() == 0.5
+    assert masked_max(VALUES, MASK).item() == 3.0
+    assert masked_max(-VALUES, MASK).item() == -1.0
+
+
+def test_nan_outside_the_mask_does_not_reach_the_gradient():
+    values = VALUES.clone().requires_grad_()
+    fill_masked(values, MASK).square().sum().backward()
+    assert values.grad.tolist() == [[2.0, 4.0, 0.0], [6.0, 0.0, 0.0]]
+
+
+def test_global_denominator_makes_ragged_micro_batches_add_up():
+    # tokens 1 1 1 | 3: the mean is 1.5; the mean of the micro-batches' means would be 2
+    parts = [(torch.ones(1, 3), torch.ones(1, 3).bool()), (torch.full((1, 1), 3.0), torch.ones(1, 1).bool())]
+    total = count_loss_tokens(mask for _, mask in parts)
+    assert total == 4
+    assert sum(masked_mean(v, m, num_loss_tokens=total).item() for v, m in parts) == pytest.approx(1.5)
+
+
+def test_whitening_by_hand():
+    # 1 2 3: mean 2, unbiased variance 1
+    assert masked_whiten(VALUES, MASK).tolist() == [[pytest.approx(-1), 0, 0], [pytest.approx(1), 0, 0]]
+    kept = masked_whiten(VALUES * 2, MASK, shift_mean=False)  # mean 4, std 2: 4 -1, 4, 4 + 1
+    assert kept.tolist() == [[pytest.approx(3), pytest.approx(4), 0], [pytest.approx(5), 0, 0]]
+
+
+def test_whitening_of_one_value_and_of_equal_values_is_zero():
+    assert masked_whiten(torch.tensor([[5.0, 1.0]]), torch.tensor([[True, False]])).tolist() == [[0, 0]]
+    assert masked_whiten(torch.full((1, 3), 5.0), torch.ones(1, 3).bool()).tolist() == [[0, 0, 0]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=2, max_size=6), st.integers(0, 99))
+def test_whitened_values_have_mean_0_and_variance_1(mask_rows, seed):
+    mask = torch.tensor(mask_rows)
+    if mask.sum() < 3:
+        return
+    values = 7 + 3 * torch.randn(mask.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    white = masked_whiten(values, mask)[mask]
+    assert white.mean().item() == pytest.approx(0, abs=1e-9)
+    assert white.var().item() == pytest.approx(1, rel=1e-5)
+
+
+def test_bad_input_is_named():
+    with pytest.raises(DataError, match=r"advantages: shape \(2, 2\), loss_mask has \(2, 3\)"):
+        check_inputs(MASK, logprobs=torch.zeros(2, 3), advantages=torch.zeros(2, 2))
+    with pytest.raises(NonFiniteTensor, match=r"advantages: nan at \(0, 1\); 1 of 6"):
+        check_inputs(MASK, logprobs=torch.zeros(2, 3), advantages=torch.tensor([[0, math.nan, math.nan], [0, 0, 0]]))
+    with pytest.raises(DataError, match="loss_mask: dtype"):
+        check_inputs(MASK.float(), logprobs=torch.zeros(2, 3))
+    with pytest.raises(DataError, match="logprobs: dtype"):
+        check_inputs(MASK, logprobs=torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(DataError, match="mask empty"):
+        masked_mean(VALUES, torch.zeros_like(MASK))
+    with pytest.raises(DataError, match="num_loss_tokens: 0"):
+        count_loss_tokens([torch.zeros(2, 2).bool()])
+    check_inputs(MASK, values=VALUES)  # what is outside may be anything

@@ -1,0 +1,185 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, NonFiniteTensor
+from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
+
+E = math.e
+ONE = torch.ones(1, 1).bool()
+
+
+def single(log_ratio, advantage, **options):
+    """Loss, gradient with respect to the log-prob, and metrics of one token whose old log-prob is -2."""
+    logprobs = torch.tensor([[log_ratio - 2.0]], dtype=torch.float64, requires_grad=True)
+    old = torch.full((1, 1), -2.0, dtype=torch.float64)
+    advantages = torch.full((1, 1), advantage, dtype=torch.float64)
+    loss, metrics = clipped_policy_loss(logprobs, old, advantages, ONE, num_loss_tokens=1, **options)
+    loss.backward()
+    return loss.item(), logprobs.grad.item(), {name: value.item() for name, value in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "options", "loss", "gradient", "low", "high"),
+    [
+        (1.0, 1.0, {}, -1.2, 0.0, 0, 1),  # ratio e, clipped from above
+        (1.0, -1.0, {}, E, E, 0, 0),  # not clipped: the policy has to come back
+        (-1.0, 1.0, {}, -1 / E, -1 / E, 0, 0),
+        (-1.0, -1.0, {}, 0.8, 0.0, 1, 0),  # ratio 1/e, clipped from below
+        (0.0, 2.0, {}, -2.0, -2.0, 0, 0),
+        (0.0, -2.0, {}, 2.0, 2.0, 0, 0),
+        (1.0, 1.0, {"clip_eps_high": 0.28}, -1.28, 0.0, 0, 1),
+        (-1.0, -1.0, {"clip_eps_high": 0.28}, 0.8, 0.0, 1, 0),
+        (0.25, 1.0, {"clip_eps_high": 0.5}, -math.exp(0.25), -math.exp(0.25), 0, 0),
+        (1.0, -1.0, {"dual_clip": 2.0}, 2.0, 0.0, 0, 0),
+        (1.0, -1.0, {"dual_clip": 3.0}, E, E, 0, 0),
+        (1.0, 1.0, {"dual_clip": 2.0}, -1.2, 0.0, 0, 1),
+        (-1.0, -1.0, {"dual_clip": 2.0}, 0.8, 0.0, 1, 0),
+        (30.0, -1.0, {}, math.exp(20), 0.0, 0, 0),  # the log-ratio is clamped
+    ],
+)
+def test_one_token_by_hand(log_ratio, advantage, options, loss, gradient, low, high):
+    value, slope, metrics = single(log_ratio, advantage, **options)
+    assert value == pytest.approx(loss, rel=1e-9)
+    assert slope == pytest.approx(gradient, rel=1e-9)
+    assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (low, high)
+    assert metrics["clip_fraction"] == low + high
+
+
+def test_metrics_by_hand():
+    # ratios 2 and 1/2 on two of four tokens of the step
+    logprobs = torch.tensor([[math.log(0.4), math.log(0.1), math.nan]])
+    old = torch.tensor([[math.log(0.2), math.log(0.2), 0.0]])
+    mask = torch.tensor([[True, True, False]])
+    _, metrics = clipped_policy_loss(logprobs, old, torch.ones(1, 3), mask, num_loss_tokens=4)
+    values = {name: value.item() for name, value in metrics.items()}
+    assert values["ratio_mean"] == pytest.approx(2.5 / 4)
+    assert values["ratio_max"] == pytest.approx(2.0)
+    assert values["kl_k1"] == pytest.approx(0.0, abs=1e-7)  # -(ln 2 - ln 2) / 4
+    assert values["kl"] == pytest.approx((2 - 1 - math.log(2) + 0.5 - 1 + math.log(2)) / 4)  # r - 1 - log r
+    assert values["clip_fraction"] == 0.25
+    assert values["loss"] == pytest.approx(-(1.2 + 0.5) / 4)
+
+
+def reference_loss(logprobs, old, advantages, mask, eps, high, denominator):
+    total = 0.0
+    for b in range(len(mask)):
+        for t in range(len(mask[b])):
+            if mask[b][t]:
+                ratio = math.exp(logprobs[b][t] - old[b][t])
+                clipped = min(max(ratio, 1 - eps), 1 + high)
+                total -= min(ratio * advantages[b][t], clipped * advantages[b][t])
+    return total / denominator
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 7), st.integers(0, 9999))
+def test_equals_a_plain_loop_however_it_is_cut(rows, width, seed):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda: torch.randn(rows, width, generator=generator, dtype=torch.float64)  # noqa: E731
+    logprobs, old, advantages = draw() / 3, draw() / 3, draw()
+    mask = torch.rand(rows, width, generator=generator) < 0.6
+    options = dict(num_loss_tokens=11, clip_eps=0.2, clip_eps_high=0.28)
+    whole, metrics = clipped_policy_loss(logprobs, old, advantages, mask, **options)
+    expected = reference_loss(logprobs.tolist(), old.tolist(), advantages.tolist(), mask.tolist(), 0.2, 0.28, 11)
+    assert whole.item() == pytest.approx(expected, abs=1e-12)
+    parts = [
+        clipped_policy_loss(logprobs[i : i + 1], old[i : i + 1], advantages[i : i + 1], mask[i : i + 1], **options)
+        for i in range(rows)
+    ]
+    for name in ("loss", "kl", "kl_k1", "ratio_mean", "clip_fraction"):
+        assert sum(part[name].item() for _, part in parts) == pytest.approx(metrics[name].item(), abs=1e-6)
+    padded = [torch.nn.functional.pad(x, (2, 3)) for x in (logprobs, old, advantages, mask)]
+    assert clipped_policy_loss(*padded, **options)[0].item() == pytest.approx(whole.item(), abs=1e-12)
+
+
+def test_at_ratio_1_the_gradient_is_the_policy_gradient():
+    generator = torch.Generator().manual_seed(0)
+    logprobs = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    advantages = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    mask = torch.rand(3, 4, generator=generator) < 0.7
+    clipped, metrics = clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, num_loss_tokens=5)
+    plain, _ = reinforce_loss(logprobs, advantages, mask, num_loss_tokens=5)
+    assert torch.equal(torch.autograd.grad(clipped, logprobs)[0], torch.autograd.grad(plain, logprobs)[0])
+    assert metrics["kl"].item() == 0 and metrics["ratio_max"].item() == 1
+
+
+def test_gradchecks():
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    logprobs, old, advantages = (draw(3, 4) / 4).requires_grad_(), draw(3, 4) / 4, draw(3, 4)
+    mask = torch.rand(3, 4, generator=generator) < 0.8
+    mask[0] = False
+    for options in ({}, {"dual_clip": 1.1}, {"clip_eps_high": 0.3, "loss_denominator": 30.0}):
+        assert torch.autograd.gradcheck(
+            lambda x, o=options: clipped_policy_loss(x, old, advantages, mask, num_loss_tokens=6, **o)[0], (logprobs,)
+        )
+    assert torch.autograd.gradcheck(
+        lambda x: gspo_loss(x, old, advantages[:, 0], mask, num_sequences=2, clip_eps=0.05, clip_eps_high=0.1)[0],
+        (logprobs,),
+    )
+    assert torch.autograd.gradcheck(lambda x: reinforce_loss(x, advantages, mask, num_loss_tokens=6)[0], (logprobs,))
+
+
+def test_loss_denominator_leaves_metrics_alone():
+    args = (torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2).bool())
+    loss, metrics = clipped_policy_loss(*args, num_loss_tokens=2, loss_denominator=8)
+    assert loss.item() == -0.25 and metrics["ratio_mean"].item() == 1.0
+
+
+def test_gspo_by_hand():
+    # log-ratios .1 and .3 (and a masked one): s = e^0.2, clipped at 1.0004 when that helps
+    mask = torch.tensor([[True, True, False], [True, True, False], [False, False, False]])
+    old = torch.zeros(3, 3, dtype=torch.float64)
+    logprobs = torch.tensor([[0.1, 0.3, 9.0]] * 3, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -1.0, 7.0], dtype=torch.float64)
+    loss, metrics = gspo_loss(logprobs, old, advantages, mask, num_sequences=2)
+    s = math.exp(0.2)
+    assert loss.item() == pytest.approx((-1.0004 + s) / 2)
+    assert metrics["clip_fraction_high"].item() == 0.5 and metrics["clip_fraction_low"].item() == 0
+    assert metrics["ratio_mean"].item() == pytest.approx(s) and metrics["ratio_max"].item() == pytest.approx(s)
+    loss.backward()
+    # row 1: d/dx of s / 2 = s / 2 / 2 per token
+    assert logprobs.grad.tolist() == [[0, 0, 0], [pytest.approx(s / 4), pytest.approx(s / 4), 0], [0, 0, 0]]
+
+
+def test_cispo_keeps_every_gradient_and_cuts_the_weight():
+    for log_ratio, weight in ((1.0, 1.2), (-1.0, 1 / E)):
+        for advantage in (1.0, -1.0):
+            logprobs = torch.tensor([[log_ratio - 2.0]], dtype=torch.float64, requires_grad=True)
+            old, advantages = torch.full((1, 1), -2.0).double(), torch.full((1, 1), advantage).double()
+            loss, metrics = cispo_loss(logprobs, old, advantages, ONE, num_loss_tokens=1)
+            loss.backward()
+            assert loss.item() == pytest.approx(-weight * advantage * (log_ratio - 2))
+            assert logprobs.grad.item() == pytest.approx(-weight * advantage)
+            assert metrics["clip_fraction"].item() == (1 if log_ratio > 0 else 0)
+
+
+def test_reinforce_by_hand():
+    logprobs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
+    loss, _ = reinforce_loss(logprobs, torch.tensor([[2.0, -3.0]]), torch.ones(1, 2).bool(), num_loss_tokens=2)
+    assert loss.item() == pytest.approx(-(2 * -1 + -3 * -2) / 2)
+    loss.backward()
+    assert logprobs.grad.tolist() == [[-1.0, 1.5]]
+
+
+def test_bad_input_is_named():
+    zeros, mask = torch.zeros(2, 2), torch.ones(2, 2).bool()
+    with pytest.raises(DataError, match=r"advantages: shape \(2,\)"):
+        clipped_policy_loss(zeros, zeros, torch.zeros(2), mask, num_loss_tokens=1)
+    with pytest.raises(NonFiniteTensor, match="old_logprobs: -inf"):
+        clipped_policy_loss(zeros, zeros - math.inf, zeros, mask, num_loss_tokens=1)
+    with pytest.raises(NonFiniteTensor, match="logprobs: nan"):
+        clipped_policy_loss(zeros * math.nan, zeros, zeros, mask, num_loss_tokens=1)
+    with pytest.raises(DataError, match="num_loss_tokens: 0"):
+        clipped_policy_loss(zeros, zeros, zeros, mask & False, num_loss_tokens=0)
+    for bad in ({"clip_eps": 0.0}, {"clip_eps": 1.0}, {"clip_eps_high": 0.0}, {"dual_clip": 1.0}):
+        with pytest.raises(DataError, match="clip"):
+            clipped_policy_loss(zeros, zeros, zeros, mask, num_loss_tokens=1, **bad)
+    with pytest.raises(DataError, match="advantages"):
+        gspo_loss(zeros, zeros, zeros, mask, num_sequences=2)
+    with pytest.raises(DataError, match="num_sequences"):
+        gspo_loss(zeros, zeros, zeros[0], mask, num_sequences=0)

@@ -1,0 +1,231 @@
+"""Selective log-probabilities against the naive computation, values and gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from rl_core.errors import DataError
+from rl_core.models import logprobs as module
+from rl_core.models.logprobs import completion_logprobs, selected_logprobs
+from rl_core.models.lora import add_adapter
+from rl_core.settings import LoraSettings
+from rl_core.types import TrainBatch
+
+VOCAB = 50
+
+
+def make_model(dtype: torch.dtype = torch.float64, **options: object) -> LlamaForCausalLM:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            **{
+                "vocab_size": VOCAB,
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "intermediate_size": 24,
+                "max_position_embeddings": 64,
+                "initializer_range": 0.3,
+                "pad_token_id": 0,
+                **options,
+            }
+        )
+        return LlamaForCausalLM(config).to(dtype)
+
+
+def make_batch() -> TrainBatch:
+    """Rows of 9, 6 and 4 tokens, loss on scattered ones, padding with a token that also occurs as a real one."""
+    generator = torch.Generator().manual_seed(1)
+    ids_BS = torch.randint(0, VOCAB, (3, 9), generator=generator)
+    loss_BS = torch.zeros(3, 9, dtype=torch.bool)
+    for row, length in enumerate((9, 6, 4)):
+        ids_BS[row, length:] = 0
+        loss_BS[row, 2:length:2] = True
+        loss_BS[row, length - 1] = True
+    attention_BS = torch.arange(9)[None] < torch.tensor([[9], [6], [4]])
+    return TrainBatch(ids_BS, attention_BS, loss_BS)
+
+
+def naive(model: torch.nn.Module, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row by row, unpadded, over all logits."""
+    logprobs = torch.zeros(batch.input_ids_BS.shape, dtype=next(model.parameters()).dtype)
+    entropy = torch.zeros_like(logprobs)
+    for row, (ids, real, loss) in enumerate(
+        zip(batch.input_ids_BS, batch.attention_mask_BS, batch.loss_mask_BS, strict=True)
+    ):
+        ids = ids[real]
+        log_p = torch.log_softmax(model(ids[None]).logits[0].to(logprobs.dtype), -1)
+        for s in range(1, len(ids)):
+            if loss[s]:
+                logprobs[row, s] = log_p[s - 1, ids[s]]
+                entropy[row, s] = -(log_p[s - 1].exp() * log_p[s - 1]).sum()
+    return logprobs, entropy
+
+
+def gradients(model: torch.nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def check(model: torch.nn.Module, batch: TrainBatch, with_entropy: bool, chunk: int | None, tolerance: float) -> None:
+    weights_BS = torch.linspace(-1, 1, batch.input_ids_BS.numel()).view(batch.input_ids_BS.shape)
+    got, got_entropy = completion_logprobs(model, batch, with_entropy=with_entropy, chunk_tokens=chunk)
+    want, want_entropy = naive(model, batch)
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+    got_loss, want_loss = (got * weights_BS).sum(), (want * weights_BS).sum()
+    if with_entropy:
+        assert got_entropy is not None
+        torch.testing.assert_close(got_entropy, want_entropy, atol=tolerance, rtol=tolerance)
+        got_loss, want_loss = (
+            got_loss + (got_entropy * weights_BS**2).sum(),
+            want_loss + (want_entropy * weights_BS**2).sum(),
+        )
+    else:
+        assert got_entropy is None
+    got_gradients, want_gradients = gradients(model, got_loss), gradients(model, want_loss)
+    assert got_gradients.keys() == want_gradients.keys()
+    for name, value in want_gradients.items():
+        torch.testing.assert_close(got_gradients[name], value, atol=tolerance, rtol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4, 100])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_values_and_gradients_equal_the_naive_ones(tied: bool, with_entropy: bool, chunk: int | None) -> None:
+    check(make_model(tie_word_embeddings=tied), make_batch(), with_entropy, chunk, 1e-9)
+
+
+def test_in_float32_and_for_another_family() -> None:
+    check(make_model(torch.float32), make_batch(), True, 3, 1e-4)
+    torch.manual_seed(0)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32)).double().eval()
+    check(gpt2, make_batch(), True, 3, 1e-9)
+
+
+def test_a_model_that_caps_its_logits_is_noticed() -> None:
+    torch.manual_seed(0)
+    config = Gemma2Config(
+        vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=24, max_position_embeddings=64, final_logit_softcapping=2.0, initializer_range=0.5,
+        attn_implementation="eager",
+    )  # fmt: skip
+    check(Gemma2ForCausalLM(config).double(), make_batch(), True, 3, 1e-6)
+
+
+def test_adapters_get_the_gradient() -> None:
+    model = add_adapter(make_model(torch.float32), LoraSettings(rank=2, target_modules=("q_proj", "lm_head")))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    check(model, make_batch(), True, 2, 1e-3)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_gradcheck(with_entropy: bool, chunk: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(7, 3, generator=generator, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
+    targets = torch.tensor([0, 6, 3, 3, 1])
+
+    def outputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        got = selected_logprobs(*tensors, targets, with_entropy=with_entropy, chunk_tokens=chunk)
+        return tuple(value for value in got if value is not None)
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+def test_values_by_hand() -> None:
+    """Logits (0, ln 3) give p = (1/4, 3/4); entropy 1/4 ln 4 + 3/4 ln 4/3 = 0.5623."""
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
+    logprobs, entropy = selected_logprobs(hidden, weight, None, torch.tensor([0, 1]), with_entropy=True)
+    assert logprobs.tolist() == pytest.approx([math.log(0.25), math.log(0.75)])
+    assert entropy is not None and entropy.tolist() == pytest.approx([0.562335, 0.562335])
+
+
+def test_certain_and_impossible_tokens_stay_finite() -> None:
+    hidden = torch.ones(1, 1, requires_grad=True)
+    weight = torch.tensor([[0.0], [500.0]])
+    logprobs, entropy = selected_logprobs(hidden, weight, None, torch.tensor([0]), with_entropy=True)
+    assert logprobs.item() == -500 and entropy is not None and entropy.item() == 0
+    (logprobs + entropy).sum().backward()
+    assert hidden.grad is not None and hidden.grad.item() == -500  # d(z_0 - lse)/dh = 0 - 500
+
+
+def test_more_padding_changes_nothing() -> None:
+    model, batch = make_model(), make_batch()
+    wide = TrainBatch(
+        torch.nn.functional.pad(batch.input_ids_BS, (0, 5), value=7),
+        torch.nn.functional.pad(batch.attention_mask_BS, (0, 5)),
+        torch.nn.functional.pad(batch.loss_mask_BS, (0, 5)),
+    )
+    with torch.no_grad():
+        narrow_BS, wide_BS = completion_logprobs(model, batch)[0], completion_logprobs(model, wide)[0]
+    torch.testing.assert_close(wide_BS[:, :9], narrow_BS, atol=1e-12, rtol=0)
+    assert not wide_BS[:, 9:].any()
+
+
+def test_without_a_mask_the_attention_is_the_same_as_with_it() -> None:
+    """What lets completion_logprobs pass no attention mask."""
+    model, batch = make_model(), make_batch()
+    with torch.no_grad():
+        masked_BSH = model.model(batch.input_ids_BS, attention_mask=batch.attention_mask_BS.long()).last_hidden_state
+        plain_BSH = model.model(batch.input_ids_BS).last_hidden_state
+    torch.testing.assert_close(
+        plain_BSH[batch.attention_mask_BS], masked_BSH[batch.attention_mask_BS], atol=1e-12, rtol=0
+    )
+
+
+def test_the_head_sees_only_positions_that_carry_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows: list[int] = []
+    original = module._log_softmax
+
+    def counting(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows.append(len(hidden))
+        return original(hidden, weight, bias)
+
+    monkeypatch.setattr(module, "_log_softmax", counting)
+    model, batch = make_model(), make_batch()
+    logprobs_BS, _ = completion_logprobs(model, batch, chunk_tokens=4)
+    assert rows == [4, 4, 1] and batch.num_loss_tokens == 9
+    logprobs_BS.sum().backward()
+    assert rows == [4, 4, 1] * 2
+    rows.clear()
+    completion_logprobs(model, batch)[0].sum().backward()
+    assert rows == [9], "one chunk is not computed twice"
+
+
+def test_no_loss_token_gives_zeros_that_can_be_differentiated() -> None:
+    model, batch = make_model(), make_batch()
+    batch.loss_mask_BS[:] = False
+    logprobs_BS, entropy_BS = completion_logprobs(model, batch, with_entropy=True)
+    assert entropy_BS is not None and not logprobs_BS.any() and not entropy_BS.any()
+    (logprobs_BS.sum() + entropy_BS.sum()).backward()
+    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_bad_shapes() -> None:
+    model, batch = make_model(), make_batch()
+    batch.loss_mask_BS[0, 0] = True
+    with pytest.raises(DataError, match="position 0"):
+        completion_logprobs(model, batch)
+    with pytest.raises(DataError, match="must be equal"):
+        completion_logprobs(model, TrainBatch(batch.input_ids_BS, batch.attention_mask_BS, batch.loss_mask_BS[:, 1:]))
+
+
+def test_autocast_computes_the_head_in_bfloat16() -> None:
+    model, batch = make_model(torch.float32), make_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logprobs_BS, _ = completion_logprobs(model, batch)
+    logprobs_BS.sum().backward()
+    assert logprobs_BS.dtype == torch.float32
+    torch.testing.assert_close(logprobs_BS, naive(model, batch)[0], atol=0.15, rtol=0.1)
+    assert model.lm_head.weight.grad is not None and model.lm_head.weight.grad.dtype == torch.float32

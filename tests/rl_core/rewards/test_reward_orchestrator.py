@@ -1,0 +1,164 @@
+import json
+import math
+import sys
+import types
+
+import pytest
+
+from rl_core.errors import RewardError, SettingsError
+from rl_core.rewards.learned import LearnedReward, RunningNorm
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
+
+
+def rollout(task, *, errors=(), seed=0, ids=(1, 2)):
+    trajectory = Trajectory(
+        environment="fake",
+        level="easy",
+        kind="k",
+        seed=seed,
+        prompt="p",
+        target="t",
+        turns=[Turn(action="a", is_error=error) for error in errors],
+        reward=task,
+        rewards={"task": task},
+    )
+    return Rollout(
+        prompt_ids=[0],
+        completion_ids=list(ids),
+        loss_mask=[True] * len(ids),
+        sampler_logprobs=[-1.0] * len(ids),
+        reward=task,
+        trajectory=trajectory,
+    )
+
+
+def groups():
+    return [
+        RolloutGroup([rollout(1.0, errors=[True, False], seed=1), rollout(0.0, seed=1)]),
+        RolloutGroup([rollout(0.5, seed=2), rollout(-0.5, errors=[True, True], seed=2)]),
+    ]
+
+
+@pytest.fixture
+def user_module():
+    module = types.ModuleType("user_rewards_for_test")
+    module.length = lambda trajectories: [float(len(t.turns)) for t in trajectories]
+    module.not_callable = 3
+    sys.modules[module.__name__] = module
+    yield module
+    del sys.modules[module.__name__]
+
+
+def test_weighted_sum_parts_and_metrics():
+    made = groups()
+    metrics = RewardOrchestrator({"task": 2.0, "tool_use": 0.25}).score(made)
+    rewards = [r.reward for g in made for r in g.rollouts]
+    assert rewards == [1.75, 0.0, 1.0, -1.5]  # 2 task - 0.25 misuses
+    assert [g.rewards for g in made] == [[1.75, 0.0], [1.0, -1.5]]
+    assert made[1].rollouts[1].trajectory.rewards == {"task": -0.5, "tool_use": -2.0}
+    assert made[1].rollouts[1].trajectory.reward == -1.5
+    assert metrics["reward/mean"] == pytest.approx(0.3125)
+    assert metrics["reward/std"] == pytest.approx(math.sqrt(sum((r - 0.3125) ** 2 for r in rewards) / 4))
+    assert metrics["reward/task"] == 0.25 and metrics["reward/tool_use"] == -0.75
+
+
+def test_scoring_twice_changes_nothing():
+    made = groups()
+    orchestrator = RewardOrchestrator({"task": 2.0})
+    assert orchestrator.score(made) == orchestrator.score(made)
+
+
+def test_the_environment_reward_stays_in_the_record():
+    made = groups()
+    RewardOrchestrator({"tool_use": 1.0}).score(made)
+    assert made[0].rollouts[0].trajectory.rewards == {"task": 1.0, "tool_use": -1.0}
+    assert made[0].rollouts[0].reward == -1.0
+
+
+def test_user_function_by_import_path(user_module):
+    made = groups()
+    metrics = RewardOrchestrator({"user_rewards_for_test:length": 1.0}).score(made)
+    assert [g.rewards for g in made] == [[2.0, 0.0], [0.0, 2.0]]
+    assert metrics["reward/user_rewards_for_test.length"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda trajectories: [1.0], "gave 1 values for 4 trajectories"),
+        (lambda trajectories: [1.0] * 5, "gave 5 values for 4 trajectories"),
+        (lambda trajectories: 1.0, "gave float, expected a list"),
+        (lambda trajectories: [0, 1, math.nan, 0], "gave nan, no finite number, for .*level 'easy', seed 2, sample 0"),
+        (lambda trajectories: [0, "good", 0, 0], "gave 'good'.*seed 1"),
+        (lambda trajectories: [1 / (t.seed - 2) for t in trajectories], r"raised ZeroDivisionError.*\(at .*seed 2"),
+    ],
+)
+def test_user_functions_that_fail_are_named(user_module, function, message):
+    user_module.wrong = function
+    made = groups()
+    with pytest.raises(RewardError, match=f"reward 'user_rewards_for_test:wrong' {message}"):
+        RewardOrchestrator({"task": 1.0, "user_rewards_for_test:wrong": 1.0}).score(made)
+    assert [g.rewards for g in made] == [[1.0, 0.0], [0.5, -0.5]]  # nothing half-scored
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({}, "names no component"),
+        ({"taks": 1.0}, "rewards.taks: no such component; did you mean 'task'"),
+        ({"learned": 1.0}, "rewards.learned: needs a reward model"),
+        ({"no_such_module_here:f": 1.0}, "cannot be imported"),
+        ({"user_rewards_for_test:lenght": 1.0}, "no function 'lenght' there; did you mean 'length'"),
+        ({"user_rewards_for_test:not_callable": 1.0}, "no function 'not_callable'"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_played(user_module, weights, message):
+    with pytest.raises(SettingsError, match=message):
+        RewardOrchestrator(weights)
+
+
+def test_running_norm_equals_the_whole_sample():
+    norm = RunningNorm()
+    for batch in ([1.0, 2.0], [], [6.0], [3.0, 8.0]):
+        norm.update(batch)
+    assert norm.mean == pytest.approx(4.0)  # of 1 2 6 3 8
+    assert norm.std == pytest.approx(math.sqrt((9 + 4 + 4 + 1 + 16) / 4))
+    assert norm.normalise([4.0 + norm.std, 4.0]) == pytest.approx([1.0, 0.0])
+    constant = RunningNorm()
+    constant.update([5.0, 5.0])
+    assert constant.normalise([5.0, 6.0]) == [0.0, 0.0]
+
+
+def test_learned_reward_scores_whole_sequences_and_resumes():
+    seen = []
+
+    def scorer(rows):
+        seen.extend(rows)
+        return [float(sum(row)) for row in rows]
+
+    def batch(*sums):
+        return [RolloutGroup([rollout(0.0, ids=(s,)) for s in sums])]
+
+    orchestrator = RewardOrchestrator({"learned": 0.5}, scorer=scorer)
+    made = batch(1, 2, 3)
+    metrics = orchestrator.score(made)
+    assert seen == [[0, 1], [0, 2], [0, 3]]
+    assert made[0].rewards == pytest.approx([-0.5, 0.0, 0.5])  # mean 2, std 1, weight .5
+    assert metrics["reward/learned"] == pytest.approx(0.0)
+    other = RewardOrchestrator({"learned": 0.5}, scorer=scorer)
+    other.load_state_dict(json.loads(json.dumps(orchestrator.state_dict())))
+    one, two = batch(4, 8), batch(4, 8)
+    orchestrator.score(one)
+    other.score(two)
+    assert one[0].rewards == two[0].rewards
+
+
+def test_learned_reward_refuses_bad_scores():
+    made = [rollout(0.0), rollout(1.0)]
+    with pytest.raises(RewardError, match="1 scores for 2 rollouts"):
+        LearnedReward(lambda rows: [1.0])(made)
+    reward = LearnedReward(lambda rows: [1.0, math.inf])
+    with pytest.raises(RewardError, match="rollout 1 with inf"):
+        reward(made)
+    assert reward.norm.count == 0

@@ -1,0 +1,75 @@
+"""Rollouts as padded batches, worked by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rl_core.errors import DataError
+from rl_core.rollouts.batching import TrainRow, make_batches, rows_of
+from rl_core.types import Rollout, RolloutGroup, Trajectory
+
+
+def rollout(prompt: list[int], completion: list[int], mask: list[bool]) -> Rollout:
+    trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t")
+    return Rollout(prompt, completion, mask, [-0.5 * m for m in mask], 1.0, trajectory)
+
+
+def test_a_batch_by_hand() -> None:
+    long = rollout([5, 6], [7, 8, 9], [True, False, True])  # 8 is an observation
+    short = rollout([4], [3], [True])
+    groups = [RolloutGroup([short], [2.0]), RolloutGroup([long], [-1.0])]
+    (batch,) = make_batches(rows_of(groups), max_tokens=10, pad_id=0)
+    assert batch.rows == [1, 0]  # longest first
+    assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
+    assert batch.attention_mask_BS.tolist() == [[True] * 5, [True, True, False, False, False]]
+    assert batch.loss_mask_BS.tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
+    assert batch.advantages_BS is not None and batch.old_logprobs_BS is not None
+    assert batch.advantages_BS.tolist() == [[0, 0, -1, 0, -1], [0, 2, 0, 0, 0]]
+    assert batch.old_logprobs_BS.tolist() == [[0, 0, -0.5, 0, -0.5], [0, -0.5, 0, 0, 0]]
+    assert batch.ref_logprobs_BS is None
+    assert (batch.input_ids_BS.dtype, batch.advantages_BS.dtype) == (torch.int64, torch.float32)
+    assert batch.num_loss_tokens == 3
+
+
+def test_the_budget_counts_padding_and_every_row_comes_once() -> None:
+    rows = [TrainRow([1], [2] * n, [True] * n) for n in (3, 9, 1, 4, 30, 2, 9)]
+    batches = make_batches(rows, max_tokens=20, pad_id=0)
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(7))
+    assert [batch.input_ids_BS.shape for batch in batches] == [(1, 31), (2, 10), (4, 5)]
+    for batch in batches:
+        for position, row in enumerate(batch.rows):
+            assert batch.attention_mask_BS[position].sum() == 1 + len(rows[row].completion_ids)
+
+
+def test_per_token_advantages_and_reference() -> None:
+    row = TrainRow([1], [2, 3], [False, True], advantage=[9.0, 4.0], ref_logprobs=[-7.0, -3.0])
+    (batch,) = make_batches([row], 10, 0)
+    assert batch.advantages_BS is not None and batch.ref_logprobs_BS is not None
+    assert batch.advantages_BS.tolist() == [[0, 0, 4]]
+    assert batch.ref_logprobs_BS.tolist() == [[0, 0, -3]]
+    assert batch.old_logprobs_BS is None
+
+
+def test_rollouts_go_in_directly() -> None:
+    (batch,) = make_batches([rollout([1], [2], [True])], 10, 0)
+    assert batch.advantages_BS is None and batch.old_logprobs_BS is not None
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([TrainRow([], [2], [True])], "row 0 has no prompt"),
+        ([TrainRow([1], [2], [True, True])], "row 0: loss_mask has 2 entries, its completion 1"),
+        ([TrainRow([1], [2], [True], 1.0), TrainRow([1], [2], [True])], "row 1: advantage has to be given for all"),
+        ([TrainRow([1], [2], [True], old_logprobs=[])], "old_logprobs has 0 entries"),
+    ],
+)
+def test_bad_rows(rows: list[TrainRow], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_batches(rows, 10, 0)
+
+
+def test_a_group_with_the_wrong_number_of_advantages() -> None:
+    with pytest.raises(DataError, match="2 advantages"):
+        rows_of([RolloutGroup([rollout([1], [2], [True])], [1.0, 2.0])])

@@ -1,0 +1,283 @@
+"""Episodes played by a scripted backend and by a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from scripted import make_model
+
+from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.tools import Toolset
+from rl_core.errors import DataError, EnvironmentFault, SettingsError
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.rollouts.batching import make_batches
+from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.engine import make_backend
+from rl_core.rollouts.sampling import Session
+from rl_core.settings import SamplingSettings
+from rl_core.types import Message, StopReason, ToolCall
+
+EOS = 1
+
+
+class Renderer:
+    """A token for each character, 32 for '@', up to 63; EOS ends an action."""
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        return [self._id(c) for message in messages for c in message["content"]]
+
+    observation_ids = prompt_ids
+
+    def action_text(self, ids: Sequence[int]) -> str:
+        return "".join(chr(token + 32) for token in ids if token != EOS)
+
+    def action_ids(self, text: str) -> list[int]:
+        return [*(self._id(c) for c in text), EOS]
+
+    @staticmethod
+    def _id(character: str) -> int:
+        return ord(character) - 32
+
+
+class LookThenAnswer(Episode):
+    """Answers every 'L...' with an observation of `seed` letters; 'A' is right, everything else wrong."""
+
+    def reset(self) -> list[Message]:
+        self.kind, self.target = "letters", "A"
+        return [Message(role="system", content="S"), Message(role="user", content=f"Q{self.seed}")]
+
+    def act(self, text: str) -> Step:
+        if text == "TRUNCATE":
+            return Step(truncated=True, reward=-1.0, success=False)
+        if text.startswith("L"):
+            observation = [Message(role="tool", content="O" * self.seed), Message(role="tool", content="P")]
+            return Step(messages=observation, reward=-0.25, tool_call=ToolCall("look", {}), is_error=text == "LX")
+        return Step(terminated=True, reward=1.0 * (text == "A"), answer=text, success=text == "A")
+
+
+class Looking(Environment):
+    name = "looking"
+    levels = ("easy", "hard")
+
+    @property
+    def tools(self) -> Toolset:
+        raise NotImplementedError
+
+    def episode(self, seed: int, level: str) -> Episode:
+        self.check_level(level)
+        return LookThenAnswer(seed, level)
+
+
+class Typist:
+    """A backend whose policy types what `script` says for the session's turn, with log-probability -0.5 a token."""
+
+    max_length = 40
+
+    def __init__(self, script: Callable[[Session, int], str | list[int]]) -> None:
+        self.script = script
+        self.sessions: list[Session] = []
+
+    def run(self, sessions: Sequence[Session], sampling: SamplingSettings) -> None:
+        self.sessions = list(sessions)
+        for session in sessions:
+            turn = 0
+            while True:
+                typed = self.script(session, turn)
+                ids = Renderer().action_ids(typed) if isinstance(typed, str) else typed
+                if session.advance(ids, [-0.5] * len(ids), ids[-1] != EOS) is None:
+                    break
+                turn += 1
+
+    def refresh(self) -> None:
+        pass
+
+
+def play(script: Callable[[Session, int], str | list[int]], *, seed: int = 3, **options: int) -> object:
+    sampling = SamplingSettings(**{"max_completion_tokens": 30, "max_turns": 4, **options})
+    (group,) = collect(
+        Looking(), Typist(script), Renderer(), [EpisodeRequest("easy", seed)],
+        group_size=1, sampling=sampling, seed=0, policy_version=5,
+    )  # fmt: skip
+    (rollout,) = group.rollouts
+    return rollout
+
+
+def test_an_episode_by_hand() -> None:
+    rollout = play(lambda session, turn: ["L", "LX", "A"][turn])
+    r = Renderer()
+    pieces = [("L", True), ("OOOP", False), ("LX", True), ("OOOP", False), ("A", True)]
+    ids, mask = [], []
+    for text, sampled in pieces:
+        piece = r.action_ids(text) if sampled else r.prompt_ids([Message(role="tool", content=text)])
+        ids += piece
+        mask += [sampled] * len(piece)
+    assert rollout.prompt_ids == [ord(c) - 32 for c in "SQ3"]
+    assert (rollout.completion_ids, rollout.loss_mask) == (ids, mask)
+    assert rollout.sampler_logprobs == [-0.5 * m for m in mask]
+    assert (rollout.reward, rollout.is_truncated, rollout.success, rollout.policy_version) == (0.5, False, True, 5)
+    t = rollout.trajectory
+    assert (t.environment, t.level, t.kind, t.seed, t.prompt, t.target) == ("looking", "easy", "letters", 3, "Q3", "A")
+    assert [turn.action for turn in t.turns] == ["L", "LX", "A"]
+    assert [turn.observation for turn in t.turns] == ["OOO\nP", "OOO\nP", None]
+    assert [turn.is_error for turn in t.turns] == [False, True, False]
+    assert [turn.tool_call for turn in t.turns] == [ToolCall("look", {}), ToolCall("look", {}), None]
+    assert [turn.num_tokens for turn in t.turns] == [2, 3, 2]
+    assert (t.answer, t.success, t.reward, t.rewards) == ("A", True, 0.5, {"task": 0.5})
+    assert (t.stop_reason, t.num_prompt_tokens, t.num_completion_tokens, t.num_action_tokens) == (
+        "terminated",
+        3,
+        15,
+        7,
+    )
+    assert (t.mean_logprob, t.policy_version, t.sample) == (-0.5, 5, 0)
+
+
+def test_wrong_answer() -> None:
+    rollout = play(lambda session, turn: "B")
+    assert (rollout.reward, rollout.success, rollout.trajectory.answer, rollout.is_truncated) == (
+        0.0,
+        False,
+        "B",
+        False,
+    )
+
+
+def test_turn_limit() -> None:
+    rollout = play(lambda session, turn: "L", max_turns=2)
+    assert rollout.trajectory.stop_reason == StopReason.MAX_TURNS and rollout.is_truncated and not rollout.success
+    assert len(rollout.trajectory.turns) == 2 and rollout.trajectory.turns[-1].observation is None
+    assert rollout.loss_mask == [True, True, *[False] * 4, True, True], "no observation after the last action"
+
+
+@pytest.mark.parametrize(("room", "turns"), [(7, 2), (6, 1)])
+def test_an_observation_that_leaves_no_room_ends_the_episode(room: int, turns: int) -> None:
+    """'L' and its end token are 2 tokens, the observation 4: of 7 tokens one is left to act, of 6 none."""
+    rollout = play(lambda session, turn: "L" if turn == 0 else [33], max_completion_tokens=room)
+    assert rollout.trajectory.stop_reason == StopReason.MAX_TOKENS and rollout.is_truncated
+    assert len(rollout.trajectory.turns) == turns and len(rollout.completion_ids) == (7 if turns == 2 else 2)
+
+
+def test_the_context_is_a_limit_too() -> None:
+
+    def script(session: Session, turn: int) -> str | list[int]:
+        return "L" if turn == 0 else [33]
+
+    rollout = play(script, seed=32, max_completion_tokens=100)  # 4 + 2 + 33 = 39 of 40: room for one token
+    assert len(rollout.trajectory.turns) == 2
+    rollout = play(script, seed=33, max_completion_tokens=100)
+    assert len(rollout.trajectory.turns) == 1 and rollout.trajectory.stop_reason == StopReason.MAX_TOKENS
+
+
+def test_a_cut_action_is_not_shown_to_the_environment() -> None:
+    rollout = play(lambda session, turn: [33])  # 'A' without its end token
+    assert (rollout.reward, rollout.success, rollout.is_truncated) == (0.0, False, True)
+    assert rollout.trajectory.turns[0].action == "A" and rollout.trajectory.answer is None
+
+
+def test_truncation_by_the_environment() -> None:
+    rollout = play(lambda session, turn: "TRUNCATE")
+    assert rollout.trajectory.stop_reason == StopReason.ENVIRONMENT and rollout.is_truncated and rollout.reward == -1.0
+
+
+def test_groups_and_seeds() -> None:
+    easy, hard = EpisodeRequest("easy", 3), EpisodeRequest("hard", 3)
+    backend = Typist(lambda session, turn: "A")
+
+    def seeds(requests: list[EpisodeRequest], seed: int = 0) -> list[int]:
+        groups = collect(Looking(), backend, Renderer(), requests, group_size=2, sampling=SamplingSettings(), seed=seed)
+        assert [len(group.rollouts) for group in groups] == [2] * len(requests)
+        assert [[r.trajectory.sample for r in g.rollouts] for g in groups] == [[0, 1]] * len(requests)
+        assert [g.rollouts[0].trajectory.level for g in groups] == [request.level for request in requests]
+        return [session.seed for session in backend.sessions]
+
+    together = seeds([easy, hard, easy])
+    assert len(set(together)) == 6, "an episode requested twice gets new samples"
+    assert seeds([hard]) == together[2:4] and seeds([easy]) == together[:2], "whatever else is played beside it"
+    assert not set(seeds([easy], seed=1)) & set(together)
+
+
+class Faulty(Looking):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def episode(self, seed: int, level: str) -> Episode:
+        fault = self.fault
+
+        class Broken(LookThenAnswer):
+            count = 0
+
+            def reset(self) -> list[Message]:
+                if fault == "reset":
+                    raise ValueError("no grid")
+                Faulty.count = getattr(Faulty, "count", 0) + 1
+                content = str(Faulty.count) if fault == "unseeded" else "Q"
+                return [] if fault == "silent" else [Message(role="user", content=content)]
+
+            def act(self, text: str) -> Step:
+                if fault == "act":
+                    raise KeyError("cell")
+                if fault == "type":
+                    return "done"  # type: ignore[return-value]
+                return Step(terminated=fault != "endless", reward=float("nan") if fault == "nan" else 0.0)
+
+        return Broken(seed, level)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("reset", "ValueError: no grid"),
+        ("act", "KeyError: 'cell'"),
+        ("type", "'str' object has no attribute 'terminated'"),
+        ("nan", "finite reward"),
+        ("silent", "without a message"),
+        ("endless", "neither ended the episode nor returned an observation"),
+        ("unseeded", "different messages"),
+    ],
+)
+def test_faults_name_the_episode(fault: str, message: str) -> None:
+    with pytest.raises(EnvironmentFault, match=message) as caught:
+        collect(
+            Faulty(fault), Typist(lambda session, turn: "A"), Renderer(), [EpisodeRequest("hard", 7)],
+            group_size=2, sampling=SamplingSettings(), seed=0,
+        )  # fmt: skip
+    assert "environment 'looking', level 'hard', seed 7" in str(caught.value)
+
+
+def test_unknown_levels_and_long_prompts() -> None:
+    def run(request: EpisodeRequest, backend: Typist) -> None:
+        collect(Looking(), backend, Renderer(), [request], group_size=1, sampling=SamplingSettings(), seed=0)
+
+    with pytest.raises(SettingsError, match="no level 'esy'; did you mean 'easy'"):
+        run(EpisodeRequest("esy", 1), Typist(lambda session, turn: "A"))
+    cramped = Typist(lambda session, turn: "A")
+    cramped.max_length = 3
+    with pytest.raises(DataError, match="seed 1: a prompt of 3 tokens leaves no room in a context of 3"):
+        run(EpisodeRequest("easy", 1), cramped)
+
+
+def test_with_a_model_the_trainer_sees_the_same_logprobs() -> None:
+    """Nothing between sampling and training changes a token, and a rollout does not depend on its neighbours."""
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[EOS] += model.lm_head.weight[ord("L") - 32]  # ends often, so that episodes have turns
+    backend = make_backend(model, eos_ids=[EOS], pad_id=0, max_length=64)
+    requests = [EpisodeRequest("easy", seed) for seed in range(1, 9)]
+
+    def run(requests: list[EpisodeRequest], slots: int) -> list[list[list[int]]]:
+        sampling = SamplingSettings(max_completion_tokens=24, slots=slots)
+        groups = collect(Looking(), backend, Renderer(), requests, group_size=3, sampling=sampling, seed=4)
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        for batch in make_batches(rollouts, 200, 0):
+            with torch.no_grad():
+                logprobs_BS, _ = completion_logprobs(model, batch)
+            torch.testing.assert_close(logprobs_BS, batch.old_logprobs_BS, atol=1e-4, rtol=0)
+        return [[rollout.completion_ids for rollout in group.rollouts] for group in groups]
+
+    everything = run(requests, 100)
+    assert run(requests, 5) == everything
+    assert run(requests[3:5], 100) == everything[3:5]
+    assert len({tuple(ids) for group in everything for ids in group}) > 20, "samples of a group differ"

@@ -1,0 +1,271 @@
+"""The newest acknowledged version loads, whatever happened to the writer, the disk or the files."""
+
+import logging
+import os
+import resource
+import shutil
+import signal
+
+import pytest
+import torch
+
+from rl_core import checkpoint, faults
+from rl_core.checkpoint import CheckpointStore
+from rl_core.errors import CheckpointError, CorruptError, FolderBusy, NonFiniteError
+from rl_core.folders import verify_folder
+
+
+@pytest.fixture(autouse=True)
+def no_faults():
+    yield
+    faults.configure(None)
+
+
+def state_of(version):
+    generator = torch.Generator().manual_seed(version)
+    return {
+        "model": {"weight": torch.randn(30, 30, generator=generator)},
+        "best_model": None,
+        "updater": {"moments": {0: torch.full((5,), float(version))}, "betas": (0.9, 0.95)},
+        "loop": {"iteration": version},
+        "fingerprint": {"settings": {"learning_rate": 0.1}},
+    }
+
+
+def check(state, version):
+    expected = state_of(version)
+    assert state["loop"] == {"iteration": version}
+    assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
+    assert torch.equal(state["updater"]["moments"][0], expected["updater"]["moments"][0])
+    assert state["updater"]["betas"] == (0.9, 0.95)
+
+
+def test_save_and_load_keep_the_newest(tmp_path):
+    store = CheckpointStore(tmp_path / "run", keep=3)
+    assert store.load_latest() is None
+    for version in range(1, 6):
+        assert store.save(state_of(version)) == version
+    assert store.versions() == [3, 4, 5]
+    check(CheckpointStore(tmp_path / "run").load_latest(), 5)
+    check(store.load(3), 3)
+    assert sorted(os.listdir(tmp_path / "run")) == [
+        ".lock",
+        "LATEST",
+        "checkpoint-00000003",
+        "checkpoint-00000004",
+        "checkpoint-00000005",
+    ]
+    assert (tmp_path / "run" / "LATEST").read_text() == "checkpoint-00000005\n"
+
+
+def test_manifest_says_version_parent_and_settings(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(state_of(1))
+    store.save(state_of(2))
+    store.save({**state_of(3), "fingerprint": {"settings": {"learning_rate": 0.2}}})
+    two, three = verify_folder(store.path(2)), verify_folder(store.path(3))
+    assert (three["version"], three["parent"], two["parent"]) == (3, 2, 1)
+    assert two["settings_digest"] != three["settings_digest"]
+    assert sorted(two["files"]) == ["model-0.safetensors", "state.json", "updater-0.safetensors"]
+
+
+def test_fewer_than_two_versions_cannot_be_kept(tmp_path):
+    with pytest.raises(CheckpointError, match="at least 2"):
+        CheckpointStore(tmp_path, keep=1)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+
+
+def forge_version(folder):
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("checkpoint-00000001"), folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda folder: flip(folder / "model-0.safetensors"), "SHA-256"),
+        (lambda folder: flip(folder / "state.json"), "SHA-256"),
+        (lambda folder: os.truncate(folder / "updater-0.safetensors", 20), "20 bytes"),
+        (lambda folder: os.truncate(folder / "state.json", 0), "0 bytes"),
+        (lambda folder: (folder / "model-0.safetensors").unlink(), "cannot be read"),
+        (lambda folder: (folder / "manifest.json").unlink(), "cannot be read"),
+        (lambda folder: flip(folder / "manifest.json"), "manifest"),
+        (forge_version, "belongs to checkpoint 1"),  # an old version under a new name
+    ],
+)
+def test_a_damaged_version_is_set_aside_and_the_one_before_loads(tmp_path, caplog, damage, reason):
+    store = CheckpointStore(tmp_path)
+    store.save(state_of(1))
+    store.save(state_of(2))
+    damage(store.path(2))
+    with caplog.at_level(logging.WARNING):
+        check(store.load_latest(), 1)
+    assert "set aside" in caplog.text and reason in caplog.text
+    assert [name for name in os.listdir(tmp_path) if name.startswith(".corrupt-checkpoint-00000002-")]
+    assert (tmp_path / "LATEST").read_text() == "checkpoint-00000001\n"
+    assert store.save(state_of(2)) == 2
+    check(store.load_latest(), 2)
+
+
+def test_every_version_damaged_is_a_cold_start(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for version in (1, 2):
+        store.save(state_of(version))
+        flip(store.path(version) / "state.json")
+    assert store.load_latest() is None
+    assert not (tmp_path / "LATEST").exists()
+    store.save(state_of(1))
+    check(store.load_latest(), 1)
+
+
+@pytest.mark.parametrize("pointer", ["../x", "/etc", "checkpoint-00000001/../../x", "", "checkpoint-00000099", "\0"])
+def test_a_forged_or_stale_pointer_leads_nowhere(tmp_path, caplog, pointer):
+    outside = CheckpointStore(tmp_path / "x")
+    outside.save(state_of(9))
+    store = CheckpointStore(tmp_path / "run")
+    store.save(state_of(1))
+    store.save(state_of(2))
+    (tmp_path / "run" / "LATEST").write_text(pointer)
+    with caplog.at_level(logging.WARNING):
+        check(store.load_latest(), 2)
+    if not pointer.startswith("checkpoint-0000009"):
+        assert "no checkpoint's name" in caplog.text
+    assert (tmp_path / "run" / "LATEST").read_text() == "checkpoint-00000002\n"
+
+
+def test_bytes_that_equal_a_forged_manifest_but_are_no_safetensors(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(state_of(1))
+    with pytest.raises(CorruptError, match="not a safetensors file"):
+        checkpoint._parse(tmp_path / "x", b"\x80\x04pickle")
+
+
+def test_non_finite_weights_are_refused_by_name_and_nothing_is_written(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(state_of(1))
+    bad = state_of(2)
+    bad["model"]["weight"][3, 4] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"model\.weight"):
+        store.save(bad)
+    bad = {**state_of(2), "best_model": {"weight": torch.tensor([float("inf")])}}
+    with pytest.raises(NonFiniteError, match=r"best_model\.weight"):
+        store.save(bad)
+    assert store.versions() == [1]
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp")]
+    odd = state_of(2)
+    odd["loop"]["best_value"] = float("-inf")  # only weights have to be finite
+    store.save(odd)
+    assert store.load_latest()["loop"]["best_value"] == float("-inf")
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    with CheckpointStore(tmp_path) as store:
+        store.save(state_of(1))
+        with pytest.raises(FolderBusy, match=str(os.getpid())):
+            CheckpointStore(tmp_path).save(state_of(2))
+        with pytest.raises(FolderBusy):
+            CheckpointStore(tmp_path).load_latest()
+    CheckpointStore(tmp_path).save(state_of(2))
+
+
+def test_weights_above_the_shard_size_are_split_and_come_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1000)
+    store = CheckpointStore(tmp_path)
+    weights = {f"layer{i}": torch.full((100,), float(i)) for i in range(5)}  # 400 bytes each: two to a file
+    store.save({"model": weights})
+    assert sorted(verify_folder(store.path(1))["files"]) == [*(f"model-{i}.safetensors" for i in range(3)), "state.json"]
+    loaded = store.load_latest()["model"]
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+
+
+def in_child(work):
+    """Run `work(acknowledge)` in a forked child; returns (acknowledged numbers, wait status)."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            os.close(reader)
+            work(lambda number: os.write(writer, bytes([number])))
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writer)
+    acknowledged = []
+    while data := os.read(reader, 64):
+        acknowledged.extend(data)
+    os.close(reader)
+    return acknowledged, os.waitpid(pid, 0)[1]
+
+
+WRITE_POINTS = sorted(point for point in faults.POINTS if not point.startswith("loop."))
+
+
+@pytest.mark.parametrize("hit", [1, 2, 4])
+@pytest.mark.parametrize("point", WRITE_POINTS)
+def test_kill_9_in_the_middle_of_a_write(tmp_path, point, hit):
+    """Whatever step of the write the kill hits, the newest acknowledged version loads (or one that came after)."""
+
+    def work(acknowledge):
+        faults.configure(f"{point}:{hit}:kill")
+        with CheckpointStore(tmp_path) as store:
+            for version in range(1, 8):
+                store.save(state_of(version))
+                acknowledge(version)
+
+    acknowledged, status = in_child(work)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+    newest = acknowledged[-1] if acknowledged else 0
+    store = CheckpointStore(tmp_path)
+    with store:
+        assert not [name for name in os.listdir(tmp_path) if name.startswith((".tmp-", ".trash-"))]
+        state = store.load_latest()
+    found = state["loop"]["iteration"] if state else 0
+    assert found in (newest, newest + 1)
+    # renamed means complete: then it loads although nobody was told
+    assert found == newest + (point in ("publish.renamed", "publish.done", "pointer.written", "pointer.done", "prune.renamed"))
+    if found:
+        check(state, found)
+        assert (tmp_path / "LATEST").read_text() == f"checkpoint-{found:08d}\n"
+    assert store.save(state_of(found + 1)) == found + 1
+    check(store.load_latest(), found + 1)
+
+
+@pytest.mark.parametrize("point", WRITE_POINTS)
+def test_a_disk_error_at_any_step_keeps_the_old_version_and_goes_on_later(tmp_path, point):
+    store = CheckpointStore(tmp_path)
+    store.save(state_of(1))
+    store.save(state_of(2))
+    faults.configure(f"{point}:1:raise")
+    with store, pytest.raises((CheckpointError, OSError)):
+        store.save(state_of(3))
+    faults.configure(None)
+    state = store.load_latest()
+    assert state["loop"]["iteration"] in (2, 3)
+    check(state, state["loop"]["iteration"])
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]
+    store.save(state_of(4))
+    check(store.load_latest(), 4)
+
+
+def test_a_full_disk_is_a_clear_error_and_the_old_version_still_loads(tmp_path):
+    store = CheckpointStore(tmp_path)
+    store.save(state_of(1))
+    message = tmp_path / "message.txt"
+
+    def work(acknowledge):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))  # the weights alone are 3,600 bytes
+        try:
+            store.save(state_of(2))
+        except CheckpointError as error:
+            message.write_text(str(error))
+
+    assert in_child(work)[1] == 0
+    assert "checkpoint-00000002: cannot be written" in message.read_text()
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]
+    check(store.load_latest(), 1)

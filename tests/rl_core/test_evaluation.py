@@ -1,0 +1,247 @@
+import json
+import logging
+
+import pytest
+from numpy.testing import assert_allclose
+
+from rl_core.analysis.statistics import wilson_interval
+from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.tools import Toolset
+from rl_core.errors import DataError, SettingsError
+from rl_core.evaluation import Evaluation, compare, evaluate, heldout_requests, summarize
+from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.settings import EvaluationSettings, SamplingSettings
+from rl_core.types import StopReason, ToolCall, Trajectory, Turn
+
+SAMPLING = SamplingSettings(max_completion_tokens=100, max_turns=4)
+
+
+class SumEpisode(Episode):
+    """'look' shows the number, 'answer N' ends it; even and odd seeds are different kinds of question."""
+
+    def reset(self):
+        self.kind = "odd" if self.seed % 2 else "even"
+        self.prompt, self.target = f"{self.level} {self.seed}", str(self.seed)
+        return [{"role": "user", "content": self.prompt}]
+
+    def act(self, text):
+        if text == "look":
+            return Step([{"role": "tool", "content": self.target}], tool_call=ToolCall("look", {}))
+        if text.startswith("answer "):
+            answer = text.removeprefix("answer ")
+            right = answer == self.target
+            return Step(reward=float(right), terminated=True, success=right, answer=answer)
+        return Step([{"role": "tool", "content": "error"}], is_error=True)
+
+
+class SumEnvironment(Environment):
+    name = "sums"
+    levels = ("easy", "hard", "rare")
+
+    @property
+    def tools(self):
+        return Toolset([])
+
+    def episode(self, seed, level):
+        self.check_level(level)
+        return SumEpisode(seed, level)
+
+    def seeds_of(self, split, level):
+        return [5, 9, 13] if level == "rare" else super().seeds_of(split, level)
+
+
+class Letters:
+    """A renderer whose tokens are characters; 0 ends a turn."""
+
+    def prompt_ids(self, messages):
+        return [ord(c) for m in messages for c in m["content"]]
+
+    observation_ids = prompt_ids
+
+    def action_text(self, ids):
+        return "".join(chr(i) for i in ids if i)
+
+
+class Scripted:
+    """A backend that plays what a function of (prompt, text seen so far, sample number) says."""
+
+    max_length = 200
+
+    def __init__(self, policy):
+        self.policy = policy
+        self.refreshed = 0
+
+    def refresh(self):
+        self.refreshed += 1
+
+    def run(self, sessions, sampling):
+        seen = {}
+        for session in sessions:
+            prompt = "".join(map(chr, session.prompt_ids))
+            sample = seen[prompt] = seen.get(prompt, -1) + 1
+            observation = ""
+            while observation is not None:
+                ids = [*map(ord, self.policy(prompt, observation, sample)), 0]
+                after = session.advance(ids, [-0.5] * len(ids), False)
+                observation = None if after is None else "".join(map(chr, after))
+
+
+def play(policy, requests, samples=1):
+    return evaluate(SumEnvironment(), Scripted(policy), Letters(), requests, samples=samples, sampling=SAMPLING, seed=0)
+
+
+def looks_first(prompt, observation, sample):
+    return f"answer {observation}" if observation else "look"
+
+
+def fails_hard(prompt, observation, sample):
+    return "answer 0" if prompt.startswith("hard") else looks_first(prompt, observation, sample)
+
+
+REQUESTS = [EpisodeRequest(level, seed) for seed in range(1, 6) for level in ("easy", "hard")]
+
+
+def test_requests_are_equal_shares_and_the_same_every_time():
+    settings = EvaluationSettings(episodes=11, levels=("easy", "hard"))
+    requests = heldout_requests(SumEnvironment(), settings, seed=3)
+    assert [request.level for request in requests] == ["easy", "hard"] * 5 + ["easy"]
+    assert requests == heldout_requests(SumEnvironment(), settings, seed=3)
+    assert requests != heldout_requests(SumEnvironment(), settings, seed=4)
+    assert len(set(requests)) == 11
+    assert all(request.seed in SumEnvironment().seeds("heldout") for request in requests)
+    assert not any(request.seed in SumEnvironment().seeds("train") for request in requests)
+
+
+def test_a_level_draws_the_same_seeds_whatever_the_other_levels():
+    both = heldout_requests(SumEnvironment(), EvaluationSettings(episodes=8, levels=("easy", "hard")), 0)
+    alone = heldout_requests(SumEnvironment(), EvaluationSettings(episodes=4, levels=("hard",)), 0)
+    assert [r for r in both if r.level == "hard"] == alone
+
+
+def test_a_scarce_level_gives_all_it_has(caplog):
+    with caplog.at_level(logging.WARNING):
+        requests = heldout_requests(SumEnvironment(), EvaluationSettings(episodes=30), 0)
+    assert sorted(r.seed for r in requests if r.level == "rare") == [5, 9, 13]
+    assert len(requests) == 23 and "3 held-out episodes, fewer than 10" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"levels": ("easi",)}, "did you mean 'easy'"),
+        ({"levels": ("easy", "easy")}, "twice"),
+        ({"episodes": 2}, "fewer than the 3 levels"),
+    ],
+)
+def test_requests_refuse(settings, message):
+    with pytest.raises(SettingsError, match=message):
+        heldout_requests(SumEnvironment(), EvaluationSettings(**settings), 0)
+
+
+def test_requests_refuse_a_level_without_episodes():
+    environment = SumEnvironment()
+    environment.seeds_of = lambda split, level: []
+    with pytest.raises(DataError, match="no held-out episodes of level 'easy'"):
+        heldout_requests(environment, EvaluationSettings(), 0)
+
+
+def test_evaluate_by_hand():
+    result = play(fails_hard, REQUESTS)
+    assert result.success_rate == 0.5 and result.reward_mean == 0.5
+    assert_allclose(result.interval, wilson_interval(5, 10))
+    assert result.by_level["easy"].rate == 1.0 and result.by_level["hard"].rate == 0.0
+    assert_allclose(result.by_level["hard"][1:3], wilson_interval(0, 5))
+    assert result.by_kind["odd"] == (0.5, *wilson_interval(3, 6), 6)
+    assert result.success_per_episode == [1.0, 0.0] * 5
+    assert [(e.level, e.seed) for e in result.episodes] == [(r.level, r.seed) for r in REQUESTS]
+    assert result.turns_mean == 1.5 and result.tool_calls_mean == 0.5 and result.misuse_rate == 0.0
+    # 'look' + end 5, 'answer N' + end 9; 'answer 0' + end 9
+    assert result.action_tokens_mean == (14 + 9) / 2
+    assert result.seconds > 0
+    assert_allclose(result.tokens_per_second * result.seconds, 115)
+    assert len(result.trajectories) == 10 and result.samples == 10
+    assert result.pass_at_k == {1: 0.5}
+
+
+def test_misuse_and_truncation_are_counted():
+    result = play(lambda prompt, observation, sample: "stare", REQUESTS[:2])
+    assert result.misuse_rate == 1.0 and result.truncated_rate == 1.0 and result.success_rate == 0.0
+
+
+def test_several_samples_give_pass_at_k_and_a_wider_interval():
+    def lucky_once(prompt, observation, sample):
+        return looks_first(prompt, observation, sample) if sample == 2 else "answer 0"
+
+    result = play(lucky_once, REQUESTS, samples=4)
+    assert result.success_rate == 0.25 and result.samples == 40 and len(result.episodes) == 10
+    assert result.pass_at_k == {1: 0.25, 2: 0.5, 4: 1.0}
+    # here whole episodes succeed or fail: 40 samples are worth 10 looks
+    agreeing = play(fails_hard, REQUESTS, samples=4)
+    assert_allclose(agreeing.interval, wilson_interval(5, 10))
+
+
+def test_metrics_are_flat_and_named():
+    metrics = play(fails_hard, REQUESTS).metrics()
+    assert metrics["eval/success_rate"] == 0.5 and metrics["eval/success_rate_by_level/hard"] == 0.0
+    assert metrics["eval/pass_at_1"] == 0.5 and metrics["eval/episodes"] == 10
+    assert all(name.startswith("eval/") and isinstance(value, float) for name, value in metrics.items())
+    assert "greedy/success_rate" in play(fails_hard, REQUESTS).metrics("greedy")
+
+
+def test_json_round_trip():
+    result = play(fails_hard, REQUESTS, samples=2)
+    back = Evaluation.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False)))
+    assert back.trajectories == [] and back.metrics() == result.metrics()
+    assert back.episodes == result.episodes and back.by_level == result.by_level and back.interval == result.interval
+    assert compare(back, result).success.difference == 0.0
+
+
+@pytest.mark.parametrize("row", [{}, {"interval": 3}, {"episodes": []}])
+def test_from_json_refuses(row):
+    with pytest.raises(DataError, match="not a stored evaluation"):
+        Evaluation.from_json(row)
+
+
+def test_compare_is_challenger_minus_champion():
+    better, worse = play(looks_first, REQUESTS), play(fails_hard, REQUESTS)
+    gain = compare(better, worse, bootstrap_samples=500)
+    assert gain.success.difference == 0.5 and gain.success.low > 0 and gain.reward.difference == 0.5
+    assert (gain.wins, gain.losses, gain.episodes, gain.unpaired) == (5, 0, 10, 0)
+    assert_allclose(gain.p_value, 2 / 32)
+    loss = compare(worse, better, bootstrap_samples=500)
+    assert loss.success.difference == -0.5 and loss.success.high < 0
+    assert compare(better, worse, bootstrap_samples=500) == gain
+    assert json.loads(json.dumps(gain.to_json()))["success"]["difference"] == 0.5
+
+
+def test_compare_pairs_by_episode_not_by_position():
+    one, other = play(fails_hard, REQUESTS), play(fails_hard, REQUESTS[::-1])
+    result = compare(one, other)
+    assert result.success == (0.0, 0.0, 0.0) and result.wins == result.losses == 0
+
+
+def test_compare_on_the_common_episodes():
+    one, other = play(fails_hard, REQUESTS[:6]), play(looks_first, REQUESTS[4:])
+    assert (compare(one, other).episodes, compare(one, other).unpaired) == (2, 8)
+    with pytest.raises(DataError, match="no episode in common"):
+        compare(play(fails_hard, REQUESTS[:2]), play(fails_hard, REQUESTS[2:]))
+
+
+def test_summarize_needs_no_engine():
+    rows = [
+        Trajectory(
+            "sums", "easy", "odd", seed, "q", "1", [Turn("x")], success=seed > 1, stop_reason=StopReason.MAX_TURNS
+        )
+        for seed in range(4)
+    ]
+    result = summarize(rows)
+    assert result.success_rate == 0.5 and result.tokens_per_second == 0.0 and result.truncated_rate == 1.0
+
+
+def test_nothing_to_play_is_refused():
+    with pytest.raises(DataError):
+        play(looks_first, [])
+    with pytest.raises(SettingsError):
+        play(looks_first, REQUESTS, samples=0)
+    with pytest.raises(DataError):
+        summarize([])

@@ -1,0 +1,103 @@
+import json
+import math
+import threading
+
+import pytest
+
+from rl_core.errors import DataError
+from rl_core.metrics import MetricHistory
+
+
+def history(*values, limit=1000, start=0):
+    made = MetricHistory(limit)
+    for step, value in enumerate(values, start):
+        made.observe({"x": value}, step)
+    return made
+
+
+def test_moving_average_and_full_windows():
+    made = history(1.0, 2.0, 6.0)
+    assert made.mean("x", 2) == 4.0 and made.mean("x", 3) == 3.0
+    assert made.mean("x", 5) == 3.0  # of what there is
+    assert made.is_full("x", 3) and not made.is_full("x", 4)
+    assert made.mean("y", 2) is None and not made.is_full("y", 1)
+    assert made.values("x", 2) == [2.0, 6.0]
+
+
+def test_windows_are_bounded():
+    made = history(*range(10), limit=3)
+    assert made.values("x") == [7.0, 8.0, 9.0] and made.count("x") == 10
+    for window in (0, 4):
+        with pytest.raises(DataError, match="window"):
+            made.is_full("x", window)
+
+
+def test_slope_by_hand_up_and_down():
+    assert history(1.0, 3.0, 5.0, start=7).slope("x", 3) == pytest.approx(2.0)
+    assert history(9.0, 1.0, 0.0, -1.0).slope("x", 3) == pytest.approx(-1.0)  # the 9 is outside the window
+    assert history(0.0, 1.0, 0.0, 5.0).slope("x", 4) == pytest.approx(
+        (-1.5 * -1.5 - 0.5 * -0.5 + 0.5 * -1.5 + 1.5 * 3.5) / 5
+    )
+    assert history(4.0).slope("x", 3) is None and history().slope("x", 3) is None
+    uneven = MetricHistory()
+    for step, value in ((0, 0.0), (10, 5.0), (30, 15.0)):
+        uneven.observe({"x": value}, step)
+    assert uneven.slope("x", 3) == pytest.approx(0.5)  # per step, not per observation
+
+
+def test_quantiles_are_linear_between_neighbours():
+    made = history(4.0, 1.0, 3.0, 2.0)
+    assert made.quantile("x", 0.5, 4) == 2.5 and made.quantile("x", 0.0, 4) == 1.0 and made.quantile("x", 1.0, 2) == 3.0
+    assert made.quantile("y", 0.5, 4) is None
+    with pytest.raises(DataError):
+        made.quantile("x", 1.5, 4)
+
+
+def test_what_is_not_finite_is_left_out():
+    made = MetricHistory()
+    made.observe({"x": math.nan, "y": 1.0}, 0)
+    made.observe({"x": math.inf, "y": 2.0}, 1)
+    assert made.names == ["y"] and made.count("x") == 0
+
+
+def test_clear_forgets():
+    made = history(1.0, 2.0)
+    made.observe({"y": 1.0}, 3)
+    made.clear(["x"])
+    assert made.names == ["y"] and not made.is_full("x", 1)
+    made.clear()
+    assert made.names == []
+
+
+def test_state_goes_through_json_and_continues_equally():
+    made = history(1.0, 2.0, 3.0, 4.0, limit=3)
+    other = MetricHistory(3)
+    other.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    for one in (made, other):
+        one.observe({"x": 0.1}, 4)
+    assert other.state_dict() == made.state_dict()
+    assert other.mean("x", 3) == made.mean("x", 3) and other.count("x") == 5
+
+
+def test_export_replaces_the_file(tmp_path):
+    path = tmp_path / "history.json"
+    path.write_text("old")
+    history(1.0, 2.5).export(path)
+    assert json.loads(path.read_text()) == {"metrics": {"x": [[0.0, 1.0], [1.0, 2.5]]}}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_threads_lose_nothing():
+    made = MetricHistory(100)
+
+    def work():
+        for step in range(500):
+            made.observe({"x": 1.0}, step)
+            made.mean("x", 50)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made.count("x") == 2000 and made.mean("x", 100) == 1.0

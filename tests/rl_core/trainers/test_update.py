@@ -1,0 +1,344 @@
+"""One optimizer step: accumulation, schedule, clipping, guards, lack of memory, masters. Expected values by hand."""
+
+import io
+import logging
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import nn
+
+from rl_core.errors import DataError, NonFiniteError, OutOfMemory
+from rl_core.settings import OptimizerSettings
+from rl_core.trainers.update import Updater, combine_metrics, halve, learning_rate_at
+from rl_core.types import TrainBatch
+
+
+@dataclass
+class Rows:
+    """x [B, 3] and y [B]; a list and a scalar beside them, as a trainer's batch may have."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    names: list
+    scale: float = 1.0
+
+
+def rows(count, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 3, generator=generator, dtype=dtype)
+    return Rows(x, torch.randn(count, generator=generator, dtype=dtype), list(range(count)))
+
+
+def model_of(seed=0, dtype=torch.float32):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(dtype)
+
+
+def loss_fn_of(model, total):
+    def loss_fn(batch):
+        x = batch.x.to(next(model.parameters()).dtype)
+        error = model(x).squeeze(-1) - batch.y.to(x.dtype)
+        return error.square().sum() / total, {"size": len(batch.y) / total, "error_max": error.detach().abs().max()}
+
+    return loss_fn
+
+
+def settings_of(**changes):
+    return OptimizerSettings(**{"learning_rate": 0.1, "warmup_steps": 0, "weight_decay": 0.0, **changes})
+
+
+def gradients_after(monkeypatch, micro_batches, loss_fn_for, **changes):
+    """Gradients as AdamW sees them."""
+    model = model_of()
+    updater = Updater(model, settings_of(max_grad_norm=1e9, **changes), 10)
+    seen = {}
+    monkeypatch.setattr(
+        updater.optimizer, "step", lambda: seen.update({n: p.grad.clone() for n, p in model.named_parameters()})
+    )
+    metrics = updater.apply(micro_batches, loss_fn_for(model))
+    return seen, metrics
+
+
+def test_learning_rate_warms_up_and_falls_to_its_floor():
+    linear = OptimizerSettings(learning_rate=1.0, schedule="linear", warmup_steps=4, min_lr_ratio=0.2)
+    # steps 0..3 rise by a quarter; steps 4..13 of 14 fall from 1 towards 0.2, by 0.08 each
+    expected = [0.25, 0.5, 0.75, 1.0, 1.0, 0.92, 0.84]
+    assert [learning_rate_at(step, linear, 14) for step in range(7)] == pytest.approx(expected)
+    assert learning_rate_at(14, linear, 14) == pytest.approx(0.2)
+    assert learning_rate_at(1000, linear, 14) == pytest.approx(0.2)
+    cosine = OptimizerSettings(learning_rate=0.2, schedule="cosine", warmup_steps=0, min_lr_ratio=0.0)
+    # half-way: 0.2 * 0.5 * (1 + cos(pi/2)) = 0.1; a quarter: 0.1 * (1 + cos(pi/4))
+    assert [learning_rate_at(step, cosine, 8) for step in (0, 2, 4, 8)] == pytest.approx([0.2, 0.170710678, 0.1, 0.0])
+    constant = OptimizerSettings(learning_rate=0.3, warmup_steps=2)
+    assert [learning_rate_at(step, constant, 1) for step in (0, 1, 2, 99)] == pytest.approx([0.15, 0.3, 0.3, 0.3])
+
+
+def test_metrics_of_micro_batches_add_up_and_extremes_stay_extremes():
+    parts = [{"a": 0.25, "r_max": 3.0, "r_min": torch.tensor(-1.0)}, {"a": torch.tensor(0.5), "r_max": 2.0, "r_min": 4.0}]
+    assert combine_metrics(parts) == {"a": 0.75, "r_max": 3.0, "r_min": -1.0}
+
+
+def test_first_adam_step_by_hand():
+    """From m = v = 0 the first step is lr * g / (|g| + eps): the learning rate with the gradient's sign."""
+    model = nn.Linear(2, 1, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1.0, -1.0]]))
+    updater = Updater(model, settings_of(), 10)
+    batch = Rows(torch.tensor([[2.0, -3.0]]), torch.tensor([0.0]), [0])
+    metrics = updater.apply([batch], lambda b: (model(b.x).sum(), {}))
+    # loss = 2*1 + (-3)(-1) = 5; gradient (2, -3), norm sqrt(13)
+    assert metrics["train/loss"] == pytest.approx(5.0)
+    assert metrics["train/grad_norm"] == pytest.approx(13**0.5)
+    assert metrics["train/learning_rate"] == pytest.approx(0.1)
+    torch.testing.assert_close(model.weight.detach(), torch.tensor([[0.9, -0.9]]))
+    assert updater.step == 1
+
+
+def test_gradients_are_clipped_by_their_global_norm(monkeypatch):
+    model = nn.Linear(2, 1, bias=False)
+    updater = Updater(model, settings_of(max_grad_norm=1.0), 10)
+    seen = []
+    monkeypatch.setattr(updater.optimizer, "step", lambda: seen.append(model.weight.grad.clone()))
+    batch = Rows(torch.tensor([[3.0, -4.0]]), torch.tensor([0.0]), [0])
+    metrics = updater.apply([batch], lambda b: (model(b.x).sum(), {}))
+    assert metrics["train/grad_norm"] == pytest.approx(5.0)  # before clipping
+    torch.testing.assert_close(seen[0], torch.tensor([[0.6, -0.8]]))
+
+
+def test_decay_on_matrices_only():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+        model.bias.fill_(1.0)
+    updater = Updater(model, settings_of(learning_rate=0.1, weight_decay=0.5), 10)
+    batch = Rows(torch.zeros(1, 2), torch.zeros(1), [0])
+    updater.apply([batch], lambda b: (0.0 * (model.weight.sum() + model.bias.sum()), {}))
+    torch.testing.assert_close(model.weight.detach(), torch.full((2, 2), 0.95))  # 1 - lr * decay
+    torch.testing.assert_close(model.bias.detach(), torch.ones(2))
+
+
+def test_eight_micro_batches_of_one_equal_one_of_eight(monkeypatch):
+    whole = rows(8)
+    singles = [Rows(whole.x[i : i + 1], whole.y[i : i + 1], [i]) for i in range(8)]
+    one, metrics_one = gradients_after(monkeypatch, [whole], lambda model: loss_fn_of(model, 8))
+    many, metrics_many = gradients_after(monkeypatch, singles, lambda model: loss_fn_of(model, 8))
+    assert metrics_one.keys() == metrics_many.keys()
+    for name in one:
+        torch.testing.assert_close(one[name], many[name], rtol=0, atol=1e-6)
+    for name in metrics_one:
+        assert metrics_one[name] == pytest.approx(metrics_many[name], abs=1e-6), name
+    assert metrics_many["size"] == 1.0
+
+
+def test_ragged_micro_batches_share_one_denominator(monkeypatch):
+    whole = rows(6)
+    ragged = [Rows(whole.x[:5], whole.y[:5], list(range(5))), Rows(whole.x[5:], whole.y[5:], [5])]
+    one, _ = gradients_after(monkeypatch, [whole], lambda model: loss_fn_of(model, 6))
+    two, _ = gradients_after(monkeypatch, ragged, lambda model: loss_fn_of(model, 6))
+    for name in one:
+        torch.testing.assert_close(one[name], two[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, where):
+    class Exhausted(torch.autograd.Function):
+        """Runs out of memory in the middle of a backward pass, after some gradients have been added."""
+
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise torch.OutOfMemoryError("fake, in backward")
+
+    sizes = []
+
+    def limited(model):
+        plain = loss_fn_of(model, 11)
+
+        def loss_fn(batch):
+            sizes.append(len(batch.y))
+            if len(batch.y) > 2 and where == "forward":
+                raise torch.OutOfMemoryError("fake, in forward")
+            if len(batch.y) > 2:
+                hidden = model[1](Exhausted.apply(model[0](batch.x.float())))
+                return model[2](hidden).sum(), {}
+            return plain(batch)
+
+        return loss_fn
+
+    batches = [rows(2, 1), rows(8, 2), rows(1, 3)]
+    expected, metrics = gradients_after(monkeypatch, batches, lambda model: loss_fn_of(model, 11))
+    with caplog.at_level(logging.WARNING):
+        found, found_metrics = gradients_after(monkeypatch, batches, limited)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+    for name in metrics:
+        assert found_metrics[name] == pytest.approx(metrics[name], abs=1e-6)
+    # 8 fails; again from the start with 4 + 4: 4 fails; again with four times 2
+    assert sizes == [2, 8, 2, 4, 2, 2, 2, 2, 2, 1]
+    assert "out of memory" in caplog.text
+
+
+def test_the_limit_that_was_found_is_kept_and_saved(monkeypatch):
+    model = model_of()
+    updater = Updater(model, settings_of(), 10)
+    sizes = []
+
+    def loss_fn(batch):
+        sizes.append(len(batch.y))
+        if len(batch.y) > 4:
+            raise torch.OutOfMemoryError("fake")
+        return loss_fn_of(model, 8)(batch)
+
+    updater.apply([rows(8)], loss_fn)
+    updater.apply([rows(8)], loss_fn)
+    assert sizes == [8, 4, 4, 4, 4]
+    again = Updater(model_of(), settings_of(), 10)
+    again.load_state_dict(updater.state_dict())
+    assert again.max_tokens == updater.max_tokens == 23  # 8 rows of 3, less one
+
+
+def test_a_single_row_that_does_not_fit_is_a_typed_error():
+    def loss_fn(batch):
+        raise torch.OutOfMemoryError("fake")
+
+    updater = Updater(model_of(), settings_of(), 10)
+    with pytest.raises(OutOfMemory, match="one row of 3 tokens does not fit"):
+        updater.apply([rows(4)], loss_fn)
+
+
+def test_halves_of_a_train_batch_keep_every_field():
+    batch = TrainBatch(
+        input_ids_BS=torch.arange(15).reshape(5, 3),
+        attention_mask_BS=torch.ones(5, 3, dtype=torch.bool),
+        loss_mask_BS=torch.ones(5, 3, dtype=torch.bool),
+        advantages_BS=torch.arange(15.0).reshape(5, 3),
+        rows=[4, 3, 2, 1, 0],
+    )
+    first, second = halve(batch)
+    assert first.rows == [4, 3] and second.rows == [2, 1, 0]
+    assert first.input_ids_BS.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert second.advantages_BS.tolist()[0] == [6.0, 7.0, 8.0]
+    assert second.old_logprobs_BS is None
+    assert halve(halve(first)[0]) is None
+    with pytest.raises(DataError, match="dataclass"):
+        halve([1, 2])
+
+
+def poisoned(model, what):
+    def loss_fn(batch):
+        loss, metrics = loss_fn_of(model, 4)(batch)
+        if what == "loss":
+            return loss * float("nan"), metrics
+        # sqrt at 0: the loss is finite, the gradient of the second layer's weight is not
+        return loss + torch.sqrt(model[2].weight * 0.0).sum(), metrics
+
+    return loss_fn
+
+
+@pytest.mark.parametrize(("what", "name"), [("loss", "loss of micro-batch 0"), ("gradient", "gradient of 2.weight")])
+def test_non_finite_steps_are_skipped_counted_named_and_stop_after_n(caplog, what, name):
+    model = model_of()
+    updater = Updater(model, settings_of(), 100, max_nonfinite=3)
+    updater.apply([rows(4)], loss_fn_of(model, 4))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    moments = updater.state_dict()["optimizer"]["state"][0]["exp_avg"].clone()
+    with caplog.at_level(logging.WARNING):
+        metrics = updater.apply([rows(4)], poisoned(model, what))
+    assert metrics["train/skipped_steps"] == 1.0
+    assert name in caplog.text
+    updater.apply([rows(4)], poisoned(model, what))
+    assert (updater.step, updater.skipped_steps, updater.skipped_in_row) == (3, 2, 2)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(updater.state_dict()["optimizer"]["state"][0]["exp_avg"], moments)
+    good = updater.apply([rows(4)], loss_fn_of(model, 4))  # one good step: the count in a row starts anew
+    assert (good["train/skipped_steps"], updater.skipped_in_row) == (2.0, 0)
+    after = {key: value.clone() for key, value in model.state_dict().items()}
+    assert not torch.equal(after["0.weight"], before["0.weight"])
+    for _ in range(2):
+        updater.apply([rows(4)], poisoned(model, what))
+    with pytest.raises(NonFiniteError, match=f"3 non-finite optimizer steps in a row.*{name}"):
+        updater.apply([rows(4)], poisoned(model, what))
+    assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
+
+
+def test_a_broken_weight_is_named_before_what_follows_from_it(caplog):
+    model = model_of()
+    with torch.no_grad():
+        model[0].bias[1] = float("inf")
+        model[2].weight[0, 1] = float("nan")
+    updater = Updater(model, settings_of(), 10)
+    with caplog.at_level(logging.WARNING):
+        updater.apply([rows(4)], loss_fn_of(model, 4))
+    assert "weight 0.bias is not finite" in caplog.text
+
+
+def test_small_updates_of_bfloat16_weights_are_not_rounded_away():
+    """lr 1e-4 on a weight of 1.0 is below half a bfloat16 step (2^-9); only a float32 master can add 100 of them up."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    updater = Updater(model, settings_of(learning_rate=1e-4), 100)
+    batch = Rows(torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1), [0])
+    for _ in range(100):
+        updater.apply([batch], lambda b: (model(b.x).sum(), {}))
+    assert model.weight.dtype == torch.bfloat16
+    assert float(updater.state_dict()["masters"]["weight"]) == pytest.approx(0.99, abs=1e-4)
+    assert float(model.weight.detach()) == pytest.approx(0.99, abs=2**-8)
+
+
+def test_low_precision_gradients_accumulate_in_float32():
+    """256 + 1 is 256 in bfloat16: accumulated there, the small micro-batches would vanish."""
+    model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    updater = Updater(model, settings_of(max_grad_norm=1e9), 10)
+    batches = [Rows(torch.full((1, 1), v, dtype=torch.bfloat16), torch.zeros(1), [0]) for v in (256.0, 1.0, 1.0)]
+    metrics = updater.apply(batches, lambda b: (model(b.x).sum(), {}))
+    assert metrics["train/grad_norm"] == pytest.approx(258.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_dict_continues_bit_for_bit(dtype):
+    def train(model, updater, steps):
+        return [updater.apply([rows(4, seed)], loss_fn_of(model, 4))["train/loss"].hex() for seed in steps]
+
+    settings = settings_of(schedule="cosine", warmup_steps=2)
+    model = model_of(dtype=dtype)
+    updater = Updater(model, settings, 8)
+    train(model, updater, range(4))
+    state, weights = updater.state_dict(), {key: value.clone() for key, value in model.state_dict().items()}
+    state = torch.load(_saved(state), weights_only=True)
+    expected = train(model, updater, range(4, 8))
+    other = model_of(seed=9, dtype=dtype)
+    resumed = Updater(other, settings, 8)
+    other.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    assert train(other, resumed, range(4, 8)) == expected
+    assert all(torch.equal(value, other.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def _saved(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def test_frozen_parameters_are_left_alone():
+    model = model_of()
+    model[0].requires_grad_(False)
+    before = model[0].weight.clone()
+    updater = Updater(model, settings_of(), 10)
+    updater.apply([rows(4)], loss_fn_of(model, 4))
+    assert torch.equal(model[0].weight, before)
+    model.requires_grad_(False)
+    with pytest.raises(DataError, match="no trainable parameter"):
+        Updater(model, settings_of(), 10)
+
+
+def test_a_step_of_nothing_is_an_error():
+    with pytest.raises(DataError, match="at least one micro-batch"):
+        Updater(model_of(), settings_of(), 10).apply([], lambda batch: (torch.zeros(()), {}))

@@ -1,0 +1,300 @@
+"""Combinations of settings that cannot work: key and message of each; and neighbours that do work."""
+
+import pytest
+
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.trainers.rollout_metrics import rollout_metrics
+from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
+from tasks.checks import METRICS
+from tasks.config import ConfigError, from_dict
+
+
+def problems_of(**values) -> dict[str, str]:
+    """Problems by dotted key, of a pipeline named x with these values."""
+    try:
+        from_dict({"name": "x", **values}, check_files=False)
+    except ConfigError as error:
+        return {".".join(map(str, problem.key)): problem.text for problem in error.problems}
+    return {}
+
+
+def policy_problems(**policy) -> dict[str, str]:
+    found = problems_of(stages={"sft": {}, "policy": policy})
+    assert all(key.startswith("stages.policy.") for key in found)
+    return {key.removeprefix("stages.policy."): text for key, text in found.items()}
+
+
+def stage(name="a", levels=("easy",), **more):
+    return {"name": name, "levels": dict.fromkeys(levels, 1), **more}
+
+
+def condition(**more):
+    return {"metric": "success_rate", "window": 2, "threshold": 0.8, **more}
+
+
+# What each stage needs
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "expected"),
+    [
+        ({"stages": {"evaluate": {}}}, "stages.evaluate", "has no policy to evaluate"),
+        ({"stages": {"reward_model": {}}}, "stages.reward_model", "has no pairs to learn from"),
+        (
+            {"stages": {"prepare_data": {}, "reward_model": {}}},
+            "stages.reward_model",
+            "stages.prepare_data.preferences",
+        ),
+        ({"stages": {"sft": {}, "analyze": {}}}, "stages.analyze", "add `evaluate: {}`"),
+        ({"stages": {"sft": {}, "promote": {}}}, "stages.promote", "add `evaluate: {}`"),
+        (
+            {"model": {"path": "org/name"}, "stages": {"evaluate": {}, "promote": {}}},
+            "stages.promote",
+            "has no new model to promote",
+        ),
+        ({"model": {"path": "org/name"}, "stages": {"sft": {}}}, "stages.sft", "add `prepare_data: {}`"),
+        ({"model": {"lora": {}}, "stages": {"sft": {}}}, "model.lora", "set model.path, or remove lora"),
+        ({"model": {"trust_remote_code": True}, "stages": {"sft": {}}}, "model.trust_remote_code", "brings no code"),
+    ],
+)
+def test_stage_without_what_it_needs(values, key, expected):
+    problems = problems_of(**values)
+    assert list(problems) == [key]
+    assert expected in problems[key]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model": {"path": "org/name"}, "stages": {"evaluate": {}, "analyze": {}}},
+        {"model": {"path": "models:/demo@champion"}, "stages": {"reward_model": {}}},
+        {"stages": {"prepare_data": {"preferences": "pairs.jsonl"}, "reward_model": {}}},
+        {"stages": {"sft": {}, "reward_model": {}}},
+        {"stages": {"sft": {}}},
+        {"stages": {"policy": {}}},
+        {"model": {"path": "org/name", "lora": {}}, "stages": {"prepare_data": {}, "sft": {}}},
+        {"stages": {"sft": {}, "evaluate": {}, "promote": {}}},
+    ],
+)
+def test_stages_that_have_what_they_need(values):
+    assert problems_of(**values) == {}
+
+
+def test_learned_reward_needs_the_reward_model_stage():
+    assert "add `reward_model: {}`" in policy_problems(rewards={"learned": 1})["rewards.learned"]
+    assert policy_problems(rewards={"task": 1, "learned": 0}) == {}
+    stages = {"sft": {}, "reward_model": {}, "policy": {"rewards": {"learned": 1}}}
+    assert problems_of(stages=stages) == {}
+
+
+def test_rewards():
+    assert "did you mean 'task'?" in policy_problems(rewards={"taks": 1})["rewards.taks"]
+    assert "nothing to learn" in policy_problems(rewards={"task": 0})["rewards"]
+    assert "nothing to learn" in policy_problems(rewards={})["rewards"]
+    missing = policy_problems(rewards={"no.such_module:f": 1})
+    assert "module 'no.such_module' cannot be imported" in missing["rewards.no.such_module:f"]
+    assert policy_problems(rewards={"task": 1, "tool_use": 0.1, "math:fsum": 1}) == {}
+
+
+# Sampling and loops
+
+
+def test_completion_longer_than_the_context():
+    assert policy_problems(sampling={"max_completion_tokens": 255}) == {}
+    text = policy_problems(sampling={"max_completion_tokens": 256})["sampling.max_completion_tokens"]
+    assert text.startswith("256 leaves no room for a prompt: model.context is 256")
+    stages = {"sft": {}, "evaluate": {"sampling": {"max_completion_tokens": 60}}}
+    assert problems_of(model={"context": 61}, stages=stages) == {}
+    assert list(problems_of(model={"context": 60}, stages=stages)) == ["stages.evaluate.sampling.max_completion_tokens"]
+
+
+def test_context_of_a_model_folder(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
+    stages = {"policy": {"sampling": {"max_completion_tokens": 100}}}
+    text = problems_of(model={"path": str(tmp_path)}, stages=stages)["stages.policy.sampling.max_completion_tokens"]
+    assert f"the context of {tmp_path} is 100" in text
+    assert problems_of(model={"path": "org/name"}, stages=stages) == {}  # not known without a download
+
+
+def test_greedy_rollouts_teach_nothing():
+    assert "0 is greedy" in policy_problems(sampling={"temperature": 0})["sampling.temperature"]
+    stages = {"sft": {}, "evaluate": {"sampling": {"temperature": 0}}}
+    assert problems_of(stages=stages) == {}
+    stages["evaluate"]["samples"] = 4
+    assert "all alike" in problems_of(stages=stages)["stages.evaluate.samples"]
+
+
+@pytest.mark.parametrize("name", ["sft", "reward_model", "policy"])
+def test_patience_without_evaluations(name):
+    stages = {"sft": {}, name: {"patience": 3}}
+    assert "set eval_every" in problems_of(stages=stages)[f"stages.{name}.patience"]
+    stages[name]["eval_every"] = 1
+    assert problems_of(stages=stages) == {}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo"])
+def test_group_of_one(algorithm):
+    assert "without a baseline" in policy_problems(algorithm=algorithm, group_size=1)["group_size"]
+    assert policy_problems(algorithm=algorithm, group_size=2) == {}
+
+
+def test_more_minibatches_than_rollouts():
+    assert (
+        "more than the rollouts" in policy_problems(prompts_per_iteration=2, group_size=2, minibatches=5)["minibatches"]
+    )
+
+
+# Environment and levels
+
+
+def test_unknown_environment_and_option():
+    text = problems_of(environment={"name": "pixel_gird"}, stages={"sft": {}})["environment.name"]
+    assert "did you mean 'pixel_grid'?" in text
+    values = {"name": "pixel_grid", "options": {"look_csot": 1}}
+    text = problems_of(environment=values, stages={"sft": {}})["environment.options.look_csot"]
+    assert "did you mean 'look_cost'?" in text
+    assert (
+        "cannot be imported"
+        in problems_of(environment={"name": "no.such:Thing"}, stages={"sft": {}})["environment.name"]
+    )
+
+
+def test_environment_that_raises(tmp_path, monkeypatch):
+    (tmp_path / "broken_environment.py").write_text(
+        "from rl_core.environments import Environment\n"
+        "class Broken(Environment):\n"
+        "    levels = ('only',)\n"
+        "    tools = None\n"
+        "    def episode(self, seed, level): ...\n"
+        "    def __init__(self, data=None): raise KeyError('weights')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problems = problems_of(environment={"name": "broken_environment:Broken"}, stages={"sft": {}})
+    assert problems == {"environment": "'broken_environment:Broken' raised KeyError: 'weights'"}
+
+
+def test_levels_that_the_environment_has_not_got():
+    stages = {
+        "prepare_data": {"levels": ["easy", "hrd"]},
+        "sft": {},
+        "policy": {"curriculum": [stage("a", ["easy", "mediun"])]},
+        "evaluate": {"levels": ["hard", "impossible"]},
+    }
+    problems = problems_of(stages=stages)
+    assert "no level 'hrd'; did you mean 'hard'?" in problems["stages.prepare_data.levels.1"]
+    assert "did you mean 'medium'?" in problems["stages.policy.curriculum.0.levels.mediun"]
+    assert "known: easy, hard, medium" in problems["stages.evaluate.levels.1"]
+    assert len(problems) == 3
+
+
+def test_level_named_twice():
+    problems = problems_of(stages={"sft": {}, "evaluate": {"levels": ["easy", "hard", "easy"]}})
+    assert problems == {"stages.evaluate.levels": "level 'easy' is named twice; name it once"}
+
+
+def test_levels_of_gsm8k_are_checked_without_its_file():
+    environment = {"name": "gsm8k", "options": {"path": "nowhere.jsonl"}}
+    problems = problems_of(environment=environment, stages={"sft": {}, "evaluate": {"levels": ["shrot"]}})
+    assert list(problems) == ["stages.evaluate.levels.0"]
+    assert "options.path" not in str(problems)
+    assert (
+        "needs a JSONL file"
+        in problems_of(environment={"name": "gsm8k"}, stages={"sft": {}})["environment.options.path"]
+    )
+
+
+# Curriculum
+
+
+@pytest.mark.parametrize(
+    ("comparison", "threshold", "possible"),
+    [
+        (">=", 1.0, True),
+        (">=", 1.2, False),
+        (">", 1.0, False),
+        (">", 0.99, True),
+        ("<=", 0.0, True),
+        ("<=", -0.1, False),
+        ("<", 0.0, False),
+        ("<", 0.01, True),
+    ],
+)
+def test_threshold_that_can_never_be_met(comparison, threshold, possible):
+    exits = [condition(comparison=comparison, threshold=threshold)]
+    problems = policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")])
+    if possible:
+        assert problems == {}
+    else:
+        text = problems["curriculum.0.exit_conditions.0.threshold"]
+        assert f"success_rate {comparison} {threshold:g} can never hold: success_rate is from 0 to 1" in text
+    early = policy_problems(early_stop=condition(comparison=comparison, threshold=threshold))
+    assert list(early) == ([] if possible else ["early_stop.threshold"])
+
+
+def test_metrics_by_full_name():
+    for metric in ("train/success_rate", "reward/task", "reward/mean", "success_rate_by_level/easy", "turns"):
+        metric = f"train/{metric}" if metric.startswith("success_rate_by") else metric
+        exits = [condition(metric=metric, threshold=0.5)]
+        assert policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")]) == {}, metric
+    for metric, near in (
+        ("sucess_rate", "success_rate"),
+        ("reward/maen", "reward/mean"),
+        ("reward/taks", "reward/task"),
+    ):
+        exits = [condition(metric=metric)]
+        text = policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")])
+        assert f"did you mean '{near}'?" in text["curriculum.0.exit_conditions.0.metric"]
+    assert "no such metric" in policy_problems(early_stop=condition(metric="zzz"))["early_stop.metric"]
+    low = policy_problems(early_stop=condition(metric="policy/mean_logprob", threshold=0.5))
+    assert "can never hold" in low["early_stop.threshold"]
+
+
+def test_known_metrics_are_those_that_an_iteration_has():
+    trajectory = Trajectory("pixel_grid", "easy", "colour", 0, "p", "t", turns=[Turn("answer x")], num_action_tokens=2)
+    trajectory.rewards = {"task": 1.0}
+    rollout = Rollout([1], [2, 3], [True, True], [-1.0, -1.0], 1.0, trajectory)
+    groups = [RolloutGroup([rollout])]
+    emitted = set(RewardOrchestrator({"task": 1.0}).score(groups)) | set(rollout_metrics(groups))
+    assert set(METRICS) <= emitted
+    assert emitted - set(METRICS) == {"reward/task", "train/success_rate_by_level/easy"}  # named by the settings
+
+
+def test_stage_without_a_way_out():
+    problems = policy_problems(curriculum=[stage("a"), stage("b", ["hard"])])
+    assert problems == {
+        "curriculum.0": "stage 'a' has no way out, so 'b' is never reached; add exit_conditions or max_iterations"
+    }
+    assert policy_problems(curriculum=[stage("a", max_iterations=3), stage("b")]) == {}
+
+
+def test_stage_names():
+    problems = policy_problems(curriculum=[stage("a", max_iterations=3), stage("a")])
+    assert problems == {"curriculum": "2 stages are named 'a'; give each its own name"}
+    assert "cannot be named '(end)'" in policy_problems(curriculum=[stage("(end)")])["curriculum"]
+
+
+def test_window_longer_than_its_stage():
+    exits = [condition(window=10)]
+    problems = policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=9), stage("b")])
+    assert "never fill within the 9" in problems["curriculum.0.exit_conditions.0.window"]
+    assert policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=10), stage("b")]) == {}
+    assert "within the 5" in policy_problems(iterations=5, early_stop=condition(window=6))["early_stop.window"]
+
+
+def test_last_stage_out_of_reach():
+    stages = [
+        stage("a", exit_conditions=[condition(window=4), condition(window=6)]),  # at least 6
+        stage("b", exit_conditions=[condition(window=3), condition(window=5)], require="any", min_iterations=4),  # 4
+        stage("c"),
+    ]
+    assert "take at least 10" in policy_problems(iterations=10, curriculum=stages)["iterations"]
+    assert policy_problems(iterations=11, curriculum=stages) == {}
+
+
+def test_nothing_is_reported_that_rests_on_a_broken_value():
+    # The context is mistyped: whether a completion fits it cannot be said.
+    problems = problems_of(model={"context": "long"}, stages={"policy": {"sampling": {"max_completion_tokens": 500}}})
+    assert list(problems) == ["model.context"]
+    # The unknown key comes first: mended, it may be what the block lacks.
+    problems = problems_of(stages={"evaluate": {"episods": 3}})
+    assert list(problems) == ["stages.evaluate.episods"]

@@ -1,0 +1,177 @@
+"""Files, folders and devices that a configuration names."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tasks.config import ConfigError, from_dict, load, resolve
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A current folder, and beside it the folder of the config."""
+    (tmp_path / "work").mkdir()
+    (tmp_path / "configs").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path
+
+
+def config(home: Path, text: str) -> Path:
+    path = home / "configs" / "config.yaml"
+    path.write_text("name: x\n" + text)
+    return path
+
+
+def data(home: Path, path: str) -> str:
+    return f"stages: {{prepare_data: {{demonstrations: {path}}}, sft: {{}}}}\n"
+
+
+def problem_of(path: Path, *overrides: str) -> tuple[str, str]:
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides)
+    (problem,) = caught.value.problems
+    return ".".join(map(str, problem.key)), problem.text
+
+
+def test_current_folder_first_then_the_config_s(home):
+    for place in ("work", "configs"):
+        (home / place / "rows.jsonl").write_text("{}\n")
+    path = config(home, data(home, "rows.jsonl"))
+    assert load(path).stages.prepare_data.demonstrations == str(home / "work" / "rows.jsonl")
+    (home / "work" / "rows.jsonl").unlink()
+    assert load(path).stages.prepare_data.demonstrations == str(home / "configs" / "rows.jsonl")
+    (home / "configs" / "rows.jsonl").unlink()
+    key, text = problem_of(path)
+    assert key == "stages.prepare_data.demonstrations"
+    assert f"looked at {home / 'work' / 'rows.jsonl'} and {home / 'configs' / 'rows.jsonl'}" in text
+
+
+def test_absolute_and_parent_paths(home):
+    (home / "rows.jsonl").write_text("{}\n")
+    assert load(config(home, data(home, home / "rows.jsonl"))).stages.prepare_data.demonstrations == str(
+        home / "rows.jsonl"
+    )
+    assert load(config(home, data(home, "../rows.jsonl"))).stages.prepare_data.demonstrations == str(
+        home / "rows.jsonl"
+    )
+
+
+def test_resolved_paths_stay_when_the_folder_changes(home, monkeypatch):
+    (home / "work" / "rows.jsonl").write_text("{}\n")
+    settings = load(config(home, data(home, "rows.jsonl")))
+    monkeypatch.chdir(home)
+    assert from_dict(resolve(settings)) == settings
+
+
+def test_data_file_that_is_none(home):
+    (home / "work" / "folder").mkdir()
+    (home / "work" / "empty.jsonl").touch()
+    assert "is a folder; give the path" in problem_of(config(home, data(home, "folder")))[1]
+    assert "is empty" in problem_of(config(home, data(home, "empty.jsonl")))[1]
+    assert "is no file" in problem_of(config(home, data(home, "x" * 5000)))[1]
+
+
+def test_missing_gsm8k_file_says_where_to_get_it(home):
+    text = "environment: {name: gsm8k, options: {path: gsm8k_train.jsonl}}\nstages: {prepare_data: {}, sft: {}}\n"
+    key, message = problem_of(config(home, text))
+    assert key == "environment.options.path"
+    assert "openai/grade-school-math" in message and "question, answer" in message
+    assert load(config(home, text), check_files=False).environment.options == {"path": "gsm8k_train.jsonl"}
+    (home / "configs" / "gsm8k_train.jsonl").write_text("{}\n")
+    assert load(config(home, text)).environment.options == {"path": str(home / "configs" / "gsm8k_train.jsonl")}
+
+
+def test_missing_preferences_say_what_to_write(home):
+    text = "stages: {prepare_data: {preferences: pairs.jsonl}, reward_model: {}}\n"
+    key, message = problem_of(config(home, text))
+    assert key == "stages.prepare_data.preferences" and "prompt, chosen and rejected" in message
+
+
+# Models
+
+
+def model(path: str) -> str:
+    return f"model: {{path: {path!r}}}\nstages: {{evaluate: {{}}}}\n"
+
+
+def test_model_folder_becomes_absolute(home):
+    (home / "work" / "policy").mkdir()
+    assert "holds no config.json" in problem_of(config(home, model("policy")))[1]
+    (home / "work" / "policy" / "config.json").write_text("{}")
+    assert load(config(home, model("policy"))).model.path == str(home / "work" / "policy")
+
+
+@pytest.mark.parametrize("path", ["gpt2", "org/model-1.5B", "models:/demo@champion", "models:/demo/3"])
+def test_hub_names_and_registered_models_stay(home, path):
+    assert load(config(home, model(path))).model.path == path
+
+
+@pytest.mark.parametrize("path", ["./policy", "a/b/c", "/no/such/folder", "~/no-such-folder", "a b", ""])
+def test_neither_folder_nor_name(home, path):
+    key, text = problem_of(config(home, model(path)))
+    assert key == "model.path"
+    if path:
+        assert "is no model folder (looked at " in text and "no hub name" in text
+
+
+@pytest.mark.parametrize("path", ["models:/demo", "models:demo@champion", "models:/@champion"])
+def test_malformed_registered_model(home, path):
+    assert "write models:/NAME@ALIAS" in problem_of(config(home, model(path)))[1]
+
+
+def test_model_file_instead_of_its_folder(home):
+    (home / "work" / "model.safetensors").write_text("x")
+    assert "give the folder that holds config.json" in problem_of(config(home, model("model.safetensors")))[1]
+
+
+def test_context_of_the_folder_limits_completions(home):
+    folder = home / "work" / "policy"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    key, text = problem_of(config(home, model("policy")))
+    assert key == "stages.evaluate.sampling.max_completion_tokens" and "64 leaves no room" in text
+
+
+# Output and device
+
+
+def test_output_folder_is_not_made(home):
+    load(config(home, "stages: {sft: {}}\n"))
+    assert not (home / "work" / "outputs").exists()
+
+
+def test_output_is_a_file(home):
+    (home / "work" / "outputs").touch()
+    path = config(home, "stages: {sft: {}}\n")
+    assert problem_of(path) == ("output", f"{home / 'work' / 'outputs'} is a file; give a folder")
+    assert "is a file" in problem_of(path, "output=outputs/deeper")[1]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_output_cannot_be_written(home):
+    (home / "work").chmod(0o500)
+    assert "cannot be written into" in problem_of(config(home, "stages: {sft: {}}\n"))[1]
+
+
+def test_gpu_that_is_not_there(home, monkeypatch):
+    import torch
+
+    path = config(home, "model: {device: cuda}\nstages: {sft: {}}\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert problem_of(path) == ("model.device", "cuda, but torch sees no GPU here; use auto or cpu")
+    assert load(path, check_files=False).model.device == "cuda"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load(path).model.device == "cuda"
+
+
+def test_missing_files_and_wrong_settings_at_once(home):
+    text = "stages: {prepare_data: {demonstrations: no.jsonl}, sft: {epochs: -1}, policy: {group_size: 1}}\n"
+    with pytest.raises(ConfigError) as caught:
+        load(config(home, text), ["output=/dev/null"])
+    assert [".".join(map(str, problem.key)) for problem in caught.value.problems] == [
+        "stages.policy.group_size",
+        "stages.prepare_data.demonstrations",
+        "stages.sft.epochs",
+        "output",
+    ]

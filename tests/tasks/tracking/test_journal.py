@@ -1,0 +1,130 @@
+"""The journal: one line a call, each (step, name) once, torn lines and full disks survived."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.errors import DataError, FolderBusy
+from tasks.tracking.journal import Journal, LineLog, Shipped, metrics_path, read_lines, read_metrics, shipped_path
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in metrics_path(folder).read_text().splitlines()]
+
+
+def test_a_call_is_one_line_on_disk_at_once(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append({"train/loss": 0.5, "train/step": torch.tensor(3.0)}, 7)
+    (line,) = lines(tmp_path)  # not closed, not flushed: a SIGKILL now loses nothing
+    assert line["step"] == 7 and line["metrics"] == {"train/loss": 0.5, "train/step": 3.0}
+    assert isinstance(line["time"], int)
+    journal.close()
+
+
+def test_non_finite_values_survive_and_the_file_stays_json(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append({"a": math.nan, "b": math.inf, "c": -math.inf}, 0)
+    journal.close()
+    assert "NaN" not in metrics_path(tmp_path).read_text() and "Infinity" not in metrics_path(tmp_path).read_text()
+    ((step, metrics),) = read_metrics(tmp_path)
+    assert step == 0 and math.isnan(metrics["a"]) and metrics["b"] == math.inf and metrics["c"] == -math.inf
+
+
+def test_a_value_that_is_no_number_names_metric_and_step(tmp_path):
+    journal = Journal(tmp_path)
+    with pytest.raises(DataError, match=r"'eval/best' at step 4: 'seven' is not a number"):
+        journal.append({"eval/best": "seven"}, 4)
+    journal.close()
+    assert read_metrics(tmp_path) == []
+
+
+def test_replayed_steps_leave_no_duplicate_and_lose_no_new_name(tmp_path):
+    first = Journal(tmp_path)
+    for step in (1, 2, 3):
+        first.append({"train/loss": step / 10}, step)
+    first.append({"eval/accuracy": 0.5}, 2)
+    first.close()
+    again = Journal(tmp_path)  # the checkpoint was at step 1: steps 2 and 3 are replayed
+    again.append({"train/loss": 0.2}, 2)
+    again.append({"train/loss": 9.9, "eval/accuracy": 0.7}, 3)
+    again.append({"train/loss": 0.4}, 4)
+    again.close()
+    assert again.num_repeated == 2
+    assert read_metrics(tmp_path) == [
+        (1, {"train/loss": 0.1}),
+        (2, {"train/loss": 0.2}),
+        (3, {"train/loss": 0.3}),
+        (2, {"eval/accuracy": 0.5}),
+        (3, {"eval/accuracy": 0.7}),  # the one name that step 3 had not logged before the kill
+        (4, {"train/loss": 0.4}),
+    ]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cut=st.integers(1, 60))
+def test_a_torn_last_line_is_cut_off_and_logged_again(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("torn")
+    journal = Journal(folder)
+    for step in range(3):
+        journal.append({"train/loss": float(step)}, step)
+    journal.close()
+    path = metrics_path(folder)
+    whole = path.read_bytes()
+    last = len(whole.splitlines(keepends=True)[-1])
+    path.write_bytes(whole[: -min(cut, last)])
+    assert read_metrics(folder) == [(0, {"train/loss": 0.0}), (1, {"train/loss": 1.0})]  # a reader tolerates it
+    again = Journal(folder)
+    again.append({"train/loss": 2.0}, 2)
+    again.append({"train/loss": 2.0}, 2)
+    again.close()
+    assert [step for step, _ in read_metrics(folder)] == [0, 1, 2]
+    assert all(json.loads(line) for line in path.read_bytes().splitlines())
+
+
+def test_a_second_writer_is_refused(tmp_path):
+    journal = Journal(tmp_path)
+    with pytest.raises(FolderBusy, match="being written by another run"):
+        Journal(tmp_path)
+    journal.close()
+    Journal(tmp_path).close()
+
+
+def test_a_full_disk_delays_lines_and_tears_none(tmp_path, monkeypatch):
+    log = LineLog(tmp_path / "log.jsonl")
+    log.append({"n": 0})
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, offset: real(fd, data[:4], offset))  # short writes
+    log.append({"n": 1})
+    log.append({"n": 2})
+    assert [record for record, _ in read_lines(log.path)] == [{"n": 0}]
+    assert log.path.read_bytes().endswith(b"\n")
+    assert not log.flush()
+    monkeypatch.undo()
+    assert log.flush()
+    assert [record["n"] for record, _ in read_lines(log.path)] == [0, 1, 2]
+    log.close()
+
+
+def test_an_unreadable_line_in_the_middle_is_stepped_over(tmp_path, caplog):
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(b'{"n": 0}\n\xff\xfe{\n[1]\n{"n": 3}\n')
+    assert [record for record, _ in read_lines(path)] == [{"n": 0}, {}, {}, {"n": 3}]
+    assert "unreadable" in caplog.text
+    assert [end for _, end in read_lines(path)][-1] == path.stat().st_size
+
+
+def test_what_was_shipped_is_replaced_whole(tmp_path):
+    shipped_path(tmp_path).parent.mkdir()
+    Shipped("store", "run", "1", 10, 20, 1).save(tmp_path)
+    assert Shipped.load(tmp_path) == Shipped("store", "run", "1", 10, 20, 1)
+    assert [path.name for path in shipped_path(tmp_path).parent.iterdir()] == ["shipped.json"]
+    shipped_path(tmp_path).write_text('{"store": "sto')
+    assert Shipped.load(tmp_path) == Shipped()

@@ -1,0 +1,205 @@
+"""Model versions: what is stored loads with transformers, mlflow.transformers and pyfunc, and holds no pickle."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_core.errors import DataError, SettingsError
+from tasks.tracking import check_safe, digest_model
+
+PROMPT = "what colour"
+
+
+@pytest.fixture(scope="module")
+def versions(tracking, models, tmp_path_factory):
+    """Two versions of a policy (the second with other weights) and one of a reward model."""
+    folder = tmp_path_factory.mktemp("run")
+    other = tmp_path_factory.mktemp("other") / "model"
+    shutil.copytree(models["policy"], other)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    model.save_pretrained(other)
+    with tracking.start_run("models", folder) as run:
+        tags = {"stage": "sft", "data_digest": "d1", "absent": None}
+        first = run.log_model(models["policy"], "policy", "policy", metrics={"eval/success_rate": 0.4}, tags=tags)
+        same = run.log_model(models["policy"], "policy", "policy", tags=tags)
+        second = run.log_model(other, "policy", "policy", tags={"stage": "policy", "parent_version": first})
+        reward = run.log_model(models["reward_model"], "reward_model", "rewards", input_example="a b")
+    assert (first, same, second, reward) == (1, 1, 2, 1)  # the same bytes from the same run are the same version
+    return {"run": run, "other": other}
+
+
+def test_the_stored_files_are_the_stages_own_and_hold_no_pickle(tracking, models, versions, tmp_path):
+    folder = tracking.resolve_model("models:/policy/1", tmp_path)
+    assert digest_model(folder) == digest_model(models["policy"])
+    artifact = Path(folder).parent
+    names = {path.relative_to(artifact).as_posix() for path in artifact.rglob("*") if path.is_file()}
+    assert {"MLmodel", "requirements.txt", "input_example.json", "model/model.safetensors"} <= names
+    assert "components/tokenizer/tokenizer.json" in names
+    for path in artifact.rglob("*"):
+        if path.is_file():
+            head = path.read_bytes()[:2]
+            assert head != b"PK" and not (head[:1] == b"\x80" and head[1:] in b"\x02\x03\x04\x05"), path
+            assert path.suffix not in (".pkl", ".pt", ".bin", ".py")
+    text = (artifact / "MLmodel").read_text()
+    assert "signature" in text and str(models["policy"].parent) not in text
+
+
+def test_transformers_loads_the_downloaded_artifact(tracking, models, versions, tmp_path):
+    import mlflow.artifacts
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    version = tracking.store.client.get_model_version("policy", "1")
+    downloaded = mlflow.artifacts.download_artifacts(
+        artifact_uri=version.source, dst_path=str(tmp_path / "d"), tracking_uri=tracking.store.uri
+    )
+    model = AutoModelForCausalLM.from_pretrained(f"{downloaded}/model")
+    tokenizer = AutoTokenizer.from_pretrained(f"{downloaded}/model")
+    original = AutoModelForCausalLM.from_pretrained(models["policy"])
+    assert tokenizer.decode(tokenizer(PROMPT).input_ids) == PROMPT and tokenizer.chat_template
+    for (name, left), (_, right) in zip(model.state_dict().items(), original.state_dict().items(), strict=True):
+        assert torch.equal(left, right), name
+
+
+def test_mlflow_loads_policies_and_reward_models(tracking, models, versions, monkeypatch):
+    import mlflow
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert os.environ["MLFLOW_ALLOW_PICKLE_DESERIALIZATION"] == "false"
+    registry, before = tracking.registry, mlflow.get_tracking_uri()
+    policy_uri = str(Path(registry.download(registry.version("policy", 1), Path("unused"))).parent)
+    reward_uri = str(Path(registry.download(registry.version("rewards", 1), Path("unused"))).parent)
+    tokenizer = AutoTokenizer.from_pretrained(models["policy"])
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    reference = AutoModelForCausalLM.from_pretrained(models["policy"])
+    tokens = reference.generate(
+        inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=4, do_sample=False
+    )
+    expected = tokenizer.decode(tokens[0], skip_special_tokens=True)
+    pipeline = mlflow.transformers.load_model(policy_uri)
+    assert pipeline(PROMPT, max_new_tokens=4, do_sample=False)[0]["generated_text"] == expected
+    function = mlflow.pyfunc.load_model(policy_uri)
+    assert function.predict([PROMPT], params={"max_new_tokens": 4})[0].strip() == expected.strip()
+    assert function.metadata.signature.inputs is not None
+    head = AutoModelForSequenceClassification.from_pretrained(models["reward_model"])
+    with torch.no_grad():
+        reward = float(head(**tokenizer(PROMPT, return_tensors="pt")).logits)
+    # The raw reward, not the sigmoid that the pipeline applies by default.
+    scored = mlflow.pyfunc.load_model(reward_uri).predict([PROMPT])
+    assert float(scored["score"][0]) == pytest.approx(reward, abs=1e-5)
+    assert mlflow.get_tracking_uri() == before
+
+
+def test_lineage_metrics_and_links(tracking, models, versions):
+    run_id = versions["run"].run_id
+    first, second = tracking.versions("policy")
+    assert (first.version, second.version) == (1, 2) and first.run_id == run_id
+    assert first.tags["stage"] == "sft" and first.tags["data_digest"] == "d1" and "absent" not in first.tags
+    assert first.tags["model_digest"] == digest_model(models["policy"]) != second.tags["model_digest"]
+    assert second.tags["parent_version"] == "1"
+    run = tracking.store.client.get_run(run_id)
+    assert len(run.outputs.model_outputs) == 3
+    logged = tracking.store.client.get_logged_model(run.outputs.model_outputs[0].model_id)
+    metrics = {
+        metric.key: metric.value
+        for output in run.outputs.model_outputs
+        for metric in tracking.store.client.get_logged_model(output.model_id).metrics or []
+    }
+    assert metrics == {"eval/success_rate": 0.4} and logged.status.value == "READY"
+    assert tracking.store.client.get_model_version("policy", "1").description == "sft: eval/success_rate 0.4"
+
+
+def test_aliases_move(tracking, versions):
+    assert tracking.champion("policy") is None and tracking.champion("never-heard-of") is None
+    tracking.set_champion("policy", 1)
+    tracking.set_challenger("policy", 2)
+    assert tracking.champion("policy").version == 1
+    assert tracking.versions("policy")[1].aliases == ("challenger",)
+    tracking.set_champion("policy", 2)
+    assert tracking.champion("policy").version == 2
+    assert [found.aliases for found in tracking.versions("policy")] == [(), ("champion",)]
+    tracking.set_champion("policy", 1)  # rolling back
+    assert tracking.champion("policy").version == 1
+    tracking.tag_version("policy", 1, {"gate.reason": "better", "x": None})
+    assert tracking.registry.version("policy", 1).tags["gate.reason"] == "better"
+
+
+def test_references(tracking, models, versions, tmp_path, monkeypatch):
+    tracking.set_champion("policy", 1)
+    champion = tracking.resolve_model("models:/policy@champion", tmp_path)
+    assert digest_model(champion) == digest_model(models["policy"])
+    assert digest_model(tracking.resolve_model("models:/policy/latest", tmp_path)) == digest_model(versions["other"])
+    assert tracking.resolve_model(str(models["policy"]), tmp_path) == models["policy"].resolve()
+    assert tracking.resolve_model("org/some-model", tmp_path) == "org/some-model"
+    assert not list(tmp_path.iterdir())  # a local store's files are read where they are
+    monkeypatch.setattr("tasks.tracking.registry._local_folder", lambda location: None)  # as from a server
+    for _ in range(2):
+        copied = tracking.resolve_model("models:/policy@champion", tmp_path)
+        assert tmp_path in copied.parents and digest_model(copied) == digest_model(models["policy"])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("models:/polici@champion", "no registered model 'polici' .* did you mean 'policy'"),
+        ("models:/polici/1", "did you mean 'policy'"),
+        ("models:/polici/latest", "did you mean 'policy'"),
+        ("models:/policy@champoin", "no version with alias 'champoin'; did you mean 'champion'"),
+        ("models:/policy/9", "has no version 9; versions: 1, 2"),
+        ("models:/policy", "must be models:/NAME@ALIAS"),
+        ("models:/../x/1", "must be models:/NAME@ALIAS"),
+        ("./nowhere", "does not exist"),
+        ("a/b/c", "does not exist"),
+    ],
+)
+def test_references_that_lead_nowhere(tracking, versions, tmp_path, reference, message):
+    tracking.set_champion("policy", 1)
+    with pytest.raises(SettingsError, match=message):
+        tracking.resolve_model(reference, tmp_path)
+
+
+def test_a_folder_that_is_no_model(tracking, tmp_path):
+    with pytest.raises(SettingsError, match=r"config\.json is missing"):
+        tracking.resolve_model(str(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("optimizer.pt", b"x"),
+        ("extra.pkl", b"x"),
+        ("harmless.json", b"\x80\x04\x95"),
+        ("archive.json", b"PK\x03\x04"),
+        ("inner/modeling.py", b"import os"),
+    ],
+)
+def test_pickles_and_code_are_refused(models, tmp_path, name, content):
+    folder = tmp_path / "model"
+    shutil.copytree(models["policy"], folder)
+    check_safe(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match=Path(name).name):
+        check_safe(folder)
+
+
+def test_a_refused_model_leaves_no_version(tracking, models, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(models["policy"], folder)
+    (folder / "x.pkl").write_bytes(b"x")
+    with tracking.start_run("refused", tmp_path / "run") as run:
+        with pytest.raises(DataError, match="may execute code"):
+            run.log_model(folder, "policy", "refused")
+        with pytest.raises(SettingsError, match="registered model name"):
+            run.log_model(models["policy"], "policy", "../evil")
+    assert "refused" not in tracking.registry.names()

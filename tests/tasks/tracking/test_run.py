@@ -1,0 +1,236 @@
+"""RunTracker on a real sqlite store: what is recorded is what MLflow shows."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+
+import pytest
+
+from rl_core.errors import SettingsError, Stopped
+from rl_core.types import ToolCall, Trajectory, Turn
+from tasks.tracking import Tracking, list_runs, read_metrics
+from tasks.tracking.journal import Shipped, events_path, shipped_path
+
+
+def history(tracking, run_id, name):
+    return [(metric.step, metric.value) for metric in tracking.store.client.get_metric_history(run_id, name)]
+
+
+def artifacts(tracking, run_id, path=None):
+    found = []
+    for entry in tracking.store.client.list_artifacts(run_id, path):
+        found += artifacts(tracking, run_id, entry.path) if entry.is_dir else [entry.path]
+    return sorted(found)
+
+
+def test_everything_arrives(tracking, tmp_path):
+    with tracking.start_run(
+        "demo", tmp_path / "run", tags={"pipeline": "demo", "git_commit": "abc", "absent": None},
+        params={"sft": {"learning_rate": 1e-3}}, description="# story", system_metrics_seconds=0.05,
+    ) as parent:  # fmt: skip
+        assert parent.run_id
+        with tracking.start_run("sft", tmp_path / "run" / "sft", parent_run_id=parent.run_id) as stage:
+            for step in range(3):
+                stage.log_metrics({"train/loss": 1 / (step + 1), "pass@4": 0.5}, step)
+            (tmp_path / "figure.png").write_bytes(b"png")
+            (tmp_path / "tree" / "inner").mkdir(parents=True)
+            (tmp_path / "tree" / "inner" / "a.txt").write_text("a")
+            stage.log_figure_file(tmp_path / "figure.png")
+            stage.log_artifact(tmp_path / "tree", "data")
+            (tmp_path / "tree").rename(tmp_path / "published")  # as a stage's folder is, while files still wait
+            (tmp_path / "figure.png").unlink()
+            stage.log_text("hello\u2028é", "notes/a.txt")
+            stage.log_dict({"a": [1]}, "a.json")
+            stage.log_environment()
+            stage.log_dataset(tmp_path / "d.jsonl", "ab" * 32, "demonstrations", "training", profile={"num_rows": 5})
+        time.sleep(0.2)
+    client = tracking.store.client
+    run, outer = client.get_run(stage.run_id), client.get_run(parent.run_id)
+    assert history(tracking, stage.run_id, "train/loss") == [(0, 1.0), (1, 0.5), (2, 1 / 3)]
+    assert history(tracking, stage.run_id, "pass_4") == [(0, 0.5), (1, 0.5), (2, 0.5)]
+    assert run.data.tags["mlflow.parentRunId"] == parent.run_id and run.info.status == "FINISHED"
+    assert outer.data.params == {"sft.learning_rate": "0.001"}
+    tags = outer.data.tags
+    assert tags["mlflow.note.content"] == "# story" and tags["pipeline"] == "demo" and "absent" not in tags
+    assert tags["mlflow.source.git.commit"] == "abc"
+    assert outer.data.metrics["system/process_memory_megabytes"] > 10
+    assert artifacts(tracking, stage.run_id) == [
+        "a.json",
+        "data/tree/inner/a.txt",
+        "environment/requirements.txt",
+        "figures/figure.png",
+        "notes/a.txt",
+    ]
+    ((dataset,)) = [entry for entry in run.inputs.dataset_inputs]
+    assert dataset.dataset.name == "demonstrations" and dataset.dataset.digest == ("ab" * 32)[:36]
+    assert json.loads(dataset.dataset.profile) == {"num_rows": 5, "digest": "ab" * 32}
+    assert dataset.tags[0].value == "training"
+    assert not list((events_path(stage.folder).parent / "files").iterdir())  # sent copies are removed
+    assert tracking.cost.foreground_seconds > 0 and tracking.cost.background_seconds > 0
+
+
+def test_a_resumed_run_is_the_same_run_without_gap_or_duplicate(tracking, tmp_path):
+    first = tracking.start_run("r", tmp_path, params={"a": 1, "b": 2})
+    for step in range(5):
+        first.log_metrics({"train/loss": float(step)}, step)
+    first.close("KILLED")
+    assert tracking.store.client.get_run(first.run_id).info.status == "KILLED"
+    again = tracking.start_run("r", tmp_path, params={"a": 1, "b": 3, "c": 4})
+    assert again.resumed and again.run_id == first.run_id
+    for step in range(3, 8):
+        again.log_metrics({"train/loss": float(step)}, step)
+    assert again.close()
+    assert history(tracking, first.run_id, "train/loss") == [(step, float(step)) for step in range(8)]
+    run = tracking.store.client.get_run(first.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params == {"a": "1", "b": "2", "c": "4"}  # the first value stays, and the change is told
+    assert json.loads(run.data.tags["changed_params"]) == {"b": "3"}
+
+
+def test_a_run_whose_id_was_never_noted_is_found_again(tracking, tmp_path):
+    first = tracking.start_run("r", tmp_path)
+    first.log_metrics({"a": 1.0}, 0)
+    first.log_traces(trajectories())
+    first.close("KILLED")
+    shipped_path(tmp_path).unlink()  # killed between the store's answer and the note of it
+    again = tracking.start_run("r", tmp_path)
+    again.close()
+    assert again.run_id == first.run_id
+    assert history(tracking, first.run_id, "a") == [(0, 1.0)]  # all was sent twice and is stored once
+    found = tracking.store.client.search_traces(locations=[tracking.experiment_id], run_id=first.run_id)
+    assert len(found) == 3 and sum(len(trace.data.spans) for trace in found) == 11
+
+
+@pytest.mark.slow
+def test_a_locked_database_delays_delivery_alone(tracking, tmp_path):
+    with tracking.start_run("locked", tmp_path, interval_s=0.05) as run:
+        other = sqlite3.connect(tracking.store.uri.removeprefix("sqlite:///"), isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        for step in range(70):  # longer than sqlite's own patience
+            run.log_metrics({"a": float(step)}, step)
+            time.sleep(0.1)
+        assert not run.flush()
+        other.execute("ROLLBACK")
+        other.close()
+        assert run.flush(timeout_s=60)
+    assert history(tracking, run.run_id, "a") == [(step, float(step)) for step in range(70)]
+
+
+def test_how_a_run_ended(tracking, tmp_path):
+    endings = {"FAILED": ValueError("no good"), "KILLED": Stopped("stop", 15)}
+    for status, error in endings.items():
+        with pytest.raises(type(error)), tracking.start_run(status, tmp_path / status) as run:
+            raise error
+        found = tracking.store.client.get_run(run.run_id)
+        assert found.info.status == status
+        assert found.data.tags.get("error") == ("ValueError: no good" if status == "FAILED" else None)
+
+
+def test_a_dead_store_neither_stops_nor_stalls_and_is_made_up_for(tracking, tmp_path):
+    """Nothing listens there: the run goes on, closes in time, and `replay` delivers all of it, the parent first."""
+    dead = Tracking("http://127.0.0.1:9", tmp_path, "tests")
+    parent = dead.start_run("parent", tmp_path / "p", wait_s=20)
+    child = dead.start_run("child", tmp_path / "p" / "c", parent_run_id=parent.run_id, parent_folder=tmp_path / "p")
+    assert parent.run_id is None and parent.url is None
+    for step in range(10):
+        child.log_metrics({"train/loss": float(step)}, step)
+    child.log_text("x", "x.txt")
+    assert not child.close(timeout_s=0.2) and not parent.close(timeout_s=0.2)
+    assert len(read_metrics(tmp_path / "p" / "c")) == 10
+    assert tracking.replay_all(tmp_path) == 0
+    state, outer = Shipped.load(tmp_path / "p" / "c"), Shipped.load(tmp_path / "p")
+    run = tracking.store.client.get_run(state.run_id)
+    assert run.data.tags["mlflow.parentRunId"] == outer.run_id and run.info.status == "FINISHED"
+    assert history(tracking, state.run_id, "train/loss") == [(step, float(step)) for step in range(10)]
+    assert artifacts(tracking, state.run_id) == ["x.txt"]
+    assert tracking.replay_all(tmp_path) == 0 and Shipped.load(tmp_path / "p") == outer  # once more changes nothing
+
+
+def test_threads_share_a_tracker(tracking, tmp_path):
+    with tracking.start_run("threads", tmp_path) as run:
+        threads = [
+            threading.Thread(target=lambda t=t: [run.log_metrics({f"m/{t}": s}, s) for s in range(100)])
+            for t in range(4)
+        ]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    assert [len(history(tracking, run.run_id, f"m/{t}")) for t in range(4)] == [100] * 4
+
+
+def test_progress_tells_the_callbacks_and_survives_one_that_fails(tracking, tmp_path):
+    seen = []
+    run = tracking.start_run("p", tmp_path, on_progress=[lambda *_: 1 / 0, lambda *told: seen.append(told)])
+    run.progress(1, 4, "half way")
+    run.progress(2, 4)
+    run.close()
+    assert seen == [(1, 4, "half way"), (2, 4, "")] and (run.done, run.total, run.message) == (2, 4, "")
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "\\x"])
+def test_artifact_names_stay_inside(tracking, tmp_path, name):
+    with tracking.start_run("names", tmp_path) as run, pytest.raises(SettingsError, match="must be relative"):
+        run.log_text("x", name)
+
+
+def trajectories():
+    look = Turn("zoom 1 2", ToolCall("zoom", {"row": 1, "col": 2}), "red 4", False, 5)
+    typo = Turn("zom", None, "no such tool", True, 2)
+    right = Trajectory(
+        "pixel_grid", "easy", "colour", 2**30, "what colour?", "red", [look, Turn("red")], "red", True, 1.0
+    )
+    wrong = Trajectory("pixel_grid", "hard", "count", 2**30 + 1, "how many?", "3", [typo, Turn("2")], "2", False, 0.0)
+    return [right, wrong, right]
+
+
+def test_episodes_are_readable_as_traces(tracking, tmp_path):
+    with tracking.start_run("traces", tmp_path) as run:
+        assert run.log_traces(trajectories(), limit=2, model="policy") == 2
+    client = tracking.store.client
+    found = client.search_traces(locations=[tracking.experiment_id], run_id=run.run_id, order_by=["timestamp ASC"])
+    assert len(found) == 2
+    right, wrong = found
+    assert right.info.tags["level"] == "easy" and right.info.tags["model"] == "policy"
+    assert {entry.name: entry.value for entry in wrong.info.assessments} == {"success": False, "reward": 0.0}
+    names = [span.name for span in right.data.spans]
+    assert names == ["episode", "turn 1: zoom", "zoom", "turn 2: answer"]
+    episode, turn, call, _ = right.data.spans
+    assert episode.inputs == "what colour?" and episode.outputs == "red (right)"
+    assert episode.attributes["seed"] == 2**30 and episode.attributes["reward"] == 1.0
+    assert turn.outputs == {"action": "zoom 1 2", "observation": "red 4"} and turn.parent_id == episode.span_id
+    assert call.inputs == {"row": 1, "col": 2} and call.outputs == "red 4" and call.parent_id == turn.span_id
+    assert wrong.data.spans[1].status.status_code.value == "ERROR" and wrong.data.spans[1].name == "turn 1: misuse"
+    assert wrong.data.spans[0].outputs == "2 (wrong; right is 3)"
+    hard = client.search_traces(
+        locations=[tracking.experiment_id], run_id=run.run_id, filter_string="tags.level = 'hard'"
+    )
+    assert [trace.info.trace_id for trace in hard] == [wrong.info.trace_id]
+
+
+def test_the_list_of_runs(tracking, output, tmp_path):
+    with tracking.start_run("outer-listed", tmp_path) as outer:
+        outer.set_tag("result", "94% success")
+        with tracking.start_run("sft", tmp_path / "s", parent_run_id=outer.run_id) as stage:
+            stage.log_metrics({"eval/success_rate": 0.44}, 3)
+    rows = list_runs(output, tracking.store.uri)
+    index = [row["run"] for row in rows].index("outer-listed")
+    assert rows[index]["result"] == "94% success" and rows[index]["status"] == "finished"
+    assert rows[index + 1]["run"] == "  sft" and rows[index + 1]["result"] == "eval/success_rate 0.44"
+
+
+def test_listing_creates_nothing(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert list_runs(tmp_path / "none") == [] and not (tmp_path / "none").exists()
+
+
+def test_a_deleted_run_is_recorded_again(tracking, tmp_path):
+    first = tracking.start_run("gone", tmp_path)
+    first.log_metrics({"a": 1.0}, 0)
+    first.close("KILLED")
+    tracking.store.client.delete_run(first.run_id)
+    again = tracking.start_run("gone", tmp_path)
+    again.close()
+    assert again.run_id != first.run_id
+    assert history(tracking, again.run_id, "a") == [(0, 1.0)]

@@ -1,0 +1,99 @@
+"""Names and parameters as MLflow takes them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tasks.tracking.store import Store, default_uri, short, without_password
+from tasks.tracking.values import MAX_VALUE, environment_freeze, flatten, metric_name, pinned
+
+
+@dataclass
+class Inner:
+    levels: tuple[str, ...] = ("easy", "hard")
+    rate: float = 1e-5
+
+
+def test_nested_settings_become_dotted_texts():
+    flat = flatten(
+        {
+            "seed": 7,
+            "policy": Inner(),
+            "on": True,
+            "path": None,
+            "stages": [{"name": "a"}, {"name": "b", "levels": {"easy": 0.5}}],
+            "options": {},
+            "none_listed": [],
+        }
+    )
+    assert flat == {
+        "seed": "7",
+        "policy.levels": '["easy", "hard"]',
+        "policy.rate": "1e-05",
+        "on": "true",
+        "path": "null",
+        "stages.0.name": "a",
+        "stages.1.name": "b",
+        "stages.1.levels.easy": "0.5",
+        "options": "{}",
+        "none_listed": "[]",
+    }
+
+
+def test_values_and_names_are_cut_and_cleaned():
+    flat = flatten({"a" * 300: "x" * 7000, "odd key?": Path("p")})
+    (cut, odd) = flat.items()
+    assert len(cut[0]) == 250 and len(cut[1]) == MAX_VALUE and cut[1].endswith("…")
+    assert odd == ("odd key_", "p")
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("train/loss", "train/loss"),
+        ("pass@4", "pass_4"),
+        ("/eval//a", "eval/a"),
+        ("../x", "x"),
+        ("a/./b", "a/b"),
+        ("", "_"),
+        ("gain (%)", "gain ___"),
+    ],
+)
+def test_metric_names(name, clean):
+    assert metric_name(name) == clean
+    from mlflow.utils.validation import _validate_metric_name
+
+    _validate_metric_name(clean)
+
+
+def test_the_environment_names_every_distribution():
+    text = environment_freeze()
+    assert text.startswith("# Python 3.") and "\ntorch==" in text and "\nmlflow==" in text
+
+
+def test_pins_leave_local_build_labels_and_absent_packages_out():
+    (pin,) = pinned("torch", "no-such-distribution")
+    assert pin.startswith("torch==") and "+" not in pin
+
+
+def test_addresses_never_show_passwords():
+    assert without_password("http://me:secret@host:5000/x") == "http://host:5000/x"
+    assert without_password("sqlite:////a/b.db") == "sqlite:////a/b.db"
+    assert "secret" not in short(ValueError("no answer from http://me:secret@host/"))
+
+
+def test_where_the_store_is(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert Store(None, tmp_path, "e").uri == f"sqlite:///{tmp_path}/mlflow/mlflow.db" == default_uri(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://elsewhere:5000")
+    assert Store(None, tmp_path, "e").uri == "http://elsewhere:5000"
+    assert Store("sqlite:////x.db", tmp_path, "e").uri == "sqlite:////x.db"
+    assert Store(None, tmp_path, "e").run_url("r", "3").startswith("http://elsewhere:5000/#/experiments/3/runs/r")
+
+
+def test_numbers_stay_numbers():
+    assert flatten({"a": math.inf})["a"] == "Infinity"
