@@ -13,6 +13,7 @@ from typing import Any
 
 from flows.display import Display
 from flows.prefect_home import prepare_prefect
+from flows.picture import draw_pipeline
 from flows.summary import describe, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
 from tasks.config import PipelineSettings, from_dict, resolve
@@ -85,6 +86,8 @@ def post_training(settings: dict[str, Any], fresh: bool = False, only: str | Non
         rows = result_rows(session)
         session.parent.log_metrics(parent_metrics(session), 0)
         session.parent.set_description(describe(session, rows))
+        picture = draw_pipeline(rows, session.home / "pipeline.png", f"{typed.name}: {session.seconds:.0f} s")
+        session.parent.log_artifact(picture, "figures")
     cost = session.tracking.cost
     facts = {
         "output": str(session.home),

@@ -159,8 +159,8 @@ class CheckpointStore:
     def load_latest(self) -> dict[str, Any] | None:
         """The newest valid state, tensors on the CPU; None when there is none.
 
-        Versions that differ from their manifest are set aside with a warning and the one before is tried; a pointer that
-        does not name the version found is put right.
+        Versions that differ from their manifest are set aside with a warning and the one before is tried; a pointer
+        that does not name the version found is put right.
         """
         if not self.folder.is_dir():
             return None

@@ -2,9 +2,9 @@
 
     POSTTRAIN_FAULT=point:hit:action[,point:hit:action...]
 
-`hit` counts from 1: the fault fires the n-th time that the point is reached in this process. Actions: `kill` (SIGKILL to
-this process), `raise` (InjectedFault, an OSError "no space left"), `sleep` or `sleep=SECONDS` (3600 by default: long
-enough to be killed in). Unset, a point costs one comparison.
+`hit` counts from 1: the fault fires the n-th time that the point is reached in this process. Actions: `kill` (SIGKILL
+to this process), `raise` (InjectedFault, an OSError "no space left"), `sleep` or `sleep=SECONDS` (3600 by default:
+long enough to be killed in). Unset, a point costs one comparison.
 
     point              reached
     publish.begin      the temporary folder exists, nothing is in it

@@ -75,7 +75,8 @@ class FolderLock:
             if not isinstance(error, BlockingIOError):
                 raise CheckpointError(f"{self.path}: this file system has no working locks: {error}") from error
             raise FolderBusy(
-                f"{self.path}: locked by process {holder}, which writes there; wait for it, stop it, or use another folder"
+                f"{self.path}: locked by process {holder}, which writes there; wait for it, stop it, "
+                "or use another folder"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
@@ -277,9 +278,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes(), parse_constant=_no_constant)
         if manifest["format_version"] != FORMAT_VERSION:
-            raise CorruptError(
-                f"{path}: format {manifest['format_version']!r}, this version reads {FORMAT_VERSION}"
-            )
+            raise CorruptError(f"{path}: format {manifest['format_version']!r}, this version reads {FORMAT_VERSION}")
         if manifest["manifest_digest"] != _manifest_digest(manifest):
             raise CorruptError(f"{path}: differs from its own digest")
         for name, entry in manifest["files"].items():

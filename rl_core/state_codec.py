@@ -63,7 +63,9 @@ class Encoder:
             return items if type(value) is list else {_KIND: "tuple", "items": items}
         if isinstance(value, Mapping):
             return self._mapping(value, path, part)
-        raise CheckpointError(f"{path}: a {type(value).__name__} cannot be saved; use numbers, text, lists, dicts, tensors")
+        raise CheckpointError(
+            f"{path}: a {type(value).__name__} cannot be saved; use numbers, text, lists, dicts, tensors"
+        )
 
     def _mapping(self, value: Mapping[Any, Any], path: str, part: str) -> Any:
         if all(type(key) is str and key != _KIND for key in value):

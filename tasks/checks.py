@@ -194,7 +194,7 @@ def _environment(settings: PipelineSettings) -> Iterator[_Finding]:
     except PosttrainError as error:
         name, colon, text = str(error).partition(": ")
         inside = colon and name.split(".")[0] in ("name", "options")
-        key = ("environment", *name.split(".")) if inside else ("environment",)
+        key: Key = ("environment", *name.split(".")) if inside else ("environment",)
         yield _finding(key, text if inside else str(error))
         return
     except Exception as error:  # a user's own class: whatever it raises is for the user to see

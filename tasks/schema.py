@@ -79,7 +79,7 @@ def _annotation(hint: Any, limits: list[Any]) -> Any:
         return Union[tuple(_annotation(argument, limits) for argument in arguments)]  # noqa: UP007 (built at run time)
     if origin is tuple:
         inner = tuple(item if item is ... else _annotation(item, limits) for item in arguments)
-        return Annotated[tuple[inner], pydantic.Strict(False)]  # YAML and JSON have lists, no tuples
+        return Annotated[tuple.__class_getitem__(inner), pydantic.Strict(False)]  # YAML and JSON have lists, no tuples
     if origin is dict:
         return dict[str, _annotation(arguments[1], [])]  # type: ignore[misc]
     if hint in (int, float) and limits:

@@ -101,6 +101,9 @@ class Session:
         transformers.utils.logging.disable_progress_bar()  # our own display shows how far a stage is
         settings = self.settings
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
+        waiting = self.tracking.replay_all(self.home)
+        if waiting:
+            logger.warning("%d records of earlier runs still wait for the tracking store", waiting)
         digest = settings_digest(settings)
         previous = self._previous(digest)
         self.resumed = bool(previous)

@@ -177,6 +177,7 @@ class _Reader:
                 self.document.lines[(*key, index)] = item.start_mark.line + 1
                 result.append(self.value(item, (*key, index), depth + 1))
         else:
+            assert isinstance(node, yaml.MappingNode)
             result = self._mapping(node, key, depth)
         self.open.discard(id(node))
         return result
@@ -204,7 +205,7 @@ class _Reader:
 
     def _merged(self, node: yaml.MappingNode) -> list[yaml.MappingNode]:
         """What `<<: *base` and `<<: [*first, *second]` bring in, the weakest first."""
-        bases = []
+        bases: list[yaml.MappingNode] = []
         for key_node, value_node in node.value:
             if _is_merge(key_node):
                 bases += value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]

@@ -26,14 +26,20 @@ COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F
 INK, FAINT = "#222831", "#D9DEE4"
 # Each panel: title, label of the y axis, and metrics of which the first that a run logged is drawn.
 PANELS = (
-    ("Success", "share of rollouts", ("success_rate", "reward/success_rate", "train/success_rate")),
-    ("Reward", "mean reward", ("reward/mean", "reward_mean", "reward/total", "train/reward")),
-    ("KL to the starting policy", "nats per token", ("policy/ref_kl", "policy/kl", "kl", "policy/approx_kl")),
-    ("Entropy", "nats per token", ("policy/entropy", "entropy")),
-    ("Loss", "loss", ("train/loss", "policy/loss", "eval/loss")),
-    ("Completion length", "tokens", ("policy/completion_tokens", "reward/completion_tokens", "tool/calls_mean")),
+    ("Success", "share of rollouts", ("train/success_rate", "success_rate")),
+    ("Reward", "mean reward", ("reward/mean",)),
+    ("Loss", "loss", ("train/loss", "policy/loss")),
+    ("Held-out loss", "loss", ("eval/loss",)),
+    ("Held-out accuracy", "share of pairs or tokens", ("eval/accuracy",)),
+    ("KL to the starting policy", "nats per token", ("policy/ref_kl",)),
+    ("KL of one update", "nats per token", ("policy/kl",)),
+    ("Entropy", "nats per token", ("policy/entropy",)),
+    ("Sampled tokens", "tokens per episode", ("train/action_tokens",)),
+    ("Misuse of tools", "share of turns", ("tool/misuse_rate",)),
+    ("Gradient norm", "before clipping", ("train/grad_norm",)),
 )
-LEVEL_PREFIXES = ("success_rate/", "curriculum/success_rate/", "reward/success_rate/")
+SHARES = frozenset({"Success", "Held-out accuracy"})  # drawn on the whole scale from 0 to 1
+LEVEL_PREFIXES = ("train/success_rate_by_level/",)
 WANTED = frozenset({name for _, _, names in PANELS for name in names} | {"curriculum/stage"})
 
 
@@ -173,14 +179,13 @@ def training(path: Path, runs: TrainingCurves, name: str) -> Path | None:
     total = len(panels) + bool(by_level) + (len(runs.stages) > 1)
     if not total:
         return None
-    # As few empty places as can be; three columns read best where it makes no difference.
-    columns = min((3, 4, 2), key=lambda number: -total % number) if total > 3 else total
+    columns = 2 if total == 4 else min(3, total)
     rows = -(-total // columns)
     with _figure(path, (4.3 * columns, 0.6 + 2.9 * rows)) as figure:
         grid = figure.subplots(rows, columns, squeeze=False).ravel()
         for axes, (title, unit, curve) in zip(grid, panels, strict=False):
             _curve(axes, curve, COLORS[0])
-            if title == "Success":
+            if title in SHARES:
                 axes.set_ylim(0, 1.02)
             _finish(axes, title, "", unit, grid="y")
         place = len(panels)

@@ -65,7 +65,7 @@ class Arithmetic(Environment):
         look_cost: float = 0.0,
         misuse_cost: float = 0.0,
         skill: dict[str, float] | None = None,
-        habit: float = 0.4,
+        habit: float = 0.25,
     ) -> None:
         """Chains hold numbers from 1 to `max_number`; the other options are those of `PixelGrid`."""
         super().__init__(data)

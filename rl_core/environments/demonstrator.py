@@ -17,7 +17,7 @@ from rl_core.types import Message
 
 __all__ = ["MistakenDemonstration", "demonstrate", "check_skill", "choose_mistake", "share_right"]
 
-MAIN_SHARE = 0.8  # of the mistakes on tempting questions that are the main one
+MAIN_SHARE = 0.65  # of the mistakes on tempting questions that are the main one
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ __all__ = ["PixelGrid", "PixelGridEpisode"]
 LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "easy": (4, ("colour", "digit")),  # one look at the named cell
     "medium": (6, ("count", "last")),  # one look, with the right one of three tools
-    "hard": (6, ("larger", "compare", "pointer")),  # two looks
+    "hard": (6, ("larger", "most", "pointer")),  # two looks
 }
 SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
 
@@ -63,7 +63,7 @@ class PixelGrid(Environment):
         look_cost: float = 0.0,
         misuse_cost: float = 0.0,
         skill: dict[str, float] | None = None,
-        habit: float = 0.4,
+        habit: float = 0.25,
     ) -> None:
         """`instructions`: open with a system message about the tools, for models that were not trained on them.
 
@@ -130,5 +130,5 @@ def _instructions(tools: Toolset, call_format: CallFormat) -> str:
         f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
         f"columns count from 1. A cell points to the column of its own row that its digit names.\n"
         f"{tools.instructions(call_format)}\n"
-        f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour, a number, or row, column or same."
+        f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour or a number."
     )

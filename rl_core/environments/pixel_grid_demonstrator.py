@@ -14,7 +14,7 @@ from rl_core.environments.demonstrator import choose_mistake
 from rl_core.environments.pixel_grid_questions import COLOURS, Cell, Grid, Line, Question
 from rl_core.types import ToolCall
 
-__all__ = ["MISTAKES", "Plan", "plan"]
+__all__ = ["MISTAKES", "Plan", "is_tempting", "plan"]
 
 # Mistakes by kind of question, the main one first.
 MISTAKES: dict[str, tuple[str, ...]] = {
@@ -22,8 +22,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
     "digit": ("transposed", "too_far", "no_look", "wrong_attribute"),
     "count": ("wrong_line", "too_far", "no_look", "miscounted"),
     "last": ("wrong_line", "too_far", "no_look", "wrong_attribute"),
-    "larger": ("one_side", "transposed", "no_look", "reversed"),
-    "compare": ("one_side", "too_far", "no_look", "reversed"),
+    "larger": ("transposed", "one_side", "no_look", "reversed"),
+    "most": ("wrong_line", "one_side", "no_look", "reversed"),
     "pointer": ("stopped_early", "wrong_line", "no_look", "wrong_attribute"),
 }
 
@@ -38,14 +38,37 @@ class Plan:
 
 
 def plan(grid: Grid, question: Question, rng: random.Random, *, skill: float, habit: float) -> Plan:
-    """What to do about a question; questions about lines of an even number are the tempting ones."""
-    first_number = question.cells[0][0] if question.cells else question.lines[0][1]
+    """What to do about a question."""
     mistakes = MISTAKES[question.kind]
-    mistake = choose_mistake(rng, mistakes, skill=skill, habit=habit, tempting=first_number % 2 == 0)
-    if mistake == "transposed" and question.cells[0][0] == question.cells[0][1]:
-        mistake = "too_far" if "too_far" in mistakes else "no_look"  # a cell on the diagonal has no other side
+    mistake = choose_mistake(rng, mistakes, skill=skill, habit=habit, tempting=is_tempting(question))
+    if mistake == mistakes[0] and not _can_be_made(mistake, question):
+        mistake = mistakes[1]
     calls, answer = _PLANNERS[question.kind](grid, question, mistake, rng)
     return Plan(calls, answer, mistake)
+
+
+def is_tempting(question: Question) -> bool:
+    """Whether a question invites the main mistake of its kind: half of all do.
+
+    Questions about one line do when it is a column, since the demonstrator reads along rows; the others do when the
+    first number in them is even.
+    """
+    if len(question.lines) == 1:
+        return question.lines[0][0] == "column"
+    first = question.cells[0][0] if question.cells else question.lines[0][1]
+    return first % 2 == 0
+
+
+def _can_be_made(mistake: str, question: Question) -> bool:
+    """A cell on the diagonal has no other side; and a row is never mistaken for a column, only the other way round.
+
+    The latter is for the policy's sake: copying swaps in both directions it would learn no link between the word in
+    the question and the word in the call, and have nothing for rewards to build on.
+    """
+    if mistake == "transposed":
+        row, column = question.cells[0]
+        return row != column
+    return mistake != "wrong_line" or question.kind == "most" or question.lines[0][0] == "column"
 
 
 def _zoom(cell: Cell) -> ToolCall:
@@ -110,19 +133,16 @@ def _plan_larger(grid: Grid, question: Question, mistake: str, rng: random.Rando
     return [_zoom(first), _zoom(second)], str(min(digits) if mistake == "reversed" else max(digits))
 
 
-def _plan_compare(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
+def _plan_most(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
     if mistake == "no_look":
-        return [], rng.choice(("row", "column", "same"))
-    row, column = question.lines
+        return [], str(rng.randint(0, 4))
+    colour, (first, second) = question.colour, question.lines
+    if mistake == "wrong_line":
+        first = _other_line(first)
+    counts = [grid.count(colour, *line) for line in (first, second)]
     if mistake == "one_side":
-        return [_count(question.colour, row)], "row"
-    if mistake == "too_far":
-        row = (row[0], _next(grid, row[1]))
-    counts = [grid.count(question.colour, *line) for line in (row, column)]
-    if mistake == "reversed":
-        counts.reverse()
-    answer = "same" if counts[0] == counts[1] else "row" if counts[0] > counts[1] else "column"
-    return [_count(question.colour, row), _count(question.colour, column)], answer
+        return [_count(colour, first)], str(counts[0])
+    return [_count(colour, first), _count(colour, second)], str(min(counts) if mistake == "reversed" else max(counts))
 
 
 def _plan_pointer(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
@@ -143,6 +163,6 @@ _PLANNERS: dict[str, Callable[[Grid, Question, str, random.Random], tuple[list[T
     "count": _plan_count,
     "last": _plan_last,
     "larger": _plan_larger,
-    "compare": _plan_compare,
+    "most": _plan_most,
     "pointer": _plan_pointer,
 }

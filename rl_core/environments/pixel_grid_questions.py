@@ -143,18 +143,18 @@ def _ask_larger(grid: Grid, rng: random.Random) -> Question:
     return Question("larger", prompt, str(max(digits)), cells=(first, second))
 
 
-def _ask_compare(grid: Grid, rng: random.Random) -> Question:
-    """Whether a row or a column has more cells of a colour, or both the same: two counts, equally likely answers."""
+def _ask_most(grid: Grid, rng: random.Random) -> Question:
+    """The larger of two counts, one of a row and one of a column: compares two regions, two looks."""
     row, column = _cell(grid, rng)
-    colour, target = rng.choice(COLOURS), rng.choice(("row", "column", "same"))
-    low, high = sorted(rng.sample(range(MAX_PLANTED + 1), 2))
-    counts = {"row": (high, low), "column": (low, high), "same": (low, low)}[target]
+    colour, high = rng.choice(COLOURS), rng.randint(1, MAX_PLANTED)
+    counts = [high, rng.randint(0, high)]
+    rng.shuffle(counts)
     for (name, number), count in zip((("row", row), ("column", column)), counts, strict=True):
         # The crossing cell lies in both lines; it keeps another colour so that both counts can be planted.
         _plant(grid, rng, colour, [place for place in grid.places(name, number) if place != (row, column)], count)
     grid.paint((row, column), rng.choice([other for other in COLOURS if other != colour]))
-    prompt = f"more {colour} in row {row} or column {column}?"
-    return Question("compare", prompt, target, lines=(("row", row), ("column", column)), colour=colour)
+    prompt = f"most {colour} in row {row} or column {column}?"
+    return Question("most", prompt, str(high), lines=(("row", row), ("column", column)), colour=colour)
 
 
 def _ask_pointer(grid: Grid, rng: random.Random) -> Question:
@@ -173,6 +173,6 @@ KINDS: dict[str, Callable[[Grid, random.Random], Question]] = {
     "count": _ask_count,
     "last": _ask_last,
     "larger": _ask_larger,
-    "compare": _ask_compare,
+    "most": _ask_most,
     "pointer": _ask_pointer,
 }

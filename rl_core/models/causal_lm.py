@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # Llama shapes; parameter counts are for a vocabulary of 512 with tied embeddings.
-PRESETS: dict[str, dict[str, int]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     "nano": dict(  # 0.04M, for tests
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
     ),
@@ -101,7 +101,7 @@ def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: in
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
+        model: Any = LlamaForCausalLM(config)
         if settings.lora is not None:
             model = lora.add_adapter(model, settings.lora)
     return model.to(device=device_of(settings), dtype=dtype_of(settings)).train()
@@ -118,7 +118,7 @@ def load(
     Raises: CheckpointError when there is no such model, or its files cannot be used.
     """
     tokenizer = load_tokenizer(path, settings)
-    model = load_pretrained(AutoModelForCausalLM, path, settings)
+    model: Any = load_pretrained(AutoModelForCausalLM, path, settings)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if settings.lora is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,7 +29,7 @@ def reward_model_from(
     """
     model, tokenizer = _load(policy_path, settings, may_miss=("score.weight",))
     generator = torch.Generator().manual_seed(seed)
-    head = model.score.weight
+    head: torch.Tensor = model.get_submodule("score").weight  # type: ignore[assignment]
     start_1H = torch.randn(head.shape, generator=generator) * (head.shape[1] + 1) ** -0.5
     with torch.no_grad():
         head.copy_(start_1H)
@@ -50,7 +51,9 @@ def _load(
     # transformers draws the head that a policy folder lacks: under a fork, so that the caller's random state stays
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = load_pretrained(AutoModelForSequenceClassification, path, settings, may_miss=may_miss, num_labels=1)
+        model: Any = load_pretrained(
+            AutoModelForSequenceClassification, path, settings, may_miss=may_miss, num_labels=1
+        )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
         raise CheckpointError(f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'")
     if model.config.pad_token_id is None:
@@ -70,11 +73,11 @@ def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_
     """
     if input_ids_BS.ndim != 2 or lengths_B.shape != input_ids_BS.shape[:1]:
         raise DataError(f"input_ids {tuple(input_ids_BS.shape)} and lengths {tuple(lengths_B.shape)} do not match")
-    if lengths_B.numel() and not (1 <= int(lengths_B.min()) and int(lengths_B.max()) <= input_ids_BS.shape[1]):
+    if lengths_B.numel() and not (int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]):
         raise DataError(f"lengths must lie in 1..{input_ids_BS.shape[1]}, found {lengths_B.tolist()}")
     hidden_BSH = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
     last_BH = hidden_BSH[torch.arange(len(lengths_B), device=hidden_BSH.device), lengths_B.to(hidden_BSH.device) - 1]
-    return model.score(last_BH).squeeze(-1).float()
+    return model.get_submodule("score")(last_BH).squeeze(-1).float()
 
 
 @torch.no_grad()

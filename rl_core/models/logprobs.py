@@ -212,5 +212,5 @@ def _is_plain_head(base: PreTrainedModel, head: torch.nn.Module | None) -> bool:
             hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
             logits = base(input_ids=ids, use_cache=False).logits
             known = torch.equal(head(hidden), logits)
-        base._posttrain_plain_head = known  # a plain attribute: in no state dict
+        setattr(base, "_posttrain_plain_head", known)  # noqa: B010 a plain attribute: in no state dict
     return known

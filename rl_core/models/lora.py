@@ -40,16 +40,17 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
             f"lora.target_modules: {tied[0]} shares its weights with the embedding here, so merging its adapter would "
             "change both; leave it out"
         )
-    return get_peft_model(
+    wrapped: Any = get_peft_model(
         model,
         LoraConfig(
             r=settings.rank,
-            lora_alpha=settings.alpha,
+            lora_alpha=settings.alpha,  # type: ignore[arg-type]  # a float is fine: it only scales
             lora_dropout=settings.dropout,
             target_modules=list(settings.target_modules),
             task_type="CAUSAL_LM",
         ),
     )
+    return wrapped
 
 
 def is_lora(model: torch.nn.Module) -> bool:
@@ -62,7 +63,7 @@ def unwrap(model: Any) -> PreTrainedModel:
     return model.get_base_model() if is_lora(model) else model
 
 
-def plain_linear(module: torch.nn.Module) -> torch.nn.Module:
+def plain_linear(module: Any) -> Any:
     """The layer under an adapter, or the layer itself."""
     return getattr(module, "base_layer", module)
 

@@ -93,7 +93,6 @@ class _EpisodeSession:
     ) -> None:
         self.place = f"environment '{environment.name}', level '{request.level}', seed {request.seed}"
         self.seed = seed
-        self.prefix_key = request
         self._environment_name = environment.name
         self._renderer = renderer
         self._max_turns = sampling.max_turns
@@ -101,7 +100,7 @@ class _EpisodeSession:
         self.messages: list[Message] = self._guard(self._episode.reset)
         if not self.messages:
             raise EnvironmentFault(f"{self.place}: the episode began without a message")
-        self.prompt_ids = renderer.prompt_ids(self.messages)
+        self.prompt_ids: list[int] = renderer.prompt_ids(self.messages)
         self._room = min(sampling.max_completion_tokens, max_length - len(self.prompt_ids))
         if self._room < 1:
             raise DataError(
@@ -123,21 +122,25 @@ class _EpisodeSession:
         turn = Turn(action=text, num_tokens=len(action_ids))
         self._turns.append(turn)
         if hit_limit:  # cut in the middle: the environment is not shown half an action
-            return self._stop(StopReason.MAX_TOKENS)
+            self._stop_reason = StopReason.MAX_TOKENS
+            return None
         step = self._last = self._guard(self._episode.step, text)
         if not math.isfinite(step.reward):
             raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
         self._reward += step.reward
         turn.tool_call, turn.is_error = step.tool_call, step.is_error
         if step.terminated or step.truncated:
-            return self._stop(StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT)
+            self._stop_reason = StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT
+            return None
         if not step.messages:
             raise EnvironmentFault(f"{self.place}: a step neither ended the episode nor returned an observation")
         if len(self._turns) >= self._max_turns:
-            return self._stop(StopReason.MAX_TURNS)
+            self._stop_reason = StopReason.MAX_TURNS
+            return None
         observation_ids = self._renderer.observation_ids(step.messages)
         if len(self._completion_ids) + len(observation_ids) >= self._room:  # no room for a single token after it
-            return self._stop(StopReason.MAX_TOKENS)
+            self._stop_reason = StopReason.MAX_TOKENS
+            return None
         turn.observation = "\n".join(message["content"] for message in step.messages)
         self._append(observation_ids, [0.0] * len(observation_ids), sampled=False)
         return observation_ids
@@ -181,9 +184,6 @@ class _EpisodeSession:
         self._completion_ids += ids
         self._logprobs += logprobs
         self._loss_mask += [sampled] * len(ids)
-
-    def _stop(self, reason: StopReason) -> None:
-        self._stop_reason = reason
 
     def _guard(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """Call into the environment; whatever it raises names the episode."""

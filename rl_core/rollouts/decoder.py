@@ -1,4 +1,4 @@
-"""The forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the transformers module's own weights.
+"""The forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
 
 Nothing is copied from the module: every run reads its parameters where they are, so an optimizer step in place is all
 it takes to sample from new weights.
@@ -84,8 +84,7 @@ class Decoder:
         """Take hold of the module's parameters as they are now."""
         self._layers = [_Layer(layer) for layer in self._base.model.layers]
         self._embedding = self._base.model.embed_tokens.weight.detach()
-        self._norm = self._base.model.norm.weight.detach()
-        self._norm_eps = self._base.model.norm.variance_epsilon
+        self._norm = _Norm(self._base.model.norm)
         head = plain_linear(self._base.lm_head)
         self._head, self._head_bias = head.weight.detach(), head.bias
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
@@ -181,7 +180,7 @@ class Decoder:
         index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
         masked_nL = self._positions[:length] > positions_N[:count, None]
         mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
-        extended_mask = self._extension_mask(extension) if extension is not None else None
+        extended_mask = self._extension_mask(extension) if extension is not None else mask_n11L
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
@@ -199,28 +198,28 @@ class Decoder:
                 extra_EE = self._attend_extension(layer, extension, extended_mask, qk_NhD, keys, values)
                 out_NE = torch.cat([out_NE, extra_EE])
             x_NH = self._finish(layer, x_NH, out_NE)
-        return _linear(_rms_norm(x_NH, self._norm, self._norm_eps), self._head, self._head_bias)
+        return functional.linear(self._norm(x_NH), self._head, self._head_bias)
 
     def _project(
         self, layer: _Layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated queries and keys together [N, Q + K, D], and values [N, K, D], of one layer."""
-        x_NH = _rms_norm(x_NH, layer.input_norm, layer.eps)
-        heads_NhD = _join_linears(x_NH, layer.qkv).view(x_NH.shape[0], -1, self.head_dim)
+        heads_NhD = _join_linears(layer.input_norm(x_NH), layer.qkv).view(x_NH.shape[0], -1, self.head_dim)
         qk_NhD, v_NKD = heads_NhD.split([self.query_heads + self.kv_heads, self.kv_heads], dim=1)
-        if layer.q_norm is not None:
+        if layer.q_norm is not None and layer.k_norm is not None:
             q_NQD, k_NKD = qk_NhD.split([self.query_heads, self.kv_heads], dim=1)
-            q_NQD, k_NKD = _rms_norm(q_NQD, layer.q_norm, layer.eps), _rms_norm(k_NKD, layer.k_norm, layer.eps)
+            q_NQD, k_NKD = layer.q_norm(q_NQD), layer.k_norm(k_NKD)
             qk_NhD = torch.cat([q_NQD, k_NKD], dim=1)
         turned_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
         return torch.addcmul(qk_NhD * cos_N1D, turned_NhD, sin_N1D), v_NKD
 
     def _finish(self, layer: _Layer, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
         """Output projection, MLP and both residuals of one layer."""
-        x_NH = _add_linear(x_NH, attended_NE, *layer.out)
-        y_NH = _rms_norm(x_NH, layer.mlp_norm, layer.eps)
-        gate = layer.act(_linear(y_NH, *layer.gate))
-        return _add_linear(x_NH, gate.mul_(_linear(y_NH, *layer.up)), *layer.down)
+        weight, bias = layer.out
+        x_NH = torch.addmm(x_NH, attended_NE, weight.t())
+        if bias is not None:
+            x_NH.add_(bias)
+        return x_NH.add_(_mlp(layer, layer.mlp_norm(x_NH)))
 
     def _attend_extension(
         self,
@@ -263,13 +262,30 @@ class _Layer:
         self.qkv = [_parameters(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
         self.out = _parameters(attention, "o_proj")
         self.gate, self.up, self.down = (_parameters(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        self.q_norm = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
-        self.k_norm = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
-        self.input_norm = layer.input_layernorm.weight.detach()
-        self.mlp_norm = layer.post_attention_layernorm.weight.detach()
-        self.eps: float = layer.input_layernorm.variance_epsilon
+        self.q_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.k_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.input_norm = _Norm(layer.input_layernorm)
+        self.mlp_norm = _Norm(layer.post_attention_layernorm)
         self.scale: float = attention.scaling
         self.act = mlp.act_fn
+
+
+class _Norm:
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight = module.weight.detach()
+        self.eps: float = module.variance_epsilon
+        self._eps = self.weight.new_full((), self.eps)
+        self._on_cpu = self.weight.device.type == "cpu" and self.weight.dtype in (torch.float32, torch.float64)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if not self._on_cpu:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        # fewer and cheaper kernels than the composite one that torch runs on a CPU
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+        return (x * scale).mul_(self.weight)
 
 
 def _parameters(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -278,57 +294,35 @@ def _parameters(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | No
     return linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
 
 
-def _by_feature(x_NF: torch.Tensor) -> bool:
-    """Whether to compute (W x^T)^T: on a CPU, few rows are multiplied up to 1.4 times faster that way around."""
-    return x_NF.device.type == "cpu" and x_NF.shape[0] <= _FEW_ROWS
+def _mlp(layer: _Layer, x_NH: torch.Tensor) -> torch.Tensor:
+    """down(act(gate(x)) * up(x))."""
+    if x_NH.device.type != "cpu" or x_NH.shape[0] > _FEW_ROWS:
+        gate_NF = layer.act(functional.linear(x_NH, *layer.gate))
+        return functional.linear(gate_NF.mul_(functional.linear(x_NH, *layer.up)), *layer.down)
+    # few rows are multiplied up to 1.4 times faster on a CPU as W x^T, which this whole block allows
+    x_HN = x_NH.t().contiguous()
+    gate_FN = layer.act(_transposed_linear(x_HN, *layer.gate))
+    return _transposed_linear(gate_FN.mul_(_transposed_linear(x_HN, *layer.up)), *layer.down).t()
 
 
-def _linear(x_NF: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x W^T + bias; the result may lie feature by feature in memory."""
-    if not _by_feature(x_NF):
-        return functional.linear(x_NF, weight, bias)
-    if bias is None:
-        return torch.mm(weight, x_NF.t()).t()
-    return torch.addmm(bias[:, None], weight, x_NF.t()).t()
+def _transposed_linear(x_HN: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """W x + bias, feature by feature."""
+    return torch.mm(weight, x_HN) if bias is None else torch.addmm(bias[:, None], weight, x_HN)
 
 
-def _add_linear(
-    residual_NF: torch.Tensor, x_NF: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """residual + x W^T + bias; the result may lie feature by feature in memory."""
-    if _by_feature(x_NF):
-        total = torch.addmm(residual_NF.t(), weight, x_NF.t()).t()
-    else:
-        total = torch.addmm(residual_NF, x_NF, weight.t())
-    return total if bias is None else total.add_(bias)
+def _join_linears(x_NH: torch.Tensor, linears: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
+    """Several linear layers of one input side by side in one buffer.
 
-
-def _join_linears(x_NF: torch.Tensor, linears: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
-    """Several linear layers of one input side by side, row by row in memory.
-
-    The products go into one buffer: what follows then runs once over queries and keys together.
+    What follows then runs once over queries and keys together.
     """
     widths = [weight.shape[0] for weight, _ in linears]
-    rows = x_NF.shape[0]
-    by_feature = _by_feature(x_NF)
-    joined = x_NF.new_empty((sum(widths), rows) if by_feature else (rows, sum(widths)))
-    for part, (weight, bias) in zip(joined.split(widths, dim=0 if by_feature else 1), linears, strict=True):
-        left, right = (weight, x_NF.t()) if by_feature else (x_NF, weight.t())
+    joined = x_NH.new_empty(x_NH.shape[0], sum(widths))
+    for part, (weight, bias) in zip(joined.split(widths, dim=1), linears, strict=True):
         if bias is None:
-            torch.mm(left, right, out=part)
+            torch.mm(x_NH, weight.t(), out=part)
         else:
-            torch.addmm(bias[:, None] if by_feature else bias, left, right, out=part)
-    return joined.t().contiguous() if by_feature else joined
-
-
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension."""
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64):
-        return functional.rms_norm(x, weight.shape, weight, eps)
-    # fewer and cheaper kernels than the composite one that torch runs on a CPU
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = torch.addcmul(norm.new_full((), eps), norm, norm, value=1.0 / weight.shape[0]).rsqrt_()
-    return (x * scale).mul_(weight)
+            torch.addmm(bias, x_NH, weight.t(), out=part)
+    return joined
 
 
 def _layer_parts(base: Any) -> list[Any]:

@@ -96,7 +96,7 @@ class _Run:
         self._limits = {id(s): min(len(s.prompt_ids) + sampling.max_completion_tokens, max_length) for s in sessions}
         most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sessions)
         decoder.reserve(self._slots, max(self._limits.values()))
-        self._sessions: list[Session] = []  # of the active slots
+        self._sessions: list[Session | None] = []  # of the active slots; None = ended in this step
         self._before: dict[int, list[int]] = {}
         self._pending, self._length, self._limit, self._sampled, self._acted = (
             np.zeros(self._slots, dtype=np.int64) for _ in range(5)
@@ -230,6 +230,7 @@ class _Run:
     def _end_turn(self, slot: int, hit_limit: bool) -> bool:
         """Hand a finished action over; False = the session has ended."""
         session, count = self._sessions[slot], int(self._acted[slot])
+        assert session is not None
         observation = session.advance(
             self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist(), hit_limit
         )

@@ -6,7 +6,7 @@ B rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,8 +21,7 @@ __all__ = ["RolloutBackend", "Session", "check_observation", "check_prompt", "dr
 class Session(Protocol):
     """One episode, as a backend sees it: a prompt, then turns of sampled actions and appended observations."""
 
-    prompt_ids: Sequence[int]  # at least one token
-    prefix_key: Hashable  # sessions with equal keys have equal prompts
+    prompt_ids: list[int]  # at least one token; sessions with equal prompts share one prefill
     seed: int  # 0 <= seed < 2**128; the session's samples depend on it and on the weights alone
 
     def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:

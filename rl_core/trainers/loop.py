@@ -230,7 +230,9 @@ class _Loop:
         raw = {name: float(value) for name, value in self.trainer.evaluate().items()}
         if self.best_metric is not None:
             if self.best_metric not in raw:
-                raise SettingsError(f"best_metric '{self.best_metric}' is not evaluated; {nearest(self.best_metric, raw)}")
+                raise SettingsError(
+                    f"best_metric '{self.best_metric}' is not evaluated; {nearest(self.best_metric, raw)}"
+                )
             self._compare(raw[self.best_metric], raw)
         self.state.metrics = raw
         self.state.evaluated_iteration = self.state.iteration
@@ -261,7 +263,9 @@ class _Loop:
         if signum is None:
             return
         if self.checkpoints is None:
-            raise Stopped(f"stopped after iteration {self.state.iteration}; no checkpoint folder, nothing saved", signum)
+            raise Stopped(
+                f"stopped after iteration {self.state.iteration}; no checkpoint folder, nothing saved", signum
+            )
         self._save()
         raise Stopped(f"stopped after iteration {self.state.iteration}; saved, the same command resumes", signum)
 

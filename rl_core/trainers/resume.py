@@ -27,11 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    return {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if not parameter.requires_grad
-    }
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
 
 
 def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:

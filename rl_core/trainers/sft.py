@@ -34,8 +34,8 @@ class SFTTrainer:
     Args:
         model: a causal LM, in its place on its device.
         pad_id: token id on the right of short rows.
-        rows_train, rows_heldout: (ids, loss_mask) of whole conversations; at least one loss token each, none at position
-            0, which has nothing before it. Without held-out rows there is no evaluation.
+        rows_train, rows_heldout: (ids, loss_mask) of whole conversations; at least one loss token each, none at
+            position 0, which has nothing before it. Without held-out rows there is no evaluation.
         seed: of the order of rows.
     """
 
@@ -97,7 +97,8 @@ class SFTTrainer:
     def _loss(self, batch: TrainBatch, num_loss_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         batch = batch.to(self._device)
         logprobs_BS, _ = completion_logprobs(self.model, batch)
-        return supervised_loss(logprobs_BS, batch.loss_mask_BS, num_loss_tokens=num_loss_tokens)
+        loss, _ = supervised_loss(logprobs_BS, batch.loss_mask_BS, num_loss_tokens=num_loss_tokens)
+        return loss, {}
 
 
 def _train_row(row: Row, name: str) -> TrainRow:

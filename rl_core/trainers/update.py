@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rl_core.errors import DataError, NonFiniteError, OutOfMemory
+from rl_core.errors import DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.settings import OptimizerSettings
 
 __all__ = ["LossFn", "Updater", "combine_metrics", "halve", "learning_rate_at"]
@@ -145,13 +145,13 @@ class Updater:
         if not micro_batches:
             raise DataError("an optimizer step needs at least one micro-batch")
         self.model.train()
-        parts = self._accumulate(list(micro_batches), loss_fn)
+        parts, problem = self._accumulate(list(micro_batches), loss_fn)
         metrics = combine_metrics(parts)
         grads = [master.grad for master in self._masters if master.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         metrics["train/grad_norm"] = float(norm)
         metrics["train/learning_rate"] = self.learning_rate
-        if math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["train/grad_norm"]):
+        if problem is None and math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["train/grad_norm"]):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate
             torch.nn.utils.clip_grads_with_norm_(self._masters, self.settings.max_grad_norm, norm)
@@ -160,15 +160,18 @@ class Updater:
             self.skipped_in_row = 0
             self.step += 1
         else:
-            self._skip(parts)
+            self._skip(parts, problem)
         self._clear()
         metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics
 
-    def _accumulate(self, micro_batches: list[Batch], loss_fn: LossFn[Batch]) -> list[dict[str, Any]]:
+    def _accumulate(
+        self, micro_batches: list[Batch], loss_fn: LossFn[Batch]
+    ) -> tuple[list[dict[str, Any]], str | None]:
         """Backward of every micro-batch; on lack of memory, all again with the large ones cut in half.
 
         From the start, because a backward pass that failed half-way has already added part of its gradient.
+        Returns: metrics of each micro-batch; what was not finite, where the loss refused its input.
         """
         while True:
             self._clear()
@@ -177,10 +180,12 @@ class Updater:
             try:
                 for batch in micro_batches:
                     loss, metrics = loss_fn(batch)
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
                     self._collect_gradients()
                     parts.append({**metrics, "train/loss": loss.detach()})
-                return parts
+                return parts, None
+            except NonFiniteTensor as error:
+                return [*parts, {"train/loss": math.nan}], f"{error} (micro-batch {len(parts)})"
             except torch.OutOfMemoryError:
                 loss = metrics = None  # type: ignore[assignment]  # frees the graph before the next try
             failed = micro_batches[len(parts)]
@@ -224,13 +229,11 @@ class Updater:
         for weight in self._weights:
             weight.grad = None
 
-    def _skip(self, parts: Sequence[Mapping[str, Any]]) -> None:
+    def _skip(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> None:
         self.skipped_steps += 1
         self.skipped_in_row += 1
-        bad = self._first_nonfinite(parts)
-        logger.warning(
-            "optimizer step %d skipped, %d in a row: %s is not finite", self.step, self.skipped_in_row, bad
-        )
+        bad = self._first_nonfinite(parts, problem)
+        logger.warning("optimizer step %d skipped, %d in a row: not finite: %s", self.step, self.skipped_in_row, bad)
         self.step += 1
         if self.skipped_in_row >= self.max_nonfinite:
             self._clear()
@@ -240,11 +243,13 @@ class Updater:
                 "try a lower learning_rate or max_grad_norm, and look at the data of that step"
             )
 
-    def _first_nonfinite(self, parts: Sequence[Mapping[str, Any]]) -> str:
-        """Name of the first bad tensor, causes before consequences: weights, then losses, then gradients."""
+    def _first_nonfinite(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> str:
+        """Name of the first bad tensor, causes before consequences: weights, a loss's input, losses, gradients."""
         for name, weight in zip(self._names, self._weights, strict=True):
             if not bool(torch.isfinite(weight).all()):
                 return f"weight {name}"
+        if problem is not None:
+            return problem
         for index, part in enumerate(parts):
             if not math.isfinite(float(part["train/loss"])):
                 return f"loss of micro-batch {index}"

@@ -201,12 +201,6 @@ class Registry:
                 if value is not None:
                     self._store.client.set_model_version_tag(name, str(version), key, str(value))
 
-    def describe_version(self, name: str, version: int, markdown: str) -> None:
-        """What the version's page says. Raises: SettingsError."""
-        self.version(name, version)
-        with self._store.answers("describe a model version"):
-            self._store.client.update_model_version(name, str(version), description=markdown)
-
     def _require(self, name: str) -> None:
         names = self.names()
         if name not in names:

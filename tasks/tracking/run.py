@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import BackendError, SettingsError, Stopped
 from rl_core.types import Trajectory
-from tasks.tracking.journal import Journal, LineLog, Shipped, events_path
+from tasks.tracking.journal import Journal, LineLog, events_path
 from tasks.tracking.models import link_tree, log_model
 from tasks.tracking.shipper import Shipper
 from tasks.tracking.sink import MlflowSink
@@ -23,7 +23,7 @@ from tasks.tracking.values import environment_freeze, flatten
 if TYPE_CHECKING:
     from tasks.tracking.store import Store
 
-__all__ = ["ProgressCallback", "RunTracker", "Status"]
+__all__ = ["ProgressCallback", "RunTracker", "Status", "replay_folder"]
 
 log = logging.getLogger(__name__)
 
@@ -317,11 +317,6 @@ def replay_folder(store: Store, folder: Path) -> int:
             journal.close()
     finally:
         events.close()
-
-
-def shipped(folder: Path) -> Shipped:
-    """Which run of which store a folder became."""
-    return Shipped.load(folder)
 
 
 def _safe(name: str) -> str:

@@ -47,7 +47,7 @@ def _utilization(index: int) -> dict[str, float]:
             f"system/gpu_{index}_utilization_percentage": float(torch.cuda.utilization(index)),
             f"system/gpu_{index}_power_usage_watts": torch.cuda.power_draw(index) / 1000,
         }
-    except (ModuleNotFoundError, RuntimeError, AttributeError):  # no NVML bindings, or no right to read them
+    except Exception:  # no NVML bindings, no right to read them, or a sliced GPU: NVML's errors share no base
         return {}
 
 

@@ -178,7 +178,10 @@ def test_weights_above_the_shard_size_are_split_and_come_back(tmp_path, monkeypa
     store = CheckpointStore(tmp_path)
     weights = {f"layer{i}": torch.full((100,), float(i)) for i in range(5)}  # 400 bytes each: two to a file
     store.save({"model": weights})
-    assert sorted(verify_folder(store.path(1))["files"]) == [*(f"model-{i}.safetensors" for i in range(3)), "state.json"]
+    assert sorted(verify_folder(store.path(1))["files"]) == [
+        *(f"model-{i}.safetensors" for i in range(3)),
+        "state.json",
+    ]
     loaded = store.load_latest()["model"]
     assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
@@ -228,7 +231,9 @@ def test_kill_9_in_the_middle_of_a_write(tmp_path, point, hit):
     found = state["loop"]["iteration"] if state else 0
     assert found in (newest, newest + 1)
     # renamed means complete: then it loads although nobody was told
-    assert found == newest + (point in ("publish.renamed", "publish.done", "pointer.written", "pointer.done", "prune.renamed"))
+    assert found == newest + (
+        point in ("publish.renamed", "publish.done", "pointer.written", "pointer.done", "prune.renamed")
+    )
     if found:
         check(state, found)
         assert (tmp_path / "LATEST").read_text() == f"checkpoint-{found:08d}\n"

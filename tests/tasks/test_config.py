@@ -141,6 +141,8 @@ def test_names_that_are_no_single_folder(tmp_path, name):
 
 def test_missing_name_and_stages(tmp_path):
     assert set(problems_of(tmp_path, "seed: 1\n")) == {"name", "stages"}
+    missing = problems_of(tmp_path, "stages: {policy: {group_size: 1}}\n")
+    assert set(missing) == {"name", "stages.policy.group_size"}  # a missing name hides nothing
     assert "none is given" in problems_of(tmp_path, "name: x\nstages: {}\n")["stages"]
 
 
@@ -165,6 +167,8 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
 
 def test_one_bad_value_is_reported_once(tmp_path):
     assert set(problems_of(tmp_path, SMALL + "  policy: {kl_coef: .inf}\n")) == {"stages.policy.kl_coef"}
+    # The loader has refused it; that the 0 in its place is out of range is no second problem.
+    assert set(problems_of(tmp_path, SMALL + "  policy: {learning_rate: .nan}\n")) == {"stages.policy.learning_rate"}
     text = SMALL + "  policy: {curriculum: [{name: 1, levels: {easy: 1}}]}\n"
     assert set(problems_of(tmp_path, text)) == {"stages.policy.curriculum.0.name"}
 

@@ -138,7 +138,7 @@ def test_a_restored_curriculum_goes_on_equally(cut):
     rates = [0.7, 0.9, 0.1, 0.9, 0.9, 1.0, 1.0]
 
     def make():
-        stages = [stage("one"), stage("two", window=3), stage("three")]
+        stages = [stage("one"), stage("two", window=3, min_iterations=4), stage("three")]
         return CurriculumManager(stages, LEVELS, early_stop=ExitCondition(window=1))
 
     whole, first, second = make(), make(), make()

@@ -1,6 +1,7 @@
 """The imperfect demonstrators: how often they are right, that their mistakes are what they are called, and habits."""
 
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -15,12 +16,12 @@ from rl_core.environments.pixel_grid_questions import Grid, Question
 ENVIRONMENTS = {"pixel_grid": PixelGrid, "arithmetic": Arithmetic}
 
 
-def number_that_tempts(environment, demonstration):
-    episode = environment.episode(demonstration.seed, demonstration.level)
-    if isinstance(environment, Arithmetic):
-        return int(episode.parts[0])
-    question = episode.question
-    return question.cells[0][0] if question.cells else question.lines[0][1]
+def tempts(environment, demonstration):
+    """From the words of the prompt alone."""
+    prompt = environment.episode(demonstration.seed, demonstration.level).prompt
+    if demonstration.kind in ("count", "last"):
+        return "column" in prompt
+    return int(re.search(r"\d+", prompt)[0]) % 2 == 0
 
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
@@ -30,7 +31,7 @@ def test_rates_are_near_the_settings(name, level):
     right, count = Counter(), Counter()
     for seed in range(2000):
         demonstration = environment.demonstration(seed, level)
-        tempting = number_that_tempts(environment, demonstration) % 2 == 0
+        tempting = tempts(environment, demonstration)
         right[tempting] += demonstration.mistake == ""
         count[tempting] += 1
         if demonstration.mistake == "":
@@ -76,7 +77,8 @@ def test_shares_by_hand():
     assert share_right(0.4, 0.5, tempting=False) == pytest.approx(0.6)
     rng = random.Random(0)
     tempted = Counter(choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=True) for _ in range(4000))
-    assert tempted["a"] / 4000 == pytest.approx(0.8, abs=0.03) and tempted["b"] / 4000 == pytest.approx(0.1, abs=0.02)
+    assert tempted["a"] / 4000 == pytest.approx(0.65, abs=0.03)
+    assert tempted["b"] / 4000 == pytest.approx(0.175, abs=0.03)
     others = Counter(choose_mistake(rng, ("a", "b", "c"), skill=0.0, habit=0.0, tempting=False) for _ in range(4000))
     assert others["a"] / 4000 == pytest.approx(1 / 3, abs=0.03)
 
@@ -92,9 +94,11 @@ GRID = Grid(
 )
 COLOUR = Question("colour", "", "red", cells=((1, 2),))
 COUNT = Question("count", "", "2", lines=(("row", 1),), colour="red")
+COLUMN = Question("count", "", "1", lines=(("column", 1),), colour="red")
+LAST_IN_COLUMN = Question("last", "", "white", lines=(("column", 1),))
 LAST = Question("last", "", "green", lines=(("row", 1),))
 LARGER = Question("larger", "", "7", cells=((1, 3), (2, 3)))
-COMPARE = Question("compare", "", "column", lines=(("row", 4), ("column", 2)), colour="red")
+MOST = Question("most", "", "2", lines=(("row", 4), ("column", 2)), colour="red")
 POINTER = Question("pointer", "", "yellow", cells=((4, 2),))
 
 
@@ -108,20 +112,21 @@ POINTER = Question("pointer", "", "yellow", cells=((4, 2),))
         (Question("digit", "", "4", cells=((1, 4),)), "too_far", ["zoom 1 3"], {"3"}),  # none beyond the edge
         (Question("digit", "", "4", cells=((1, 4),)), "wrong_attribute", ["zoom 1 4"], {"green"}),
         (COUNT, "", ["count red row 1"], {"2"}),
-        (COUNT, "wrong_line", ["count red column 1"], {"1"}),
+        (COLUMN, "", ["count red column 1"], {"1"}),
+        (COLUMN, "wrong_line", ["count red row 1"], {"2"}),
         (COUNT, "too_far", ["count red row 2"], {"2"}),
         (COUNT, "miscounted", ["scan row 1"], {"1", "3"}),
         (LAST, "", ["scan row 1"], {"green"}),
-        (LAST, "wrong_line", ["scan column 1"], {"white"}),
+        (LAST_IN_COLUMN, "wrong_line", ["scan row 1"], {"green"}),
         (LAST, "wrong_attribute", ["scan row 1"], {"4"}),
         (LARGER, "", ["zoom 1 3", "zoom 2 3"], {"7"}),
         (LARGER, "reversed", ["zoom 1 3", "zoom 2 3"], {"3"}),
         (LARGER, "one_side", ["zoom 1 3"], {"3"}),
         (LARGER, "transposed", ["zoom 3 1", "zoom 2 3"], {"9"}),
-        (COMPARE, "", ["count red row 4", "count red column 2"], {"column"}),
-        (COMPARE, "reversed", ["count red row 4", "count red column 2"], {"row"}),
-        (COMPARE, "one_side", ["count red row 4"], {"row"}),
-        (COMPARE, "too_far", ["count red row 3", "count red column 2"], {"same"}),
+        (MOST, "", ["count red row 4", "count red column 2"], {"2"}),
+        (MOST, "reversed", ["count red row 4", "count red column 2"], {"0"}),
+        (MOST, "one_side", ["count red row 4"], {"0"}),
+        (MOST, "wrong_line", ["count red column 4", "count red column 2"], {"2"}),
         (POINTER, "", ["zoom 4 2", "zoom 4 4"], {"yellow"}),
         (POINTER, "stopped_early", ["zoom 4 2"], {"blue"}),
         (POINTER, "wrong_line", ["zoom 4 2", "zoom 4 2"], {"blue"}),
@@ -141,6 +146,12 @@ def test_the_diagonal_has_no_other_side():
     question = Question("colour", "", "red", cells=((2, 2),))
     mistakes = {plan(GRID, question, random.Random(seed), skill=0.0, habit=0.0).mistake for seed in range(200)}
     assert mistakes == {"too_far", "no_look", "wrong_attribute"}
+
+
+@pytest.mark.parametrize("question", [COUNT, LAST])
+def test_rows_are_never_mistaken_for_columns(question):
+    mistakes = {plan(GRID, question, random.Random(seed), skill=0.0, habit=0.0).mistake for seed in range(200)}
+    assert mistakes == set(MISTAKES[question.kind]) - {"wrong_line"}
 
 
 def test_arithmetic_mistakes():

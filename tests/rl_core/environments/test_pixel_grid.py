@@ -39,11 +39,11 @@ def independent_answer(prompt, colours, digits):
         return line(re.search("row|column", prompt)[0], numbers[0])[-1]
     if prompt.startswith("larger digit"):
         return str(max(digits[numbers[0], numbers[1]], digits[numbers[2], numbers[3]]))
-    if prompt.startswith("more"):
+    if prompt.startswith("most"):
         in_row, in_column = (
             (line(name, n) == colour).sum() for name, n in zip(("row", "column"), numbers, strict=True)
         )
-        return "same" if in_row == in_column else "row" if in_row > in_column else "column"
+        return str(max(int(in_row), int(in_column)))
     assert prompt.startswith("colour where")
     return colours[numbers[0], digits[numbers[0], numbers[1]] - 1]
 
@@ -87,9 +87,9 @@ def right_actions(episode):
         return look(f"scan {where} {numbers[0]}").split()[-1]
     if episode.kind == "larger":
         return max(look(f"zoom {numbers[0]} {numbers[1]}")[0], look(f"zoom {numbers[2]} {numbers[3]}")[0])
-    if episode.kind == "compare":
+    if episode.kind == "most":
         row, column = look(f"count {colour} row {numbers[0]}"), look(f"count {colour} column {numbers[1]}")
-        return "same" if row == column else "row" if row > column else "column"
+        return max(row, column)
     pointed = look(f"zoom {numbers[0]} {numbers[1]}")[0]
     return look(f"zoom {numbers[0]} {pointed}").split()[1]
 
@@ -115,7 +115,7 @@ def test_guessing_without_looking_fails(level):
         episode = environment.episode(seed, level)
         targets[episode.kind][episode.target] += 1
     rates = {kind: max(answers.values()) / answers.total() for kind, answers in targets.items()}
-    assert max(rates.values()) < 0.375, rates  # compare: three answers, equally likely, +- sampling
+    assert max(rates.values()) < 0.35, rates
     assert sum(max(answers.values()) for answers in targets.values()) / count < 0.28
 
 
@@ -217,7 +217,7 @@ def test_instructions_name_every_tool():
     ("options", "part"),
     [
         ({"skill": {"eazy": 0.4}}, "did you mean 'easy'"),
-        ({"skill": {"easy": 0.9}}, "between 0 and 1 / (1 + habit) = 0.714"),
+        ({"skill": {"easy": 0.9}}, "between 0 and 1 / (1 + habit) = 0.8"),
         ({"habit": 1.5}, "options.habit"),
         ({"look_cost": -0.1}, "options.look_cost"),
         ({"misuse_cost": 2.0}, "options.misuse_cost"),
@@ -250,7 +250,7 @@ def read_png(data):
 
 def test_pictures_show_the_right_colours_and_digits():
     image = draw_grid(GRID, scale=2)
-    assert (read_png(to_png(image)) == image).all()
+    assert (read_png(to_png(image[:40])) == image[:40]).all()  # not square: width and height are told apart
     assert image.shape == (56, 56, 3)  # (3 cells of 9 dots + 1) * 2 pixels
     for row in range(3):
         for column in range(3):

@@ -50,18 +50,18 @@ def test_one_token_by_hand(log_ratio, advantage, options, loss, gradient, low, h
 
 
 def test_metrics_by_hand():
-    # ratios 2 and 1/2 on two of four tokens of the step
-    logprobs = torch.tensor([[math.log(0.4), math.log(0.1), math.nan]])
+    # ratios 2 and 1/4 on two of four tokens of the step
+    logprobs = torch.tensor([[math.log(0.4), math.log(0.05), math.nan]])
     old = torch.tensor([[math.log(0.2), math.log(0.2), 0.0]])
     mask = torch.tensor([[True, True, False]])
     _, metrics = clipped_policy_loss(logprobs, old, torch.ones(1, 3), mask, num_loss_tokens=4)
     values = {name: value.item() for name, value in metrics.items()}
-    assert values["ratio_mean"] == pytest.approx(2.5 / 4)
+    assert values["ratio_mean"] == pytest.approx(2.25 / 4)
     assert values["ratio_max"] == pytest.approx(2.0)
-    assert values["kl_k1"] == pytest.approx(0.0, abs=1e-7)  # -(ln 2 - ln 2) / 4
-    assert values["kl"] == pytest.approx((2 - 1 - math.log(2) + 0.5 - 1 + math.log(2)) / 4)  # r - 1 - log r
+    assert values["kl_k1"] == pytest.approx((-math.log(2) + math.log(4)) / 4)  # -log r
+    assert values["kl"] == pytest.approx((2 - 1 - math.log(2) + 0.25 - 1 + math.log(4)) / 4)  # r - 1 - log r
     assert values["clip_fraction"] == 0.25
-    assert values["loss"] == pytest.approx(-(1.2 + 0.5) / 4)
+    assert values["loss"] == pytest.approx(-(1.2 + 0.25) / 4)
 
 
 def reference_loss(logprobs, old, advantages, mask, eps, high, denominator):

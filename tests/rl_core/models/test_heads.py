@@ -88,7 +88,7 @@ def test_save_and_load(policy: Path, tmp_path: Path) -> None:
 
 
 def test_a_policy_is_no_reward_model(policy: Path) -> None:
-    with pytest.raises(CheckpointError, match="1 are missing, first score.weight"):
+    with pytest.raises(CheckpointError, match=r"1 are missing, first score\.weight"):
         load_reward_model(policy, SETTINGS)
 
 

@@ -85,7 +85,6 @@ class ScriptedSession:
         self, prompt_ids: Sequence[int], seed: int, observations: Sequence[Sequence[int]] = (), room: int = 10**9
     ) -> None:
         self.prompt_ids = list(prompt_ids)
-        self.prefix_key = tuple(prompt_ids)
         self.seed = seed
         self.turns: list[tuple[list[int], bool]] = []
         self.completion_ids: list[int] = []

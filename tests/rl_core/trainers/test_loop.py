@@ -57,7 +57,9 @@ class NoisyTrainer:
 
         def loss_fn(part):
             target = part.input_ids_BS.sum(1) + shift
-            return (self.model(part.input_ids_BS).squeeze(-1) - target).square().sum() / len(rows), {"train/shift": shift}
+            return (self.model(part.input_ids_BS).squeeze(-1) - target).square().sum() / len(rows), {
+                "train/shift": shift
+            }
 
         return self.updater.apply([batch], loss_fn)
 
@@ -190,7 +192,8 @@ def test_a_run_that_dies_again_and_again(tmp_path, unbroken):
 
 
 def test_kill_9_of_a_real_process(tmp_path, unbroken):
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_loop as t; t.run({str(tmp_path)!r})"
+    here, folder = str(Path(__file__).parent), str(tmp_path)
+    code = f"import sys; sys.path.insert(0, {here!r}); import test_loop; test_loop.run({folder!r})"
     environment = {**os.environ, "POSTTRAIN_FAULT": "loop.stepped:8:kill", "PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert child.returncode == -signal.SIGKILL, child.stderr
@@ -201,7 +204,7 @@ def test_kill_9_of_a_real_process(tmp_path, unbroken):
 
 def drop(state, path):
     """The state with one item as a fresh trainer has it."""
-    fresh = NoisyTrainer(ITERATIONS)
+    fresh = NoisyTrainer(ITERATIONS, seed=5)
     whole = {
         "model": dict(fresh.model.state_dict()),
         "best_model": None,
@@ -247,13 +250,12 @@ def test_every_saved_item_is_needed(tmp_path, item):
     # the best evaluation lies before the cut, so that the best weights have to come from the checkpoint
     settings = LoopSettings(eval_every=1, checkpoint_every=5)
     options = {"settings": settings, "best_metric": "eval/draw", "larger_is_better": True}
-    random.seed(0)
-    expected_outcome, expected, expected_tracker = run(None, **options)
+    expected_outcome, expected, expected_tracker = run(None, trainer=NoisyTrainer(ITERATIONS, seed=5), **options)
     assert expected_outcome.best_iteration <= 5
     tracker = MemoryTracker()
     faults.configure("loop.step:8:raise")
     with pytest.raises(InjectedFault):
-        run(tmp_path, tracker=tracker, **options)
+        run(tmp_path, tracker=tracker, trainer=NoisyTrainer(ITERATIONS, seed=5), **options)
     faults.configure(None)
 
     class Dropping(CheckpointStore):
@@ -261,7 +263,7 @@ def test_every_saved_item_is_needed(tmp_path, item):
             state = super().load_latest()
             return drop(state, item) if item else state
 
-    trainer = NoisyTrainer(ITERATIONS)
+    trainer = NoisyTrainer(ITERATIONS, seed=5)
     outcome = run_loop(
         trainer,
         settings,
@@ -437,7 +439,11 @@ def test_an_evaluation_that_is_not_a_number_is_never_the_best():
 def test_without_a_best_metric_the_last_weights_stay():
     trainer = ScriptedTrainer([None, 0.9, 0.1])
     outcome = run_loop(trainer, LoopSettings(eval_every=1), iterations=2)
-    assert (outcome.best_metric, outcome.metrics, float(trainer.model.weight.detach())) == (None, {"eval/score": 0.1}, 2.0)
+    assert (outcome.best_metric, outcome.metrics, float(trainer.model.weight.detach())) == (
+        None,
+        {"eval/score": 0.1},
+        2.0,
+    )
 
 
 def test_eval_every_zero_evaluates_once_at_the_end():
@@ -479,7 +485,9 @@ def test_a_finished_run_is_not_run_again(tmp_path):
 
 
 def test_more_iterations_go_on_where_the_last_run_ended(tmp_path):
-    run_loop(ScriptedTrainer([None, 1.0, 2.0, 3.0, 4.0]), LoopSettings(), iterations=2, checkpoints=CheckpointStore(tmp_path))
+    run_loop(
+        ScriptedTrainer([None, 1.0, 2.0, 3.0, 4.0]), LoopSettings(), iterations=2, checkpoints=CheckpointStore(tmp_path)
+    )
     trainer = ScriptedTrainer([None, 1.0, 2.0, 3.0, 4.0])
     outcome = run_loop(trainer, LoopSettings(), iterations=4, checkpoints=CheckpointStore(tmp_path))
     assert (outcome.resumed_iteration, outcome.iterations, outcome.metrics) == (2, 4, {"eval/score": 4.0})
@@ -512,6 +520,7 @@ def test_metrics_are_logged_at_the_updaters_step_and_bad_ones_counted(caplog):
 
 def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
     """As under LoRA: only what trains is saved; the rest comes with the model that is built again."""
+
     def build():
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))

@@ -82,6 +82,7 @@ def test_a_torn_last_line_is_cut_off_and_logged_again(tmp_path_factory, cut):
     path.write_bytes(whole[: -min(cut, last)])
     assert read_metrics(folder) == [(0, {"train/loss": 0.0}), (1, {"train/loss": 1.0})]  # a reader tolerates it
     again = Journal(folder)
+    assert path.read_bytes() == whole[:-last]
     again.append({"train/loss": 2.0}, 2)
     again.append({"train/loss": 2.0}, 2)
     again.close()

@@ -31,6 +31,7 @@ class FakeStore:
         self.calls: list[int] = []
         self.down = False
         self.lose_answers = 0
+        self.fail_at_call = 0  # the n-th delivery of metrics finds the store down
         self.bad_names: set[str] = set()
         self.bad_events: set[str] = set()
 
@@ -59,6 +60,9 @@ class FakeStore:
         if run_id not in self.runs:
             raise RunGone(run_id)
         assert 0 < len(rows) <= BATCH
+        if len(self.calls) + 1 == self.fail_at_call:
+            self.fail_at_call = 0
+            raise BackendError("down")
         if self.bad_names & {row[0] for row in rows}:
             raise ValueError("bad name")
         self.calls.append(len(rows))
@@ -133,6 +137,36 @@ def test_a_store_that_is_down_costs_nothing_and_loses_nothing(tmp_path):
     store.down = False
     run.shipper.ship()
     assert stored(store) == {("loss", step): 1 for step in range(5)}
+    run.kill()
+
+
+def test_an_outage_in_the_middle_of_a_delivery(tmp_path):
+    """What was acknowledged is not sent again; what was not, metrics and records alike, is sent later."""
+    store = FakeStore()
+    run = Run(tmp_path, store)
+    for step in range(3):
+        run.journal.append({f"m{index}": 1.0 for index in range(BATCH)}, step)
+    store.fail_at_call = 2
+    with pytest.raises(BackendError):
+        run.shipper.ship()
+    assert store.calls == [BATCH] and 0 < Shipped.load(tmp_path).metrics_offset < run.journal.lines.end
+    run.shipper.ship()
+    assert store.calls == [BATCH] * 3 and len(stored(store)) == 3 * BATCH
+    run.events.append({"op": "tags", "time": 0})
+    run.log(3, loss=1.0)
+    store.down = True
+    for _ in range(5):
+        with pytest.raises(BackendError):
+            run.shipper.ship()
+    run.events.append({"op": "end", "time": 0})
+    run.shipper._ship_metrics = lambda sink: None  # the store is down for the records only
+    with pytest.raises(BackendError):
+        run.shipper.ship()
+    del run.shipper._ship_metrics
+    store.down = False
+    run.shipper.ship()
+    assert store.runs["run0"]["events"] == ["start", "tags", "end"] and run.shipper.state.num_failed == 0
+    assert stored(store)[("loss", 3)] == 1
     run.kill()
 
 

@@ -1,0 +1,216 @@
+"""The main job, end to end, on configs/test.yaml: results, cache, kill and resume, registry."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rl_core.folders import digest_folder, verify_folder
+from tasks.config import load
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIG = ROOT / "configs/test.yaml"
+STAGES = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
+
+
+@pytest.fixture(scope="module")
+def prefect_api():
+    """A Prefect server of this module's own; flow runs in this process and in children use it."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+    from prefect.testing.utilities import prefect_test_harness
+
+    with (
+        prefect_test_harness(server_startup_timeout=120),
+        temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+    ):
+        yield PREFECT_API_URL.value()
+
+
+def run(output, *overrides, fresh=False, config=CONFIG):
+    from flows.post_training import run_pipeline
+
+    return run_pipeline(load(config, [f"output={output}", *overrides]), fresh=fresh, quiet=True)
+
+
+@pytest.fixture(scope="module")
+def first(prefect_api, tmp_path_factory):
+    output = tmp_path_factory.mktemp("outputs")
+    return output, run(output)
+
+
+def metric_rows(folder):
+    """Metrics of a finished stage, without those that measure time or the machine."""
+    rows = []
+    for line in (Path(folder) / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        kept = {k: v for k, v in row["metrics"].items() if not k.startswith(("perf/", "system/"))}
+        if kept:
+            rows.append((row["step"], sorted(kept.items())))
+    return rows
+
+
+def test_every_stage_leaves_a_verified_folder_and_a_row_in_the_table(first):
+    _, result = first
+    assert list(result.results) == STAGES
+    assert not any(stage.cached for stage in result.results.values())
+    table = result.table(width=120)
+    for name, stage in result.results.items():
+        manifest = verify_folder(stage.path)
+        assert {"summary.json", "metrics.jsonl"} <= set(manifest["files"])
+        assert name.replace("_", " ") in table
+    for name in ("sft", "policy"):
+        row = next(row for row in result.rows if row["stage"] == name)
+        assert 0 <= row["low"] <= row["success"] <= row["high"] <= 1
+        assert row["low"] < row["high"]
+    assert (result.results["analyze"].path / "report.html").stat().st_size > 10_000
+    assert result.run_url in table
+
+
+def test_nothing_is_left_open_and_no_pickle_is_written(first):
+    output, _ = first
+    stages = output / "test" / "stages"
+    assert list(stages.rglob("*.open")) == []
+    assert [p for p in stages.rglob("*") if p.suffix in {".bin", ".pkl", ".pickle", ".pt", ".pth"}] == []
+
+
+def test_the_policy_moved_away_from_sft_and_both_load_in_transformers(first):
+    _, result = first
+    sft = AutoModelForCausalLM.from_pretrained(result.results["sft"].model)
+    policy = AutoModelForCausalLM.from_pretrained(result.results["policy"].model)
+    differences = [
+        float((a - b).abs().max()) for a, b in zip(sft.parameters(), policy.parameters(), strict=True)
+    ]
+    assert max(differences) > 0
+
+
+def test_registered_versions_hold_the_stages_weights_and_the_champion_is_the_policy(first, tmp_path):
+    from tasks.tracking import Tracking
+
+    output, result = first
+    tracking = Tracking(None, output, "test")
+    versions = tracking.versions("test")
+    assert [version.tags["stage"] for version in versions] == ["sft", "policy"]
+    assert [version.tags["stage"] for version in tracking.versions("test-reward-model")] == ["reward_model"]
+    champion = tracking.champion("test")
+    assert champion.version == result.results["policy"].summary["model_version"]
+    assert champion.tags["parent_version"] == str(result.results["sft"].summary["model_version"])
+    folder = tracking.download("test", champion.version, tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    expected = AutoModelForCausalLM.from_pretrained(result.results["policy"].model).state_dict()
+    assert all(torch.equal(loaded[name], expected[name]) for name in expected)
+
+
+def test_mlflow_has_one_parent_and_one_nested_run_a_stage_with_every_metric(first):
+    from tasks.tracking import Tracking
+
+    output, result = first
+    rows = {row.name: row for row in Tracking(None, output, "test").list_runs()}
+    parents = [row for row in rows.values() if row.parent_run_id is None]
+    assert len(parents) == 1
+    assert parents[0].status == "FINISHED"
+    children = {row.tags["stage"]: row for row in rows.values() if row.parent_run_id == parents[0].run_id}
+    assert set(children) == set(STAGES)
+    assert {row.status for row in children.values()} == {"FINISHED"}
+    assert children["policy"].metrics["train/success_rate"] == metric_value(result, "policy", "train/success_rate")
+    assert {"pipeline", "config_digest", "code_version", "prefect.flow_run_id"} <= set(parents[0].tags)
+
+
+def metric_value(result, stage, name):
+    rows = [dict(values) for _, values in metric_rows(result.results[stage].folder)]
+    return [row[name] for row in rows if name in row][-1]
+
+
+def test_the_same_config_again_runs_nothing_and_changes_nothing(first):
+    output, result = first
+    again = run(output)
+    assert all(stage.cached for stage in again.results.values())
+    assert {n: s.digest for n, s in again.results.items() if n != "promote"} == {
+        n: s.digest for n, s in result.results.items() if n != "promote"
+    }
+    assert "cached" in again.table(width=120)
+
+
+def test_a_changed_policy_setting_runs_the_policy_and_what_follows(first):
+    output, _ = first
+    again = run(output, "stages.policy.learning_rate=2e-4")
+    ran = [name for name, stage in again.results.items() if not stage.cached]
+    assert ran == ["policy", "evaluate", "analyze", "promote"]
+
+
+def test_a_damaged_finished_stage_is_set_aside_and_run_again(first):
+    output, result = first
+    folder = result.results["sft"].path
+    weights = folder / "model" / "model.safetensors"
+    original = weights.read_bytes()
+    weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    again = run(output)
+    assert [name for name, stage in again.results.items() if not stage.cached] == ["sft"]  # the same bits came out
+    assert again.results["sft"].digest == result.results["sft"].digest
+    assert len(list(folder.parent.glob("*.corrupt-*"))) == 1
+    assert digest_folder(folder / "model") == digest_folder(again.results["sft"].model)
+
+
+def policy_only(tmp_path, name):
+    """A pipeline of the data stage and the policy alone, so that fault points count its iterations."""
+    text = CONFIG.read_text()
+    config = tmp_path / f"{name}.yaml"
+    config.write_text(text)
+    return config, [f"stages.{stage}=null" for stage in ("sft", "reward_model", "evaluate", "analyze", "promote")]
+
+
+@pytest.mark.parametrize("point", ["loop.stepped:4:kill", "pointer.written:2:kill"])
+def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, tmp_path, point):
+    config, overrides = policy_only(tmp_path, "test")
+    whole = run(tmp_path / "whole", *overrides, config=config)
+    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--quiet", "--set", f"output={tmp_path / 'cut'}"]
+    for override in overrides:
+        command += ["--set", override]
+    environment = {**os.environ, "POSTTRAIN_FAULT": point, "PREFECT_API_URL": prefect_api}
+    killed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    stages = tmp_path / "cut/test/stages/policy"
+    assert len(list(stages.glob("*.open/checkpoints/*"))) >= 1
+    resumed = run(tmp_path / "cut", *overrides, config=config)
+    assert resumed.results["prepare_data"].cached
+    assert not resumed.results["policy"].cached
+    assert digest_folder(resumed.results["policy"].model) == digest_folder(whole.results["policy"].model)
+    assert metric_rows(resumed.results["policy"].folder) == metric_rows(whole.results["policy"].folder)
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):
+    config, overrides = policy_only(tmp_path, "test")
+    overrides.append("stages.policy.iterations=2000")
+    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--set", f"output={tmp_path}"]
+    for override in overrides:
+        command += ["--set", override]
+    environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    lines = []
+    for line in child.stdout:
+        lines.append(line)
+        if line.startswith("policy:"):
+            child.send_signal(signal.SIGTERM)
+            break
+    lines.append(child.communicate(timeout=60)[0])
+    assert child.returncode == 143, "".join(lines)
+    assert "resumes" in "".join(lines) or "goes on" in "".join(lines)
+    checkpoints = list((tmp_path / "test/stages/policy").glob("*.open/checkpoints/*/manifest.json"))
+    assert len(checkpoints) >= 1
+
+
+def test_a_wrong_setting_leaves_no_folder_and_no_traceback(tmp_path):
+    command = [sys.executable, "-m", "flows.cli", "run", str(CONFIG), "--set", f"output={tmp_path / 'o'}"]
+    command += ["--set", "stages.policy.learning_rte=1e-3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "learning_rate" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "o").exists()

@@ -1,0 +1,181 @@
+"""Bradley-Terry training: the loss by hand, micro-batches of whole pairs, held-out figures, resume, the baseline."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from rl_core import faults
+from rl_core.checkpoint import CheckpointStore
+from rl_core.errors import DataError
+from rl_core.faults import InjectedFault
+from rl_core.folders import digest_bytes
+from rl_core.settings import RewardModelSettings
+from rl_core.tracking import MemoryTracker
+from rl_core.trainers.loop import run_loop
+from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
+from rl_core.trainers.update import halve
+
+VOCABULARY, PAD = 11, 0
+
+
+@pytest.fixture(autouse=True)
+def no_faults():
+    yield
+    faults.configure(None)
+
+
+def nano(seed=0, dropout=0.0):
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        attention_dropout=dropout,
+        pad_token_id=PAD,
+        num_labels=1,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForSequenceClassification(config)
+        model.score.weight.data.mul_(20)  # scores far enough from 0 for the figures below to differ
+        return model
+
+
+def pairs_of(count, seed=0):
+    """The chosen sequence ends in a larger token than the rejected one; lengths are ragged on both sides."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for index in range(count):
+        prompt = torch.randint(1, VOCABULARY, (2 + index % 3,), generator=generator).tolist()
+        low, high = sorted(torch.randperm(VOCABULARY - 1, generator=generator)[:2].tolist())
+        pairs.append((prompt + [1] * (index % 2) + [high + 1], prompt + [1] * (index % 3) + [low + 1]))
+    return pairs
+
+
+def trainer_of(model=None, train=14, heldout=9, **changes):
+    options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes}
+    settings = RewardModelSettings(**options)
+    return RewardModelTrainer(model or nano(), PAD, pairs_of(train), pairs_of(heldout, seed=1), settings, 7)
+
+
+def scores_of(model, pairs):
+    """[(chosen, rejected)] one row at a time, through transformers' own head."""
+    with torch.no_grad():
+        return [tuple(float(model(torch.tensor([ids])).logits) for ids in pair) for pair in pairs]
+
+
+def expected_figures(model, pairs, center_coef):
+    scores = scores_of(model, pairs)
+    losses = [math.log1p(math.exp(-(c - r))) + center_coef * (c + r) ** 2 for c, r in scores]
+    count = len(pairs)
+    return sum(losses) / count, sum(c > r for c, r in scores) / count, sum(c - r for c, r in scores) / count
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10_000])
+def test_loss_accuracy_and_margin_by_hand(micro_batch_tokens):
+    trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=micro_batch_tokens, center_coef=0.05)
+    loss, accuracy, margin = expected_figures(trainer.model, pairs_of(8), 0.05)
+    assert 0 < accuracy < 1  # both signs occur
+    metrics = trainer.step()
+    assert metrics["train/loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["train/accuracy"] == pytest.approx(accuracy)
+    assert metrics["train/margin"] == pytest.approx(margin, rel=1e-3)
+    assert metrics["train/tokens"] == sum(len(row) for pair in pairs_of(8) for row in pair)
+
+
+def test_micro_batches_do_not_change_the_gradient():
+    gradients = []
+    for budget in (10_000, 1):
+        trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
+        trainer.updater.optimizer.step = lambda t=trainer: gradients.append(
+            [weight.grad.clone() for weight in t.model.parameters()]
+        )
+        trainer.step()
+    for one, many in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, many, rtol=1e-5, atol=1e-6)
+
+
+def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
+    trainer = trainer_of(train=8, batch_size=8)
+    (batch,) = trainer._batches(pairs_of(8))
+    whole = float(trainer._loss(batch, 8)[0].detach())
+    halves = halve(batch)
+    assert [len(half.chosen_lengths_B) for half in halves] == [4, 4]
+    assert sum(float(trainer._loss(half, 8)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
+
+
+def test_evaluation_by_hand():
+    trainer = trainer_of(center_coef=0.05, micro_batch_tokens=20)
+    pairs = pairs_of(9, seed=1)
+    loss, accuracy, margin = expected_figures(trainer.model.eval(), pairs, 0.05)
+    metrics = trainer.evaluate()
+    assert metrics.keys() == {"eval/loss", "eval/accuracy", "eval/margin", "eval/ece"}
+    assert metrics["eval/loss"] == pytest.approx(loss, rel=1e-4)
+    assert metrics["eval/accuracy"] == pytest.approx(accuracy)
+    assert metrics["eval/margin"] == pytest.approx(margin, rel=1e-3)
+    assert 0 <= metrics["eval/ece"] <= 1
+
+
+def test_it_learns_an_order_that_it_can_see():
+    trainer = trainer_of(train=200, heldout=100, batch_size=50, epochs=30.0, learning_rate=1e-2)
+    before = trainer.evaluate()
+    outcome = run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
+    assert outcome.steps == 120
+    assert before["eval/accuracy"] < 0.8
+    assert outcome.metrics["eval/accuracy"] > 0.9
+    assert outcome.metrics["eval/loss"] < before["eval/loss"]
+
+
+def test_longer_answer_baseline():
+    # longer chosen, shorter chosen, equal: 1 + 0 + 0.5 of 3
+    assert longer_answer_baseline([([1, 2], [1]), ([1], [1, 2]), ([1], [2])]) == 0.5
+    assert longer_answer_baseline([([1, 2], [1]), ([1], [2])]) == 0.75
+    assert longer_answer_baseline([("long answer", "short")]) == 1.0
+    with pytest.raises(DataError, match="no pair"):
+        longer_answer_baseline([])
+
+
+def test_bad_pairs_are_named():
+    with pytest.raises(DataError, match=r"pairs_train\[1\]"):
+        RewardModelTrainer(nano(), PAD, [([1], [2]), ([], [2])], [], RewardModelSettings(), 0)
+    with pytest.raises(DataError, match=r"pairs_heldout\[0\]"):
+        RewardModelTrainer(nano(), PAD, [([1], [2])], [([1], [])], RewardModelSettings(), 0)
+    with pytest.raises(DataError, match="no pair to train on"):
+        RewardModelTrainer(nano(), PAD, [], [], RewardModelSettings(), 0)
+    assert RewardModelTrainer(nano(), PAD, [([1], [2])], [], RewardModelSettings(), 0).evaluate() == {}
+
+
+def run(folder, tracker):
+    torch.manual_seed(3)
+    trainer = trainer_of(nano(dropout=0.2), eval_every=3, checkpoint_every=1)
+    run_loop(
+        trainer,
+        trainer.settings,
+        iterations=trainer.total_steps,
+        tracker=tracker,
+        checkpoints=CheckpointStore(folder) if folder else None,
+        best_metric="eval/accuracy",
+    )
+    metrics = {
+        (step, name): value.hex()
+        for step, row in tracker.metrics
+        for name, value in row.items()
+        if not name.startswith("perf/")
+    }
+    return digest_bytes(b"".join(tensor.numpy().tobytes() for tensor in trainer.model.state_dict().values())), metrics
+
+
+@pytest.mark.parametrize("hit", [1, 4, 8])
+def test_killed_and_resumed_the_numbers_are_the_same(tmp_path, hit):
+    expected = run(None, MemoryTracker())
+    tracker = MemoryTracker()
+    faults.configure(f"loop.stepped:{hit}:raise")
+    with pytest.raises(InjectedFault):
+        run(tmp_path, tracker)
+    faults.configure(None)
+    assert run(tmp_path, tracker) == expected

@@ -1,0 +1,224 @@
+"""Supervised fine-tuning: the loss by hand, micro-batches, bit-exact resume, guards."""
+
+import math
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rl_core import faults
+from rl_core.checkpoint import CheckpointStore
+from rl_core.errors import CheckpointError, DataError, NonFiniteError
+from rl_core.faults import InjectedFault
+from rl_core.folders import digest_bytes
+from rl_core.settings import SFTSettings
+from rl_core.tracking import MemoryTracker
+from rl_core.trainers.loop import run_loop
+from rl_core.trainers.sft import SFTTrainer
+
+VOCABULARY, PAD = 11, 0
+
+
+@pytest.fixture(autouse=True)
+def no_faults():
+    yield
+    faults.configure(None)
+
+
+def nano(seed=0, dropout=0.0):
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=24,
+        max_position_embeddings=32,
+        tie_word_embeddings=True,
+        attention_dropout=dropout,
+        pad_token_id=PAD,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def rows_of(count, seed=0):
+    """Ragged rows; the last tokens repeat the first ones, which can be learnt."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(count):
+        prompt = torch.randint(1, VOCABULARY, (2 + index % 4,), generator=generator).tolist()
+        rows.append((prompt * 2, [False] * len(prompt) + [True] * len(prompt)))
+    return rows
+
+
+def trainer_of(model=None, train=14, **changes):
+    settings = SFTSettings(**{"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes})
+    return SFTTrainer(model or nano(), PAD, rows_of(train), rows_of(5, seed=1), settings, 7)
+
+
+def weights_digest(model):
+    return digest_bytes(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
+
+
+def mean_nll(model, rows):
+    """Straight from the model's logits, one row at a time, without padding."""
+    total, count = 0.0, 0
+    for ids, mask in rows:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        picked = [position for position, carries in enumerate(mask) if carries]
+        total -= sum(float(logprobs[position - 1, ids[position]]) for position in picked)
+        count += len(picked)
+    return total / count
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 30, 10_000])
+def test_loss_is_the_mean_over_the_loss_tokens_of_the_step(micro_batch_tokens):
+    trainer = trainer_of(micro_batch_tokens=micro_batch_tokens, train=4)
+    expected = mean_nll(trainer.model, rows_of(4))
+    metrics = trainer.step()
+    assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["train/tokens"] == 4 + 6 + 8 + 10
+    assert metrics["train/epoch"] == 1.0
+    assert metrics["perf/tokens_per_second"] > 0
+
+
+def test_micro_batches_do_not_change_the_weights():
+    """8 rows as one batch and one at a time: the same gradient, so the same weights after a plain step."""
+    gradients = []
+    for budget in (10_000, 1):
+        trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
+        trainer.updater.optimizer.step = lambda t=trainer: gradients.append(
+            [weight.grad.clone() for weight in t.model.parameters()]
+        )
+        trainer.step()
+    for one, many in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, many, rtol=0, atol=1e-6)
+
+
+def test_evaluation_is_the_held_out_loss_and_changes_nothing():
+    trainer = trainer_of(nano(dropout=0.5))
+    before, rng = weights_digest(trainer.model), torch.get_rng_state()
+    metrics = trainer.evaluate()
+    expected = mean_nll(trainer.model.eval(), rows_of(5, seed=1))
+    assert metrics == {
+        "eval/loss": pytest.approx(expected, rel=1e-5),
+        "eval/perplexity": pytest.approx(math.exp(expected), rel=1e-5),
+    }
+    assert weights_digest(trainer.model) == before
+    assert torch.equal(torch.get_rng_state(), rng)
+
+
+def test_it_learns():
+    trainer = trainer_of(train=8, batch_size=8, epochs=60.0, learning_rate=2e-2)
+    first = trainer.step()["train/loss"]
+    outcome = run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
+    assert outcome.steps == 61
+    assert first > 2.0
+    assert trainer.step()["train/loss"] < 0.3
+
+
+def test_how_many_steps_there_are():
+    assert trainer_of(train=14).total_steps == 8  # two passes of 4, 4, 4, 2
+    assert trainer_of(train=14, epochs=0.5).total_steps == 2
+    assert trainer_of(train=14, max_steps=5).total_steps == 5
+    assert trainer_of(train=14, max_steps=50).total_steps == 8
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (([1, 2, 3], [False, True]), r"rows_train\[1\]: 3 token ids, but a loss mask of 2"),
+        (([1, 2], [False, False]), r"rows_train\[1\]: no token carries loss"),
+        (([1, 2], [True, True]), r"rows_train\[1\]: the first token carries loss"),
+        (([], []), r"rows_train\[1\]: no token carries loss"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_from(row, message):
+    with pytest.raises(DataError, match=message):
+        SFTTrainer(nano(), PAD, [([1, 2], [False, True]), row], [], SFTSettings(), 0)
+    with pytest.raises(DataError, match="no row"):
+        SFTTrainer(nano(), PAD, [], [], SFTSettings(), 0)
+
+
+def test_without_held_out_rows_there_is_no_evaluation():
+    assert SFTTrainer(nano(), PAD, rows_of(3), [], SFTSettings(), 0).evaluate() == {}
+
+
+def test_a_broken_model_stops_after_n_skipped_steps_with_the_tensors_name():
+    trainer = trainer_of(epochs=20.0, max_nonfinite=3)
+    trainer.step()
+    with torch.no_grad():
+        trainer.model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
+    with pytest.raises(NonFiniteError, match=r"3 non-finite optimizer steps.*weight model\.layers\.1\.mlp\.up_proj"):
+        run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
+    assert trainer.updater.skipped_steps == 3
+
+
+def run(folder, tracker, *, store=CheckpointStore):
+    torch.manual_seed(3)
+    trainer = trainer_of(nano(dropout=0.2), eval_every=3, checkpoint_every=1, schedule="cosine")
+    run_loop(
+        trainer,
+        trainer.settings,
+        iterations=trainer.total_steps,
+        tracker=tracker,
+        checkpoints=store(folder) if folder else None,
+    )
+    losses = {
+        (step, name): value.hex()
+        for step, row in tracker.metrics
+        for name, value in row.items()
+        if not name.startswith("perf/")
+    }
+    return weights_digest(trainer.model), losses
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    return run(None, MemoryTracker())
+
+
+@pytest.mark.parametrize("point", ["loop.step", "publish.written"])
+@pytest.mark.parametrize("hit", range(1, 9))
+def test_killed_at_any_iteration_the_numbers_are_the_same(tmp_path, unbroken, point, hit):
+    tracker = MemoryTracker()
+    faults.configure(f"{point}:{hit}:raise")
+    with pytest.raises((InjectedFault, CheckpointError)):
+        run(tmp_path, tracker)
+    faults.configure(None)
+    assert run(tmp_path, tracker) == unbroken
+
+
+@pytest.mark.parametrize("item", ["rng/torch", "updater/optimizer", "updater/step", "trainer/order", "model"])
+def test_every_saved_item_is_needed(tmp_path, unbroken, item):
+    """What is dropped from the checkpoint shows in the numbers, or the test above would be blind to it."""
+
+    class Dropping(CheckpointStore):
+        def load_latest(self):
+            state = super().load_latest()
+            fresh = trainer_of(nano(dropout=0.2))
+            torch.manual_seed(3)
+            whole = {
+                "rng": {"torch": torch.get_rng_state()},
+                "updater": fresh.updater.state_dict(),
+                "trainer": fresh.state_dict(),
+                "model": dict(fresh.model.state_dict()),
+            }
+            *folders, last = item.split("/")
+            target, source = state, whole
+            for name in folders:
+                target, source = target[name], source[name]
+            target[last] = source[last]
+            return state
+
+    tracker = MemoryTracker()
+    faults.configure("loop.step:6:raise")
+    with pytest.raises(InjectedFault):
+        run(tmp_path, tracker)
+    faults.configure(None)
+    weights, losses = run(tmp_path, tracker, store=Dropping)
+    assert weights != unbroken[0]
+    assert losses != unbroken[1]
