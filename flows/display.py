@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from types import TracebackType
 
@@ -10,7 +11,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 __all__ = ["Display"]
 
+LOGGERS = ("rl_core", "tasks", "flows")
 LINE_SECONDS = 10.0  # between two plain lines of one stage
+
+
+class _Warnings(logging.Handler):
+    """Prints warnings of our own packages above the bars; a quiet run shows them too."""
+
+    def __init__(self, console: Console) -> None:
+        super().__init__(logging.WARNING)
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print one warning."""
+        self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", highlight=False, markup=False)
 
 
 class Display:
@@ -22,6 +36,7 @@ class Display:
         self.live = self.console.is_terminal and not quiet
         self._tasks: dict[str, TaskID] = {}
         self._last: dict[str, float] = {}
+        self._warnings = _Warnings(self.console)
         self._progress = Progress(
             TextColumn("[bold]{task.description:<18}"),
             BarColumn(bar_width=24),
@@ -35,6 +50,8 @@ class Display:
     def __enter__(self) -> Display:
         if self.live:
             self._progress.start()
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self._warnings)
         return self
 
     def __exit__(
@@ -42,6 +59,8 @@ class Display:
     ) -> None:
         if self.live:
             self._progress.stop()
+        for name in LOGGERS:
+            logging.getLogger(name).removeHandler(self._warnings)
 
     def __call__(self, stage: str, done: int, total: int, message: str = "") -> None:
         """Show how far a stage is."""

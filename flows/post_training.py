@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from flows.display import Display
-from flows.prefect_home import prepare_prefect
 from flows.picture import draw_pipeline
+from flows.prefect_home import prepare_prefect
 from flows.summary import describe, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
 from tasks.config import PipelineSettings, from_dict, resolve
@@ -97,7 +97,7 @@ def post_training(settings: dict[str, Any], fresh: bool = False, only: str | Non
     return PipelineResult(
         results=dict(session.results),
         rows=rows,
-        run_url=session.tracking.run_url(session.parent.run_id),
+        run_url=session.tracking.run_url(session.parent.run_id or ""),
         seconds=session.seconds,
         facts=facts,
     )

@@ -23,8 +23,8 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         # The first start of the embedded server makes its database; 20 s, the default, is tight on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
-        # The terminal shows our own progress; the log itself goes to the Prefect UI in full.
-        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "WARNING",
+        # The terminal shows our own progress and errors (flows/display.py); the Prefect UI has the log in full.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     }
     if output is not None and not {"PREFECT_API_URL", "PREFECT_PROFILE"} & os.environ.keys():
         values["PREFECT_HOME"] = str(output.resolve() / "prefect")

@@ -32,7 +32,7 @@ def run_stage(
 
 def _up_to(settings: PipelineSettings, name: str, model: str | None) -> PipelineSettings:
     """The pipeline without what comes after a stage, and without what a given model replaces."""
-    order = list(STAGES)
+    order: list[str] = list(STAGES)
     needed = set(order[: order.index(name) + 1])
     if name in ("sft", "policy"):
         needed -= {"evaluate", "analyze"}

@@ -68,7 +68,9 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
     console.print(f"MLflow run  {run_url}", soft_wrap=True)
     console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
     if "127.0.0.1" in run_url:
-        console.print("Pages       posttrain ui    starts the MLflow and Prefect pages behind these links")
+        console.print(
+            "Pages       posttrain ui    starts the MLflow and Prefect pages behind these links", soft_wrap=True
+        )
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 

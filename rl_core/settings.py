@@ -138,7 +138,9 @@ class DataSettings(Settings):
     levels: tuple[str, ...] = setting((), doc="levels that the demonstrator shows; () = all")
     heldout_fraction: float = setting(0.1, gt=0, lt=1, doc="share of prompts kept out of training")
     max_rows: int | None = setting(None, ge=1, doc="read at most this many rows of each file")
-    on_bad_row: Literal["stop", "skip"] = setting("stop", doc="stop: refuse the file; skip: leave bad rows out, counted")
+    on_bad_row: Literal["stop", "skip"] = setting(
+        "stop", doc="stop: refuse the file; skip: leave bad rows out, counted"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

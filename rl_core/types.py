@@ -137,7 +137,7 @@ class TrainBatch:
 
     def to(self, device: torch.device | str) -> TrainBatch:
         """The same batch on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             name: getattr(self, name).to(device, non_blocking=True) if getattr(self, name) is not None else None
             for name in self.__slots__
             if name != "rows"

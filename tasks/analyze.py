@@ -9,7 +9,6 @@ from typing import Any
 from rl_core.analysis import analyze
 from rl_core.environments.base import Environment
 from rl_core.settings import AnalysisSettings
-from tasks.evaluate import trajectories_path
 from tasks.policy_model import make_environment
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
@@ -32,9 +31,7 @@ def analyze_trajectories(
 def _body(context: StageContext) -> dict[str, Any]:
     evaluation = Path(context.inputs["evaluation"])
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
-    models = {
-        path.stem.removeprefix("trajectories_"): path for path in sorted(evaluation.glob("trajectories_*.jsonl"))
-    }
+    models = {path.stem.removeprefix("trajectories_"): path for path in sorted(evaluation.glob("trajectories_*.jsonl"))}
     # The order of the pipeline, not of the alphabet: the first model is what the others are compared with.
     order = {"base": 0, "sft": 1, "policy": 2}
     models = dict(sorted(models.items(), key=lambda item: (order.get(item[0], 3), item[0])))

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import write_trajectories
-from rl_core.folders import write_json_atomic
 from rl_core.evaluation import Evaluation, evaluate, heldout_requests
+from rl_core.folders import write_json_atomic
 from rl_core.settings import EvaluationSettings
 from tasks.policy_model import load_policy, make_environment
 from tasks.session import Session

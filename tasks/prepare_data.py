@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.folders import digest_file
 from rl_core.data import records, splits
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.base import Environment
 from rl_core.errors import DataError
+from rl_core.folders import digest_file
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from tasks.policy_model import make_environment
@@ -125,9 +125,7 @@ def _preferences(context: StageContext, summary: Row) -> _Found:
     return _read(context, "preferences", path, records.read_preferences, summary) if path else _Found()
 
 
-def _read(
-    context: StageContext, name: str, path: str, reader: Callable[..., records.Records], summary: Row
-) -> _Found:
+def _read(context: StageContext, name: str, path: str, reader: Callable[..., records.Records], summary: Row) -> _Found:
     settings: DataSettings = context.settings
     read = reader(Path(path), on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
     summary[f"{name}_file"] = {"rows": read.num_rows, "skipped": read.num_skipped, "sha256": read.digest}

@@ -1,4 +1,4 @@
-"""Stage: the promotion gate. Champion and challenger play the same held-out episodes; the alias moves only on evidence."""
+"""Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.folders import digest_folder, write_json_atomic
 from rl_core.errors import SettingsError
 from rl_core.evaluation import Evaluation, compare
+from rl_core.folders import digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.evaluate import evaluate_models, read_evaluation
 from tasks.session import Session
@@ -124,7 +124,9 @@ def decide(
     if champion is None:
         rate = challenger.success_rate
         enough = rate >= settings.min_success
-        reason = f"no champion yet; success {rate:.1%} is {'at least' if enough else 'below'} {settings.min_success:.0%}"
+        reason = (
+            f"no champion yet; success {rate:.1%} is {'at least' if enough else 'below'} {settings.min_success:.0%}"
+        )
         return enough, reason, {"success_rate": rate}
     paired = compare(
         challenger,

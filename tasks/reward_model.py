@@ -30,6 +30,7 @@ __all__ = ["reward_model"]
 logger = logging.getLogger(__name__)
 
 PAIRS_PER_GROUP = 4  # more of one prompt would mostly repeat each other
+GROUPS_AT_MOST = 16  # a policy that nearly always fails, or succeeds, gives few pairs
 
 
 @dataclass
@@ -57,7 +58,10 @@ def _body(context: StageContext) -> dict[str, Any]:
         pairs = _pairs_from_rollouts(data, context)
     for name, part in (("train", pairs.train), ("heldout", pairs.heldout)):
         if not part:
-            raise DataError(f"there is no {name} pair to train the reward model with: {pairs.note}")
+            raise DataError(
+                f"there is no {name} pair for the reward model: {pairs.note}. A pair needs a success and a failure at the "
+                "same episode; train the policy longer first, or raise stages.reward_model.num_pairs or group_size"
+            )
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
     trainer = RewardModelTrainer(
         model, ChatRenderer(tokenizer).pad_id, pairs.train, pairs.heldout, settings, context.seed
@@ -121,7 +125,7 @@ def _pairs_from_files(data: Path, context: StageContext) -> _Pairs:
 def _pairs_from_rollouts(data: Path | None, context: StageContext) -> _Pairs:
     """Sample groups of the starting policy; a success is preferred to a failure at the same episode.
 
-    Collects until `num_pairs` are there, at most four times the groups that this would take if each gave its share.
+    Collects until `num_pairs` are there, or GROUPS_AT_MOST times the groups that this would take if each gave its share.
     """
     settings: RewardModelSettings = context.settings
     environment = make_environment(context.pipeline, data)
@@ -131,8 +135,8 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> _Pairs:
     seeds = {level: environment.seeds_of("train", level) for level in environment.levels}
     levels = [level for level in environment.levels if len(seeds[level])]
     by_group: list[list[tuple[list[int], list[int]]]] = []
-    count = groups_played = 0
-    most_groups = 4 * -(-settings.num_pairs // PAIRS_PER_GROUP)
+    count = groups_played = successes = 0
+    most_groups = GROUPS_AT_MOST * -(-settings.num_pairs // PAIRS_PER_GROUP)
     while count < settings.num_pairs and groups_played < most_groups:
         requests = []
         for index in range(min(64, most_groups - groups_played)):
@@ -148,6 +152,7 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> _Pairs:
             seed=context.seed + groups_played,
         )
         groups_played += len(groups)
+        successes += sum(rollout.success for group in groups for rollout in group.rollouts)
         for group in groups:
             pairs = pairs_from_groups([group], PAIRS_PER_GROUP, context.seed)
             if pairs:
@@ -158,5 +163,6 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> _Pairs:
     return _Pairs(
         train=[pair for pairs in by_group[held:] for pair in pairs],
         heldout=[pair for pairs in by_group[:held] for pair in pairs],
-        note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts",
+        note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
+        f"{successes / (groups_played * settings.group_size):.1%} succeeded",
     )

@@ -1,10 +1,10 @@
 """One run of a pipeline: its folder, its lock, its parent run in MLflow, its stop signal and its progress.
 
-    <output>/<pipeline>/
-        .lock             held while the pipeline runs; a second run into the same folder is refused
-        run.json          the newest run: its MLflow run, its settings' digest, whether it ended
-        runs/<started>/   journal of the parent run
-        stages/           see tasks/stage.py
+<output>/<pipeline>/
+    .lock             held while the pipeline runs; a second run into the same folder is refused
+    run.json          the newest run: its MLflow run, its settings' digest, whether it ended
+    runs/<started>/   journal of the parent run
+    stages/           see tasks/stage.py
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 from uuid import UUID
 
-from rl_core.folders import FolderLock, digest_folder, write_json_atomic
 from rl_core.errors import Stopped
+from rl_core.folders import FolderLock, digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.stage import StageResult, code_version
 from tasks.tracking import RunTracker, Tracking
@@ -99,6 +99,7 @@ class Session:
 
         torch.set_num_threads(self.threads)
         transformers.utils.logging.disable_progress_bar()  # our own display shows how far a stage is
+        transformers.utils.logging.set_verbosity_error()  # a new head is meant to be new
         settings = self.settings
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
         waiting = self.tracking.replay_all(self.home)
@@ -111,7 +112,11 @@ class Session:
         self.parent = self.tracking.start_run(
             f"{settings.name} · {started}",
             self.home / "runs" / re.sub(r"[ :]", "-", started),
-            tags={**self._tags(), "kind": "stage" if self.only else "pipeline", **({"resumed": "true"} if self.resumed else {})},
+            tags={
+                **self._tags(),
+                "kind": "stage" if self.only else "pipeline",
+                **({"resumed": "true"} if self.resumed else {}),
+            },
             params=resolve(settings),
             description="The pipeline is running; its result will stand here.",
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
@@ -160,7 +165,7 @@ class Session:
         try:
             if error is not None:
                 self.parent.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
-            self.parent.close({"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}[status])
+            self.parent.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED")
             write_json_atomic(self.home / "run.json", {**self._record, "status": status})
         finally:
             self._lock.__exit__(None, None, None)
@@ -182,7 +187,7 @@ class Session:
 
     def register(self, tracker: RunTracker, folder: Path, stage: str, summary: dict[str, Any]) -> dict[str, Any]:
         """Make a stage's model a version of a registered model; what that adds to the stage's summary."""
-        kind = "reward_model" if stage == "reward_model" else "policy"
+        kind: Literal["policy", "reward_model"] = "reward_model" if stage == "reward_model" else "policy"
         name = f"{self.registered_model}-reward-model" if kind == "reward_model" else self.registered_model
         numbers = {key: value for key, value in (summary.get("metrics") or {}).items() if isinstance(value, float)}
         tags = {

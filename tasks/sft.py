@@ -29,9 +29,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 def sft(session: Session, model: Path | str, data: StageResult) -> StageResult:
     """Run the stage. `model`: folder or hub name to start from; `data`: the data stage's result."""
-    return run_stage(
-        session, "sft", _body, settings=session.settings.stages.sft, inputs={"model": model, "data": data}
-    )
+    return run_stage(session, "sft", _body, settings=session.settings.stages.sft, inputs={"model": model, "data": data})
 
 
 def _body(context: StageContext) -> dict[str, Any]:

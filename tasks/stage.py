@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.folders import FolderLock, digest_file, digest_folder, seal_folder, verify_folder, write_json_atomic
 from rl_core.errors import CorruptError, PosttrainError, SettingsError, Stopped
+from rl_core.folders import FolderLock, digest_file, digest_folder, seal_folder, verify_folder, write_json_atomic
 from tasks.config import PipelineSettings, resolve
 from tasks.tracking import RunTracker, read_metrics
 

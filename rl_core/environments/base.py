@@ -76,7 +76,9 @@ class Episode(ABC):
         Raises: EnvironmentFault when the episode has ended already.
         """
         if self._ended:
-            raise EnvironmentFault(f"episode {self.level}/{self.seed} was stepped after its end; episodes are single-use")
+            raise EnvironmentFault(
+                f"episode {self.level}/{self.seed} was stepped after its end; episodes are single-use"
+            )
         step = self.act(text)
         self._ended = step.terminated or step.truncated
         return step

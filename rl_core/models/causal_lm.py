@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from huggingface_hub import hf_hub_download
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -23,6 +24,7 @@ from rl_core.models import lora
 from rl_core.settings import ModelSettings
 
 __all__ = [
+    "context_length",
     "PRESETS",
     "create",
     "device_of",
@@ -143,6 +145,19 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def context_length(path: str | Path, settings: ModelSettings) -> int:
+    """Longest sequence, in tokens, of the model in a folder or under a hub name; 2^20 where its config names none.
+
+    Raises: CheckpointError when there is no such model.
+    """
+    place = _checked_place(path)
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:
+        raise _unreadable(place, "config", error) from error
+    return int(getattr(config, "max_position_embeddings", None) or 2**20)
 
 
 def load_pretrained(

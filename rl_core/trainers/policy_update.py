@@ -132,8 +132,6 @@ class PolicyUpdate:
         mask_BS, sampler_logprobs_BS = batch.loss_mask_BS, batch.old_logprobs_BS
         logprobs_BS, entropy_BS = completion_logprobs(self.model, batch, with_entropy=True)
         assert entropy_BS is not None and sampler_logprobs_BS is not None and batch.advantages_BS is not None
-        if not bool(torch.isfinite(logprobs_BS).all()):
-            return logprobs_BS.sum(), {}  # not finite either: the updater skips the step and counts it
         if self.old_logprobs_RS is None:
             old_logprobs_BS = logprobs_BS.detach()
         else:

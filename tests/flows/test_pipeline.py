@@ -83,9 +83,7 @@ def test_the_policy_moved_away_from_sft_and_both_load_in_transformers(first):
     _, result = first
     sft = AutoModelForCausalLM.from_pretrained(result.results["sft"].model)
     policy = AutoModelForCausalLM.from_pretrained(result.results["policy"].model)
-    differences = [
-        float((a - b).abs().max()) for a, b in zip(sft.parameters(), policy.parameters(), strict=True)
-    ]
+    differences = [float((a - b).abs().max()) for a, b in zip(sft.parameters(), policy.parameters(), strict=True)]
     assert max(differences) > 0
 
 

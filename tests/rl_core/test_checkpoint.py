@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,6 +172,37 @@ def test_a_second_writer_is_refused(tmp_path):
         with pytest.raises(FolderBusy):
             CheckpointStore(tmp_path).load_latest()
     CheckpointStore(tmp_path).save(state_of(2))
+
+
+def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_acknowledged(tmp_path, monkeypatch):
+    """What a power cut may take away is what was not synced; no test here can cut the power, so the order is tested."""
+    events = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def record(name, call):
+        def wrapped(*args):
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "fsync" else str(args[1])
+            events.append((name, str(Path(path).relative_to(tmp_path))))
+            return call(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(os, "fsync", record("fsync", fsync))
+    monkeypatch.setattr(os, "rename", record("rename", rename))
+    monkeypatch.setattr(os, "replace", record("replace", replace))
+    CheckpointStore(tmp_path).save(state_of(1))
+    temporary = f".tmp-checkpoint-00000001-{os.getpid()}"
+    renamed = events.index(("rename", "checkpoint-00000001"))
+    before, after = events[:renamed], events[renamed + 1 :]
+    for name in ("model-0.safetensors", "updater-0.safetensors", "state.json", "manifest.json"):
+        assert ("fsync", f"{temporary}/{name}") in before
+    assert before[-2:] == [("fsync", f"{temporary}/manifest.json"), ("fsync", temporary)]
+    assert after == [
+        ("fsync", "."),
+        ("fsync", f".tmp-LATEST-{os.getpid()}"),
+        ("replace", "LATEST"),
+        ("fsync", "."),
+    ]
 
 
 def test_weights_above_the_shard_size_are_split_and_come_back(tmp_path, monkeypatch):

@@ -122,12 +122,12 @@ def test_evaluation_by_hand():
 
 
 def test_it_learns_an_order_that_it_can_see():
-    trainer = trainer_of(train=200, heldout=100, batch_size=50, epochs=30.0, learning_rate=1e-2)
+    trainer = trainer_of(train=200, heldout=100, batch_size=50, epochs=15.0, learning_rate=1e-2)
     before = trainer.evaluate()
     outcome = run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
-    assert outcome.steps == 120
-    assert before["eval/accuracy"] < 0.8
-    assert outcome.metrics["eval/accuracy"] > 0.9
+    assert outcome.steps == 60
+    assert before["eval/accuracy"] < 0.7
+    assert outcome.metrics["eval/accuracy"] > 0.85
     assert outcome.metrics["eval/loss"] < before["eval/loss"]
 
 

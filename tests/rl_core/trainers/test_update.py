@@ -101,6 +101,20 @@ def test_first_adam_step_by_hand():
     assert updater.step == 1
 
 
+def test_the_schedule_reaches_the_weights():
+    """Under a constant gradient Adam moves each weight by the learning rate: 0.025, 0.05, 0.075, 0.1 in the warm-up."""
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    updater = Updater(model, settings_of(warmup_steps=4), 10)
+    batch = Rows(torch.ones(1, 1), torch.zeros(1), [0])
+    weights = []
+    for _ in range(4):
+        updater.apply([batch], lambda b: (model(b.x).sum(), {}))
+        weights.append(float(model.weight.detach()))
+    assert weights == pytest.approx([0.975, 0.925, 0.85, 0.75], abs=1e-5)
+
+
 def test_gradients_are_clipped_by_their_global_norm(monkeypatch):
     model = nn.Linear(2, 1, bias=False)
     updater = Updater(model, settings_of(max_grad_norm=1.0), 10)
