@@ -8,6 +8,7 @@ from typing import Any
 
 from rl_core.analysis import analyze
 from rl_core.environments.base import Environment
+from rl_core.environments.pixel_grid_render import to_png
 from rl_core.settings import AnalysisSettings
 from tasks.policy_model import make_environment
 from tasks.session import Session
@@ -60,7 +61,11 @@ def _body(context: StageContext) -> dict[str, Any]:
     return {"rows": result.summary, "report": result.report.name, "note": note, "metrics": result.metrics}
 
 
-def image_function(environment: Environment) -> Callable[[str, int], bytes | None] | None:
-    """(level, seed) -> PNG of the episode's hidden image, for environments that can draw it."""
-    draw = getattr(environment, "png", None)
-    return draw if callable(draw) else None
+def image_function(environment: Environment) -> Callable[[str, int], bytes | None]:
+    """(level, seed) -> PNG of the episode's hidden image; None for episodes that have no `image()`."""
+
+    def draw(level: str, seed: int) -> bytes | None:
+        image = getattr(environment.episode(seed, level), "image", None)
+        return to_png(image()) if callable(image) else None
+
+    return draw

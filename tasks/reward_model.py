@@ -125,7 +125,7 @@ def _pairs_from_files(data: Path, context: StageContext) -> _Pairs:
 def _pairs_from_rollouts(data: Path | None, context: StageContext) -> _Pairs:
     """Sample groups of the starting policy; a success is preferred to a failure at the same episode.
 
-    Collects until `num_pairs` are there, or GROUPS_AT_MOST times the groups that this would take if each gave its share.
+    Collects until `num_pairs` are there, at most GROUPS_AT_MOST times the groups that would do if each gave its share.
     """
     settings: RewardModelSettings = context.settings
     environment = make_environment(context.pipeline, data)

@@ -33,7 +33,7 @@ LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "medium": (6, ("count", "last")),  # one look, with the right one of three tools
     "hard": (6, ("larger", "most", "pointer")),  # two looks
 }
-SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
+SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.35}
 
 
 class PixelGridEpisode(QuestionEpisode):

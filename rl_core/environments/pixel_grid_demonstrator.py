@@ -16,14 +16,15 @@ from rl_core.types import ToolCall
 
 __all__ = ["MISTAKES", "Plan", "is_tempting", "plan"]
 
-# Mistakes by kind of question, the main one first.
+# Mistakes by kind of question, the main one first. None is to look right and compare wrongly: demonstrations that
+# contradict each other about a comparison leave a small policy without it, and rewards with nothing to build on.
 MISTAKES: dict[str, tuple[str, ...]] = {
     "colour": ("transposed", "too_far", "no_look", "wrong_attribute"),
     "digit": ("transposed", "too_far", "no_look", "wrong_attribute"),
     "count": ("wrong_line", "too_far", "no_look", "miscounted"),
     "last": ("wrong_line", "too_far", "no_look", "wrong_attribute"),
-    "larger": ("transposed", "one_side", "no_look", "reversed"),
-    "most": ("wrong_line", "one_side", "no_look", "reversed"),
+    "larger": ("transposed", "one_side", "no_look"),
+    "most": ("wrong_line", "one_side", "no_look"),
     "pointer": ("stopped_early", "wrong_line", "no_look", "wrong_attribute"),
 }
 
@@ -130,7 +131,7 @@ def _plan_larger(grid: Grid, question: Question, mistake: str, rng: random.Rando
     digits = [grid.cell(*first)[1], grid.cell(*second)[1]]
     if mistake == "one_side":
         return [_zoom(first)], str(digits[0])
-    return [_zoom(first), _zoom(second)], str(min(digits) if mistake == "reversed" else max(digits))
+    return [_zoom(first), _zoom(second)], str(max(digits))
 
 
 def _plan_most(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:
@@ -142,7 +143,7 @@ def _plan_most(grid: Grid, question: Question, mistake: str, rng: random.Random)
     counts = [grid.count(colour, *line) for line in (first, second)]
     if mistake == "one_side":
         return [_count(colour, first)], str(counts[0])
-    return [_count(colour, first), _count(colour, second)], str(min(counts) if mistake == "reversed" else max(counts))
+    return [_count(colour, first), _count(colour, second)], str(max(counts))
 
 
 def _plan_pointer(grid: Grid, question: Question, mistake: str, rng: random.Random) -> tuple[list[ToolCall], str]:

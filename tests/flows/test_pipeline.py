@@ -83,8 +83,8 @@ def test_the_policy_moved_away_from_sft_and_both_load_in_transformers(first):
     _, result = first
     sft = AutoModelForCausalLM.from_pretrained(result.results["sft"].model)
     policy = AutoModelForCausalLM.from_pretrained(result.results["policy"].model)
-    differences = [float((a - b).abs().max()) for a, b in zip(sft.parameters(), policy.parameters(), strict=True)]
-    assert max(differences) > 0
+    pairs = zip(sft.parameters(), policy.parameters(), strict=True)
+    assert max(float((a - b).detach().abs().max()) for a, b in pairs) > 0
 
 
 def test_registered_versions_hold_the_stages_weights_and_the_champion_is_the_policy(first, tmp_path):
@@ -152,6 +152,42 @@ def test_a_damaged_finished_stage_is_set_aside_and_run_again(first):
     assert again.results["sft"].digest == result.results["sft"].digest
     assert len(list(folder.parent.glob("*.corrupt-*"))) == 1
     assert digest_folder(folder / "model") == digest_folder(again.results["sft"].model)
+
+
+def test_a_changed_data_file_runs_everything_that_read_it(prefect_api, tmp_path):
+    rows = [{"prompt": f"{n} plus 1 ?", "completion": f"answer {n + 1}"} for n in range(40)]
+    data = tmp_path / "mine.jsonl"
+
+    def write():
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def once(**more):
+        overrides = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "evaluate", "analyze", "promote")]
+        overrides += [f"stages.prepare_data={{demonstrations: {data}}}", "stages.sft.max_steps=2"]
+        result = run(tmp_path / "out", *overrides, **more)
+        return {name: stage.cached for name, stage in result.results.items()}
+
+    write()
+    assert once() == {"prepare_data": False, "sft": False}
+    assert once() == {"prepare_data": True, "sft": True}
+    rows[0]["completion"] = "answer one"
+    write()
+    assert once() == {"prepare_data": False, "sft": False}
+    assert once(fresh=True) == {"prepare_data": False, "sft": False}
+    assert once() == {"prepare_data": True, "sft": True}
+
+
+def test_a_pipeline_starts_from_the_registered_champion(first):
+    output, result = first
+    dropped = [f"stages.{stage}=null" for stage in ("prepare_data", "sft", "reward_model", "analyze", "promote")]
+    again = run(output, "model.path=models:/test@champion", "stages.policy.iterations=1", *dropped)
+    assert list(again.results) == ["policy", "evaluate"]
+    before = AutoModelForCausalLM.from_pretrained(result.results["policy"].model)
+    after = AutoModelForCausalLM.from_pretrained(again.results["policy"].model)
+    moved = max(
+        float((a - b).detach().abs().max()) for a, b in zip(before.parameters(), after.parameters(), strict=True)
+    )
+    assert moved < 0.01  # one small step from the champion's weights, which a new model would be far from
 
 
 def policy_only(tmp_path, name):
