@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flows.display import Display
 from flows.picture import draw_pipeline
-from flows.prefect_home import prepare_prefect
+from flows.prefect_home import PREFECT_PORT, prepare_prefect
 from flows.summary import describe, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
 from tasks.config import PipelineSettings, from_dict, resolve
@@ -58,9 +59,24 @@ class PipelineResult:
         return result_table(self.rows, self.run_url, self.facts, width)
 
 
+def _run_name() -> str:
+    """Name of the flow run: the pipeline, and the one stage where only one was asked for."""
+    parameters = flow_run.parameters
+    name, only = parameters["settings"]["name"], parameters.get("only")
+    return f"{name} · {only.replace('_', ' ')}" if only else str(name)
+
+
+def _flow_run_url() -> str:
+    """The flow run's page; with the embedded server, where `posttrain ui` will show it."""
+    url = str(flow_run.ui_url or "")
+    if url.startswith("http") and "PREFECT_API_URL" in os.environ:
+        return url
+    return f"http://127.0.0.1:{PREFECT_PORT}/runs/flow-run/{flow_run.id}"
+
+
 @flow(
     name="post-training",
-    flow_run_name="{settings[name]}",
+    flow_run_name=_run_name,
     description=(__doc__ or "").strip(),
     validate_parameters=False,
     persist_result=False,
@@ -79,7 +95,7 @@ def post_training(settings: dict[str, Any], fresh: bool = False, only: str | Non
         fresh=fresh,
         only=only,
         flow_run_id=str(flow_run.id or ""),
-        flow_run_url=str(flow_run.ui_url or ""),
+        flow_run_url=_flow_run_url(),
         on_progress=display,
     ) as session:
         _run_stages(session)

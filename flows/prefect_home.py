@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["prefect_environment", "prepare_prefect"]
+__all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect"]
+
+PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
 def prefect_environment(output: Path | None = None) -> dict[str, str]:

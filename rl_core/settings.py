@@ -135,7 +135,9 @@ class DataSettings(Settings):
     )
     num_demonstrations: int = setting(4000, ge=1, doc="how many the demonstrator writes")
     preferences: str | None = setting(None, doc="JSONL/Parquet of {prompt, chosen, rejected}")
-    levels: tuple[str, ...] = setting((), doc="levels that the demonstrator shows; () = all")
+    levels: tuple[str, ...] = setting(
+        (), doc="levels that the demonstrator shows in turn; twice = twice as often; () = all"
+    )
     heldout_fraction: float = setting(0.1, gt=0, lt=1, doc="share of prompts kept out of training")
     max_rows: int | None = setting(None, ge=1, doc="read at most this many rows of each file")
     on_bad_row: Literal["stop", "skip"] = setting(

@@ -62,6 +62,7 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None  # what the policy answered; None = it never did
     success: bool = False
+    is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
     reward: float = 0.0  # the reward that training used
     rewards: dict[str, float] = field(default_factory=dict)  # raw components by name
     stop_reason: str = StopReason.TERMINATED

@@ -109,13 +109,17 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
 
 
 def _training_seeds(environment: Environment, levels: Iterable[str]) -> Iterable[tuple[str, int]]:
-    """(level, seed) in turn over the levels, each level from its own training seeds; one that runs out drops out."""
-    streams = {level: iter(environment.seeds_of("train", level)) for level in levels}
-    while streams:
-        for level in list(streams):
+    """(level, seed) in turn over the levels, each level from its own training seeds; one that runs out drops out.
+
+    A level that is named twice comes twice as often, with other seeds each time.
+    """
+    turns = list(levels)
+    streams = {level: iter(environment.seeds_of("train", level)) for level in turns}
+    while turns:
+        for level in list(turns):
             seed = next(streams[level], None)
             if seed is None:
-                del streams[level]
+                turns = [other for other in turns if other != level]
             else:
                 yield level, seed
 
@@ -205,7 +209,8 @@ def _split_and_write(
     for split, part in (("train", train), ("heldout", heldout)):
         path = context.folder / f"{name}_{split}.jsonl"
         _write_rows(path, part)
-        context.tracker.log_dataset(path, digest_file(path), f"{name}_{split}", split)
+        for tracker in (context.tracker, context.session.parent):
+            tracker.log_dataset(path, digest_file(path), f"{name}_{split}", split)
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:

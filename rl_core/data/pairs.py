@@ -26,7 +26,8 @@ class Pair:
 def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int) -> list[Pair]:
     """Pairs (success, failure) of the same prompt, at most `per_group` of each group, no pair of tokens twice.
 
-    Groups that only succeed or only fail give none. Truncated rollouts count as failures, as the environment says.
+    A success that does not follow from what was observed was luck, and no token tells it from a failure: it is left
+    out. Groups that only succeed or only fail give none. Truncated rollouts count as failures, as the environment says.
     Args:
         groups: rollouts with `success` known.
         per_group: pairs taken from one group at most, at least 1.
@@ -38,7 +39,7 @@ def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int)
     rng = np.random.default_rng(seed)
     pairs: list[Pair] = []
     for group in groups:
-        good = [rollout for rollout in group.rollouts if rollout.success]
+        good = [r for r in group.rollouts if r.success and r.trajectory.is_grounded is not False]
         bad = [rollout for rollout in group.rollouts if not rollout.success]
         choices = [(i, j) for i in range(len(good)) for j in range(len(bad))]
         seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()

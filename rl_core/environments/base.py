@@ -37,6 +37,7 @@ class Step:
     is_error: bool = False  # misuse: the action did not parse, named no tool, or its tool failed
     answer: str | None = None  # the final answer, where the action gave one
     success: bool | None = None  # known at the end
+    is_grounded: bool | None = None  # the answer follows from what was observed; None = not known
     info: dict[str, Any] = field(default_factory=dict)
 
 

@@ -19,10 +19,11 @@ import numpy as np
 from rl_core.environments.base import Environment
 from rl_core.environments.demonstrator import MistakenDemonstration, check_skill, demonstrate
 from rl_core.environments.pixel_grid_demonstrator import plan
-from rl_core.environments.pixel_grid_questions import COLOURS, Grid, Question, draw
+from rl_core.environments.pixel_grid_questions import COLOURS, Cell, Grid, Line, Question, draw
 from rl_core.environments.pixel_grid_render import draw_grid
 from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
 from rl_core.environments.tools import CallFormat, Tool, Toolset
+from rl_core.types import ToolCall
 
 __all__ = ["PixelGrid", "PixelGridEpisode"]
 
@@ -33,7 +34,7 @@ LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
     "medium": (6, ("count", "last")),  # one look, with the right one of three tools
     "hard": (6, ("larger", "most", "pointer")),  # two looks
 }
-SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.35}
+SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
 
 
 class PixelGridEpisode(QuestionEpisode):
@@ -42,6 +43,34 @@ class PixelGridEpisode(QuestionEpisode):
     def __init__(self, seed: int, level: str, grid: Grid, question: Question, **arguments: Any) -> None:
         super().__init__(seed, level, kind=question.kind, prompt=question.prompt, target=question.target, **arguments)
         self.grid, self.question = grid, question
+        self._seen: set[Cell] = set()  # cells that a call showed
+        self._counted: set[tuple[str, Line]] = set()  # colour and line of each count
+
+    def observe(self, call: ToolCall) -> None:
+        """Note which cells and counts a call showed."""
+        named = call.arguments
+        if call.name == "zoom":
+            self._seen.add((named["row"], named["column"]))
+        elif call.name == "scan":
+            self._seen.update(self.grid.places(named["line"], named["number"]))
+        else:
+            self._counted.add((named["colour"], (named["line"], named["number"])))
+
+    def grounded(self) -> bool:
+        """Whether the calls showed all that the question is about."""
+        question = self.question
+        if question.kind in ("count", "most"):
+            return all(
+                (question.colour, line) in self._counted or self._seen.issuperset(self.grid.places(*line))
+                for line in question.lines
+            )
+        needed = set(question.cells)
+        if question.kind == "last":
+            needed = {self.grid.places(*question.lines[0])[-1]}
+        elif question.kind == "pointer":
+            row, column = question.cells[0]
+            needed.add((row, self.grid.cell(row, column)[1]))
+        return needed <= self._seen
 
     def image(self) -> np.ndarray:
         """uint8 [height, width, 3]: the hidden image, for people."""
@@ -62,21 +91,22 @@ class PixelGrid(Environment):
         call_format: CallFormat = "line",
         look_cost: float = 0.0,
         misuse_cost: float = 0.0,
+        unsupported_reward: float = 1.0,
         skill: dict[str, float] | None = None,
         habit: float = 0.25,
     ) -> None:
         """`instructions`: open with a system message about the tools, for models that were not trained on them.
 
         `call_format`: how demonstrations and instructions write a call. `look_cost`, `misuse_cost`: taken off the
-        reward each time. `skill`: share of right demonstrations by level. `habit`: how much mistakes go with the
-        question, 0 to 1.
+        reward each time. `unsupported_reward`: reward of a right answer that the calls did not show. `skill`: share of
+        right demonstrations by level. `habit`: how much mistakes go with the question, 0 to 1.
         """
         super().__init__(data)
         self.skill = {**SKILL, **(skill or {})}
         self.habit = habit
         self.call_format = call_format
         check_skill(self.skill, habit, self.levels)
-        self._costs = Costs(look=look_cost, misuse=misuse_cost)
+        self._costs = Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward)
         self._tools = Toolset([_ZOOM, _SCAN, _COUNT])
         self._system = _instructions(self._tools, call_format) if instructions else ""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rl_core.environments.base import Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError, ToolMisuse
-from rl_core.types import Message
+from rl_core.types import Message, ToolCall
 
 __all__ = ["ANSWER_WORD", "Costs", "QuestionEpisode", "read_answer", "same_text"]
 
@@ -20,12 +20,15 @@ ANSWER_WORD = "answer"
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What is taken off the reward as it happens."""
+    """What is taken off the reward."""
 
     look: float = 0.0  # per tool call that worked
     misuse: float = 0.0  # per action that was misuse
+    unsupported: float = 1.0  # what is left for a right answer that does not follow from what was observed
 
     def __post_init__(self) -> None:
+        if not 0 <= self.unsupported <= 1:
+            raise SettingsError(f"options.unsupported_reward: {self.unsupported} must be between 0 and 1")
         for name in ("look", "misuse"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingsError(f"options.{name}_cost: {getattr(self, name)} must be between 0 and 1")
@@ -84,12 +87,23 @@ class QuestionEpisode(Episode):
         if call is not None:
             observation, is_error = self._tools.run(call)
             cost = self._costs.misuse if is_error else self._costs.look
+            if not is_error:
+                self.observe(call)
             return Step(_observed(observation), reward=-cost, tool_call=call, is_error=is_error)
         answer = self._find_answer(text)
         if answer is None:
             return self._complain(f"error: neither a call nor '{ANSWER_WORD} ...'")
         success = self._is_right(answer, self.target)
-        return Step(reward=float(success), terminated=True, answer=answer, success=success)
+        grounded = self.grounded()
+        reward = self._costs.unsupported if success and grounded is False else float(success)
+        return Step(reward=reward, terminated=True, answer=answer, success=success, is_grounded=grounded)
+
+    def observe(self, call: ToolCall) -> None:
+        """Take note of a call that worked; for episodes that know what an answer needs."""
+
+    def grounded(self) -> bool | None:
+        """Whether what was observed determines the answer; None = this episode cannot tell."""
+        return None
 
     def _complain(self, message: str) -> Step:
         return Step(_observed(message), reward=-self._costs.misuse, is_error=True)

@@ -159,6 +159,7 @@ class _EpisodeSession:
             turns=self._turns,
             answer=self._last.answer,
             success=bool(self._last.success),
+            is_grounded=self._last.is_grounded,
             reward=self._reward,
             rewards={"task": self._reward},
             stop_reason=self._stop_reason,
