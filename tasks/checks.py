@@ -205,6 +205,8 @@ def _environment(settings: PipelineSettings) -> Iterator[_Finding]:
             if level not in known:
                 text = f"environment '{settings.environment.name}' has no level '{level}'; {nearest(level, known)}"
                 yield _finding((*key, *_item(levels, level)), text, ("environment",))
+        if key == ("stages", "prepare_data", "levels"):
+            continue  # there, twice means twice as often
         for level in (level for level, count in Counter(list(levels)).items() if count > 1):
             yield _finding(key, f"level '{level}' is named twice; name it once")
 

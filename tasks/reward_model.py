@@ -59,8 +59,8 @@ def _body(context: StageContext) -> dict[str, Any]:
     for name, part in (("train", pairs.train), ("heldout", pairs.heldout)):
         if not part:
             raise DataError(
-                f"there is no {name} pair for the reward model: {pairs.note}. A pair needs a success and a failure at the "
-                "same episode; train the policy longer first, or raise stages.reward_model.num_pairs or group_size"
+                f"there is no {name} pair for the reward model: {pairs.note}. A pair needs a success and a failure "
+                "at the same episode; train the policy longer first, or raise stages.reward_model.num_pairs or group_size"
             )
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
     trainer = RewardModelTrainer(
