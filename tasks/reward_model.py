@@ -60,7 +60,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         if not part:
             raise DataError(
                 f"there is no {name} pair for the reward model: {pairs.note}. A pair needs a success and a failure "
-                "at the same episode; train the policy longer first, or raise stages.reward_model.num_pairs or group_size"
+                "at the same episode; train the policy longer, or raise stages.reward_model.num_pairs or group_size"
             )
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
     trainer = RewardModelTrainer(
