@@ -1,0 +1,57 @@
+"""What README shows works: its environment and its reward run, its commands and files exist."""
+
+import re
+import types
+from pathlib import Path
+
+from rl_core.environments import make
+from rl_core.types import Trajectory
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+def module_of(block, name, monkeypatch):
+    module = types.ModuleType(name)
+    exec(block, module.__dict__)
+    monkeypatch.setitem(__import__("sys").modules, name, module)
+    return module
+
+
+def test_the_environment_is_short_and_plays(monkeypatch):
+    block = next(block for block in BLOCKS if "class Echo(" in block)
+    assert len([line for line in block.splitlines() if line.strip()]) <= 13
+    module = module_of(block, "readme_echo", monkeypatch)
+    for cls in (module.Echo, module.EchoEpisode):
+        cls.__module__ = "readme_echo"
+    environment = make("readme_echo:Echo")
+    for action, reward in (("7", 1.0), ("8", 0.0)):
+        episode = environment.episode(17, "easy")
+        assert episode.reset() == [{"role": "user", "content": "say 7"}]
+        step = episode.step(action)
+        assert (step.reward, step.terminated, step.success) == (reward, True, reward == 1.0)
+
+
+def test_the_reward_is_called_as_shown(monkeypatch):
+    from rl_core.rewards.orchestrator import RewardOrchestrator
+    from rl_core.types import Rollout, RolloutGroup
+
+    module_of(next(block for block in BLOCKS if "def brevity" in block), "readme_rewards", monkeypatch)
+    trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", num_action_tokens=30)
+    trajectory.rewards = {"task": 1.0}
+    rollout = Rollout([1], [2], [True], [0.0], 1.0, trajectory)
+    RewardOrchestrator({"task": 1.0, "readme_rewards:brevity": 0.1}).score([RolloutGroup([rollout])])
+    assert rollout.reward == 1.0 + 0.1 * -0.3
+
+
+def test_every_path_and_command_that_it_names_exists():
+    from flows.cli import COMMANDS
+
+    for path in re.findall(r"`((?:configs|rl_core|tasks|flows|tests)/[\w./]+)`", README):
+        assert (ROOT / path).exists(), path
+    for picture in re.findall(r"!\[[^]]*\]\(([^)]+)\)", README):
+        assert (ROOT / picture).is_file(), picture
+    named = set(re.findall(r"^ {4}posttrain (\w+)|; posttrain (\w+)", README, re.MULTILINE))
+    assert {a or b for a, b in named} <= set(COMMANDS)
+    assert len(named) > 5
