@@ -62,7 +62,6 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     answer: str | None = None  # what the policy answered; None = it never did
     success: bool = False
-    is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
     reward: float = 0.0  # the reward that training used
     rewards: dict[str, float] = field(default_factory=dict)  # raw components by name
     stop_reason: str = StopReason.TERMINATED
@@ -72,6 +71,7 @@ class Trajectory:
     mean_logprob: float = 0.0  # mean log-probability of the sampled tokens, nats
     policy_version: int = 0
     sample: int = 0  # index within the group of rollouts of one prompt
+    is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, as written to trajectories.jsonl."""

@@ -180,7 +180,13 @@ def test_a_changed_data_file_runs_everything_that_read_it(prefect_api, tmp_path)
 def test_a_pipeline_starts_from_the_registered_champion(first):
     output, result = first
     dropped = [f"stages.{stage}=null" for stage in ("prepare_data", "sft", "reward_model", "analyze", "promote")]
-    again = run(output, "model.path=models:/test@champion", "stages.policy.iterations=1", *dropped)
+    again = run(
+        output,
+        "model.path=models:/test@champion",
+        "stages.policy.iterations=1",
+        "stages.policy.curriculum=[]",
+        *dropped,
+    )
     assert list(again.results) == ["policy", "evaluate"]
     before = AutoModelForCausalLM.from_pretrained(result.results["policy"].model)
     after = AutoModelForCausalLM.from_pretrained(again.results["policy"].model)

@@ -124,7 +124,11 @@ def test_shards_hold_at_most_their_size_or_one_tensor():
     ]
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), lambda: 0, 1j, np.array([object()])], ids=["set", "object", "function", "complex", "array of objects"])
+@pytest.mark.parametrize(
+    "value",
+    [{1, 2}, object(), lambda: 0, 1j, np.array([object()])],
+    ids=["set", "object", "function", "complex", "array"],
+)
 def test_what_would_not_come_back_is_refused_with_its_place(value):
     with pytest.raises(CheckpointError, match=r"x\.trainer\.history"):
         round_trip({"trainer": {"history": value}})
