@@ -52,6 +52,7 @@ class Display:
             self._progress.start()
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self._warnings)
+            logging.getLogger(name).setLevel(logging.INFO)  # Prefect's page shows these; the terminal, warnings alone
         return self
 
     def __exit__(

@@ -15,9 +15,9 @@ from typing import Any
 from flows.display import Display
 from flows.picture import draw_pipeline
 from flows.prefect_home import PREFECT_PORT, prepare_prefect
-from flows.summary import describe, parent_metrics, result_rows, result_table
+from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
-from tasks.config import PipelineSettings, from_dict, resolve
+from tasks.config import PipelineSettings, from_dict, load, resolve
 
 __all__ = ["PipelineResult", "post_training", "run_pipeline"]
 
@@ -62,7 +62,8 @@ class PipelineResult:
 def _run_name() -> str:
     """Name of the flow run: the pipeline, and the one stage where only one was asked for."""
     parameters = flow_run.parameters
-    name, only = parameters["settings"]["name"], parameters.get("only")
+    settings, only = parameters["settings"], parameters.get("only")
+    name = Path(settings).stem if isinstance(settings, str) else settings["name"]
     return f"{name} · {only.replace('_', ' ')}" if only else str(name)
 
 
@@ -81,14 +82,15 @@ def _flow_run_url() -> str:
     validate_parameters=False,
     persist_result=False,
 )
-def post_training(settings: dict[str, Any], fresh: bool = False, only: str | None = None) -> PipelineResult:
-    """Run the pipeline that `settings` describes, as a config file would.
+def post_training(settings: dict[str, Any] | str, fresh: bool = False, only: str | None = None) -> PipelineResult:
+    """Run the pipeline that `settings` describes.
 
     Args:
+        settings: what a config file holds, or the path of one (relative to where the flow runs).
         fresh: run stages again though they are finished.
         only: the one stage that `fresh` is meant for; None = all.
     """
-    typed = from_dict(settings)
+    typed = load(settings) if isinstance(settings, str) else from_dict(settings)
     display = _display.get()
     with Session(
         typed,
@@ -102,6 +104,7 @@ def post_training(settings: dict[str, Any], fresh: bool = False, only: str | Non
         rows = result_rows(session)
         session.parent.log_metrics(parent_metrics(session), 0)
         session.parent.set_description(describe(session, rows))
+        session.parent.set_tag("result", headline(rows))
         picture = draw_pipeline(rows, session.home / "pipeline.png", f"{typed.name}: {session.seconds:.0f} s")
         session.parent.log_artifact(picture, "figures")
     cost = session.tracking.cost

@@ -12,7 +12,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from tasks.session import Session
 
-__all__ = ["describe", "parent_metrics", "result_rows", "result_table"]
+__all__ = ["describe", "headline", "parent_metrics", "result_rows", "result_table"]
 
 
 def result_rows(session: Session) -> list[dict[str, Any]]:
@@ -102,6 +102,13 @@ def parent_metrics(session: Session) -> dict[str, float]:
         if not row["cached"]:
             metrics[f"seconds/{name}"] = float(row["seconds"])
     return metrics
+
+
+def headline(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The run in a few words: the success of what it trained, and what the gate said."""
+    parts = [f"{row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None]
+    parts += [str(row["note"]) for row in rows if row["stage"] == "promote"]
+    return "; ".join(parts or [str(row["note"]) for row in rows[-1:]])[:250]
 
 
 def describe(session: Session, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,8 +16,11 @@ from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from tasks.policy_model import load_policy, make_environment
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
+from tasks.tracking import read_metrics
 
 __all__ = ["optimise_policy"]
+
+RECENT = 10  # iterations whose mean stands for the end of training
 
 
 def optimise_policy(
@@ -72,9 +75,18 @@ def _body(context: StageContext) -> dict[str, Any]:
         "iterations": outcome.iterations,
         "stop_reason": outcome.stop_reason,
         "curriculum": history,
-        "metrics": outcome.metrics,
+        "metrics": {**_recent_metrics(context), **outcome.metrics},
         "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); curriculum: {_curriculum_note(history)}",
     }
+
+
+def _recent_metrics(context: StageContext) -> dict[str, float]:
+    """Means over the last iterations of what training measured."""
+    context.tracker.flush()
+    rows = [row for _, row in read_metrics(context.tracker.folder) if "reward/mean" in row][-RECENT:]
+    names = {name for row in rows for name in row if name.split("/")[0] in ("train", "reward", "policy", "tool")}
+    values = {name: [row[name] for row in rows if name in row] for name in sorted(names)}
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def _curriculum_note(history: list[dict[str, Any]]) -> str:

@@ -55,7 +55,7 @@ def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -
 
     @task(
         name=name,
-        task_run_name=f"{label} · {session.settings.name}",
+        task_run_name=f"{label} ({session.settings.name})",
         description=(stage.__doc__ or "").split("\n")[0],
         cache_policy=NO_CACHE,
         persist_result=False,

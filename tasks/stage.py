@@ -253,6 +253,8 @@ def _run_open(
         seconds = round(time.monotonic() - started, 2)
         summary = {**summary, "seconds": seconds, "run_id": tracker.run_id or "", "key": key}
         tracker.log_dict(summary, "summary.json")
+        if summary.get("note"):
+            tracker.set_tag("result", str(summary["note"])[:250])
         write_json_atomic(folder / "summary.json", summary)
     except Stopped:
         tracker.close("KILLED")
