@@ -14,7 +14,7 @@ from typing import Any
 
 from flows.display import Display
 from flows.picture import draw_pipeline
-from flows.prefect_home import PREFECT_PORT, prepare_prefect
+from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_server
 from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
 from tasks.config import PipelineSettings, from_dict, load, resolve
@@ -169,6 +169,7 @@ def run_pipeline(
     with Display(quiet=quiet) as display:
         token = _display.set(display)
         try:
+            start_embedded_server()
             result: PipelineResult = post_training(resolve(settings), fresh, only)
         finally:
             _display.reset(token)

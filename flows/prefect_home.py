@@ -5,10 +5,13 @@ Imported before Prefect itself. Whatever the user has set stays.
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
 from pathlib import Path
+from unittest.mock import patch
 
-__all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect"]
+__all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect", "start_embedded_server"]
 
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
@@ -39,3 +42,21 @@ def prepare_prefect(output: Path | None = None) -> None:
         os.environ.setdefault(name, value)
     if output is not None:
         Path(os.environ.get("PREFECT_HOME", output)).mkdir(parents=True, exist_ok=True)
+
+
+def start_embedded_server() -> None:
+    """Start Prefect's embedded server, where no other one is set, out of reach of this terminal's Ctrl-C.
+
+    Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then has nobody to tell
+    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end.
+    """
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url is not None or not settings.server.ephemeral.enabled:
+        return
+    from prefect.server.api.server import SubprocessASGIServer
+
+    in_own_session = functools.partial(subprocess.Popen, start_new_session=True)
+    with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
+        SubprocessASGIServer().start()

@@ -254,3 +254,26 @@ def test_a_wrong_setting_leaves_no_folder_and_no_traceback(tmp_path):
     assert "learning_rate" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_reaches_the_run_and_not_its_embedded_server(tmp_path):
+    config, overrides = policy_only(tmp_path, "test")
+    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--set", f"output={tmp_path}"]
+    for override in [*overrides, "stages.policy.iterations=4000"]:
+        command += ["--set", override]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {"PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    lines = []
+    for line in child.stdout:
+        lines.append(line)
+        if line.startswith("policy:"):
+            os.killpg(child.pid, signal.SIGINT)  # as a terminal does: to everyone in the group
+            break
+    # Were the server in the group, the client would ask it for minutes before it gave up.
+    lines.append(child.communicate(timeout=60)[0])
+    assert child.returncode == 130, "".join(lines)
+    assert "the same command resumes" in "".join(lines)
