@@ -32,11 +32,14 @@ def test_fires_at_its_hit_only():
         fault("loop.saved")
 
 
-def test_unset_does_nothing():
-    faults.configure(None)
-    fault("loop.step")
-    faults.configure("")
-    fault("loop.step")
+@pytest.mark.parametrize("unset", [None, ""])
+def test_unset_does_nothing_also_after_it_was_set(unset):
+    faults.configure("loop.step:1:raise")
+    faults.configure(unset)
+    assert fault("loop.step") is None
+    faults.configure("loop.step:1:raise")  # the same point, to show that it would have fired
+    with pytest.raises(InjectedFault):
+        fault("loop.step")
 
 
 def test_sleep_takes_its_seconds():
