@@ -8,9 +8,8 @@ from pathlib import Path
 
 from flows.post_training import PipelineResult, run_pipeline
 from rl_core.analysis import analyze as analyze_trajectories
-from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings, EvaluationSettings
-from tasks.analyze import image_function
+from tasks.analyze import find_trajectories, image_function
 from tasks.config import STAGES, PipelineSettings, StagesSettings
 from tasks.policy_model import make_environment
 
@@ -58,16 +57,7 @@ def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path)
 
     Raises: DataError when there is no trajectory file, or one cannot be read.
     """
-    models: dict[str, Path] = {}
-    for path in paths:
-        found = sorted(path.glob("trajectories*.jsonl")) if path.is_dir() else [path]
-        if not found:
-            raise DataError(f"{path}: holds no trajectories*.jsonl")
-        for file in found:
-            name = file.stem.removeprefix("trajectories").strip("_-") or file.parent.name
-            while name in models:
-                name += "'"
-            models[name] = file
+    models = find_trajectories(paths)
     stage = settings.stages.analyze if settings else None
     image_of = image_function(make_environment(settings, None)) if settings else None
     return analyze_trajectories(models, out, stage or AnalysisSettings(), image_of=image_of).report

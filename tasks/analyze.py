@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import analyze
 from rl_core.environments.base import Environment
 from rl_core.environments.pixel_grid_render import to_png
+from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
 from tasks.policy_model import make_environment
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
 
-__all__ = ["analyze_trajectories"]
+__all__ = ["analyze_trajectories", "find_trajectories", "image_function"]
 
 
 def analyze_trajectories(
@@ -32,10 +33,7 @@ def analyze_trajectories(
 def _body(context: StageContext) -> dict[str, Any]:
     evaluation = Path(context.inputs["evaluation"])
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
-    models = {path.stem.removeprefix("trajectories_"): path for path in sorted(evaluation.glob("trajectories_*.jsonl"))}
-    # The order of the pipeline, not of the alphabet: the first model is what the others are compared with.
-    order = {"base": 0, "sft": 1, "policy": 2}
-    models = dict(sorted(models.items(), key=lambda item: (order.get(item[0], 3), item[0])))
+    models = find_trajectories([evaluation])
     training = {
         name.removeprefix("training."): Path(folder) / "metrics.jsonl"
         for name, folder in context.inputs.items()
@@ -59,6 +57,35 @@ def _body(context: StageContext) -> dict[str, Any]:
             context.session.parent.log_artifact(path, "figures")
     note = "; ".join([f"report.html compares {', '.join(models)}", *result.notes])
     return {"rows": result.summary, "report": result.report.name, "note": note, "metrics": result.metrics}
+
+
+def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
+    """Model name -> trajectory file, of files and of folders that hold some (finished stages' folders included).
+
+    In the order of the pipeline: the first model is what the others are compared with.
+    Raises: DataError when there is none.
+    """
+    models: dict[str, Path] = {}
+    for path in paths:
+        for file in _trajectory_files(path):
+            name = file.stem.removeprefix("trajectories").strip("_-") or file.parent.name
+            while name in models:
+                name += "'"
+            models[name] = file
+    if not models:
+        raise DataError(f"{', '.join(map(str, paths))}: no trajectories*.jsonl there")
+    order = {"base": 0, "sft": 1, "policy": 2}
+    return dict(sorted(models.items(), key=lambda item: order.get(item[0].rstrip("'"), 3)))
+
+
+def _trajectory_files(path: Path) -> list[Path]:
+    """A file itself; of a folder its own files, or else those of the finished stages in it (no dot in their names)."""
+    if not path.is_dir():
+        return [path]
+    finished = [folder for folder in sorted(path.iterdir()) if folder.is_dir() and "." not in folder.name]
+    return sorted(path.glob("trajectories*.jsonl")) or [
+        file for folder in finished for file in sorted(folder.glob("trajectories*.jsonl"))
+    ]
 
 
 def image_function(environment: Environment) -> Callable[[str, int], bytes | None]:
