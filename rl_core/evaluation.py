@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -26,7 +26,16 @@ from rl_core.rollouts.sampling import RolloutBackend
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, Trajectory
 
-__all__ = ["EpisodeResult", "Evaluation", "PairedResult", "compare", "evaluate", "heldout_requests", "summarize"]
+__all__ = [
+    "EpisodeResult",
+    "Evaluation",
+    "PairedResult",
+    "compare",
+    "evaluate",
+    "heldout_requests",
+    "summarize",
+    "validation_requests",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +183,30 @@ def heldout_requests(environment: Environment, settings: EvaluationSettings, see
         per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
     longest = max(map(len, per_level))
     return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
+
+
+def validation_requests(
+    environment: Environment, episodes: int, levels: Sequence[str], seed: int, reported: Collection[EpisodeRequest]
+) -> list[EpisodeRequest]:
+    """Held-out episodes to stop and choose by while training, none of them among those that are `reported` on.
+
+    Raises: SettingsError where too few are left besides those.
+    """
+    requests: list[EpisodeRequest] = []
+    for index, level in enumerate(levels):
+        share = episodes // len(levels) + (index < episodes % len(levels))
+        seeds = environment.seeds_of("heldout", level)
+        taken = {request.seed for request in reported if request.level == level}
+        rng = random.Random(f"validation/{seed}/{level}")
+        picked = [s for s in rng.sample(seeds, min(len(seeds), share + len(taken))) if s not in taken][:share]
+        if len(picked) < share:
+            raise SettingsError(
+                f"eval_episodes: level '{level}' has {len(seeds)} held-out episodes; the evaluation reports on "
+                f"{len(taken)} of them; {len(picked)} are left to validate on, {share} are wanted. Lower evaluate.episodes or "
+                "eval_episodes"
+            )
+        requests += [EpisodeRequest(level=level, seed=s) for s in picked]
+    return requests
 
 
 def evaluate(

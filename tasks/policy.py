@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl_core.checkpoint import CheckpointStore
+from rl_core.environments.base import Environment
+from rl_core.evaluation import evaluate, heldout_requests, validation_requests
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.settings import PolicySettings
+from rl_core.settings import EvaluationSettings, PolicySettings
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
-from tasks.policy_model import load_policy, make_environment
+from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
 from tasks.tracking import read_metrics
@@ -57,6 +60,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         context.seed,
         RewardOrchestrator(settings.rewards, scorer=scorer),
         policy.backend(),
+        evaluator=_evaluator(context, policy, environment) if settings.eval_every else None,
     )
     outcome = run_loop(
         trainer,
@@ -64,6 +68,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         iterations=settings.iterations,
         tracker=context.tracker,
         checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
+        best_metric="eval/success_rate" if settings.patience is not None else None,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
     )
@@ -78,6 +83,25 @@ def _body(context: StageContext) -> dict[str, Any]:
         "metrics": {**_recent_metrics(context), **outcome.metrics},
         "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); curriculum: {_curriculum_note(history)}",
     }
+
+
+def _evaluator(context: StageContext, policy: Policy, environment: Environment) -> Callable[[], dict[str, float]]:
+    """Plays the validation episodes; they are not among those that the evaluation stage reports on."""
+    settings: PolicySettings = context.settings
+    seed = context.pipeline.seed
+    reported = heldout_requests(environment, context.pipeline.stages.evaluate or EvaluationSettings(), seed)
+    levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
+    requests = validation_requests(environment, settings.eval_episodes, levels, seed, reported)
+    backend = policy.backend()
+
+    def play() -> dict[str, float]:
+        backend.refresh()
+        sampling = settings.sampling
+        return evaluate(
+            environment, backend, policy.renderer, requests, samples=1, sampling=sampling, seed=context.seed
+        ).metrics()
+
+    return play
 
 
 def _recent_metrics(context: StageContext) -> dict[str, float]:

@@ -5,9 +5,11 @@ B rows, S sequence, N tokens that carry loss, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -17,29 +19,56 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.types import TrainBatch
 
-__all__ = ["completion_logprobs", "selected_logprobs"]
+__all__ = ["TokenOutputs", "completion_logprobs", "selected_logprobs", "token_outputs"]
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
 
 
+@dataclass(slots=True)
+class TokenOutputs:
+    """What a model says about the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
+
+    logprobs_BS: torch.Tensor  # nats
+    entropy_BS: torch.Tensor | None = None  # nats, of the distribution that the token was drawn from
+    values_BS: torch.Tensor | None = None  # value of the state before the token
+    value_after_B: torch.Tensor | None = None  # value of the state after each row's last real token
+
+
 def completion_logprobs(
     model: PreTrainedModel, batch: TrainBatch, *, with_entropy: bool = False, chunk_tokens: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log p(token s | tokens before s) of every token that carries loss, with gradient.
+    """log p(token s | tokens before s) of every token that carries loss, with gradient; and their entropy.
 
-    The trunk runs once over the batch; head and log-softmax run at the positions whose next token carries loss, in
-    chunks, so that at most two float32 buffers of [chunk_tokens, V] exist at any time, in backward too. Rows are
-    padded on the right, so the causal mask alone keeps padding out of real tokens: no attention mask is passed, and
-    the attention kernels take their fast causal path.
+    Args, Raises: as `token_outputs`.
+    Returns: logprobs float32 [B, S] in nats; entropy float32 [B, S] in nats or None; both 0 where the mask is False.
+        (float64 for a float64 model.)
+    """
+    outputs = token_outputs(model, batch, with_entropy=with_entropy, chunk_tokens=chunk_tokens)
+    return outputs.logprobs_BS, outputs.entropy_BS
+
+
+def token_outputs(
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    *,
+    with_entropy: bool = False,
+    value_head: nn.Module | None = None,
+    chunk_tokens: int | None = None,
+) -> TokenOutputs:
+    """Log-probabilities, entropies and values of every token that carries loss, from one pass through the trunk.
+
+    Head and log-softmax run at the positions whose next token carries loss, in chunks, so that at most two float32
+    buffers of [chunk_tokens, V] exist at any time, in backward too. Rows are padded on the right, so the causal mask
+    alone keeps padding out of real tokens: no attention mask is passed, and the attention kernels take their fast
+    causal path.
 
     Args:
         model: a causal LM, with or without adapters.
         batch: right-padded; loss_mask_BS True = token carries loss, never at position 0.
-        with_entropy: also give the entropy of the distribution that each of those tokens was drawn from, with gradient.
+        with_entropy: also give the entropies.
+        value_head: maps hidden states [N, H] to values [N]; None = no values.
         chunk_tokens: positions whose logits are held at once; None = by vocabulary and device.
-    Returns: logprobs float32 [B, S] in nats; entropy float32 [B, S] in nats or None; both 0 where the mask is False.
-        (float64 for a float64 model.)
     Raises: DataError when shapes differ or position 0 carries loss.
     """
     ids_BS, mask_BS = batch.input_ids_BS, batch.loss_mask_BS
@@ -63,8 +92,9 @@ def completion_logprobs(
             chunk_tokens=chunk_tokens,
         )
     else:  # a head that scales, caps or adapts its logits: let the model compute them
-        logits_BSV = base(input_ids=ids_BS, use_cache=False).logits
-        logits_NV = logits_BSV.reshape(-1, logits_BSV.shape[-1]).index_select(0, positions_N - 1)
+        outputs = base(input_ids=ids_BS, use_cache=False, output_hidden_states=value_head is not None)
+        hidden_BSH = outputs.hidden_states[-1] if value_head is not None else None
+        logits_NV = outputs.logits.reshape(-1, outputs.logits.shape[-1]).index_select(0, positions_N - 1)
         log_p_NV = functional.log_softmax(logits_NV.to(_accurate(logits_NV.dtype)), dim=-1)
         logprobs_N = log_p_NV.gather(1, targets_N[:, None]).squeeze(1)
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1) if with_entropy else None
@@ -72,7 +102,13 @@ def completion_logprobs(
     def spread(values_N: torch.Tensor) -> torch.Tensor:
         return values_N.new_zeros(ids_BS.numel()).index_copy(0, positions_N, values_N).view(ids_BS.shape)
 
-    return spread(logprobs_N), spread(entropy_N) if entropy_N is not None else None
+    result = TokenOutputs(spread(logprobs_N), spread(entropy_N) if entropy_N is not None else None)
+    if value_head is not None:
+        flat = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
+        result.values_BS = spread(value_head(flat.index_select(0, positions_N - 1)))
+        last_B = batch.attention_mask_BS.sum(1) - 1
+        result.value_after_B = value_head(hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
+    return result
 
 
 def selected_logprobs(

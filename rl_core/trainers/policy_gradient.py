@@ -1,32 +1,39 @@
-"""Policy optimisation from rewards: GRPO, Dr.GRPO and RLOO.
+"""Policy optimisation from rewards: PPO, GRPO and its kin, REINFORCE; the algorithm is a setting.
 
-One iteration: draw episodes from the curriculum, play each of them group_size times, score the rollouts, compare them
-within their group, and update the policy on what it sampled.
+One iteration: draw episodes from the curriculum, play each of them group_size times, score the rollouts, give credit,
+and update the policy on what it sampled (see `policy_update`).
 
 Suffixes: P prompts, G rollouts per prompt.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.data.batches import DataOrder
 from rl_core.environments.base import Environment
 from rl_core.errors import SettingsError
-from rl_core.losses.advantages import group_advantages
+from rl_core.losses.advantages import overlong_penalty
+from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
+from rl_core.losses.supervised import entropy_coef_at
+from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.batching import TrainRow, rows_of
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.settings import PolicySettings
+from rl_core.trainers.experience import Learner
 from rl_core.trainers.policy_update import PolicyUpdate
+from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
 from rl_core.trainers.rollout_metrics import rollout_metrics
 from rl_core.trainers.update import Updater
 from rl_core.types import RolloutGroup
@@ -34,6 +41,8 @@ from rl_core.types import RolloutGroup
 __all__ = ["PolicyGradientTrainer"]
 
 ENUMERABLE = 2**20  # splits up to this many seeds are gone through in epochs; larger ones are drawn from
+SAME_REWARD = 1e-6  # groups whose rewards differ by less have nothing to compare
+BAND = 0.2  # half-width of the banded controller's band, as a share of kl_target
 
 
 class PolicyGradientTrainer:
@@ -60,15 +69,14 @@ class PolicyGradientTrainer:
 
         Args:
             reference_model: what the KL term refers to, frozen; needed when kl_coef > 0.
-            backend: samples from `model`'s own weights.
+            backend: samples from `model`'s own weights (a benchmark may hand in one that lags behind).
             pad_id: None = the renderer's.
-            evaluator: plays held-out episodes and gives `eval/...` metrics; None = `evaluate` gives none.
+            evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
         Raises: SettingsError for a level that the environment has not got, or a KL term without a reference.
         """
         if settings.kl_coef > 0 and reference_model is None:
             raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
-        self.model = model
-        self.reference_model = reference_model
+        self.policy = model
         self.renderer = renderer
         self.environment = environment
         self.settings = settings
@@ -76,47 +84,60 @@ class PolicyGradientTrainer:
         self.rewards = rewards
         self.backend = backend
         self.evaluator = evaluator
-        self.pad_id: int = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
         self.iteration = 0
-        self.groups: list[RolloutGroup] = []  # of the last iteration, for whoever wants to look at them
+        self.rollouts_played = 0
+        self.kl_coef = settings.kl_coef
+        self.groups: list[RolloutGroup] = []  # what the last iteration learnt from, for whoever wants to look at it
         self.curriculum = CurriculumManager(settings.curriculum, environment.levels, early_stop=settings.early_stop)
         self.levels = sorted({level for stage in self.curriculum.stages for level in stage.levels})
         for level in self.levels:
             environment.check_level(level)
         self._orders: dict[str, DataOrder] = {}  # of the levels whose seeds are few
-        total_steps = settings.iterations * settings.epochs * settings.minibatches
-        self.updater = Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite)
+        self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
+        pad = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
+        self.learner = _make_learner(model, reference_model, settings, pad)
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy, with its value function where the algorithm has one: what a checkpoint holds."""
+        return self.learner.critic if self.learner.critic is not None else self.policy
+
+    @property
+    def updater(self) -> Updater:
+        """Owner of the policy's optimizer."""
+        return self.learner.updater
 
     @property
     def finished(self) -> str | None:
         """Why no further iteration is wanted; None = go on."""
         return self.curriculum.finished
 
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus now: it falls with every rollout, down to its floor."""
+        start, decay, floor = self.settings.entropy_coef, self.settings.entropy_decay, self.settings.entropy_floor
+        return entropy_coef_at(self.rollouts_played, start=start, decay=decay, floor=floor) if start else 0.0
+
     def step(self) -> dict[str, float]:
-        """One iteration: play, score, compare, update, move the curriculum on."""
+        """One iteration: play, score, give credit, update, move the curriculum on."""
         started = time.perf_counter()
         rng = np.random.default_rng([self.seed, self.iteration])  # nothing to save: the iteration says it all
-        self.groups = self._play(rng)
-        played = time.perf_counter()
-        metrics = self.rewards.score(self.groups)
-        advantages_PG = self._assign_advantages()
-        metrics |= rollout_metrics(self.groups)
-        metrics |= self._advantage_metrics(advantages_PG)
+        played, self.groups, metrics = self._play_and_score(rng)
+        metrics |= rollout_metrics(played)
         updating = time.perf_counter()
-        update = PolicyUpdate(
-            self.model, self.reference_model, self.updater, self.settings, self._rows(), pad_id=self.pad_id
-        )
-        metrics |= update.run(rng)
+        rollouts = [rollout for group in played for rollout in group.rollouts]
+        self.rollouts_played += len(rollouts)
+        metrics |= self._update(rng)
         stopped = time.perf_counter()
-        sampled = sum(r.trajectory.num_action_tokens for group in self.groups for r in group.rollouts)
+        sampled = sum(rollout.trajectory.num_action_tokens for rollout in rollouts)
+        playing = metrics["perf/rollout_seconds"]
         metrics |= {
-            "perf/rollout_seconds": played - started,
-            "perf/reward_seconds": updating - played,
+            "perf/reward_seconds": updating - started - playing,
             "perf/update_seconds": stopped - updating,
             "perf/tokens_per_second": sampled / max(stopped - started, 1e-9),
-            "perf/rollout_tokens_per_second": sampled / max(played - started, 1e-9),
+            "perf/rollout_tokens_per_second": sampled / max(playing, 1e-9),
         }
         self.iteration += 1
         self.curriculum.observe(metrics, known=[f"train/success_rate_by_level/{level}" for level in self.levels])
@@ -128,31 +149,72 @@ class PolicyGradientTrainer:
         return dict(self.evaluator()) if self.evaluator is not None else {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything besides weights and optimizer: what was drawn, where the curriculum stands, reward scales."""
+        """Everything besides weights and the policy's optimizer."""
+        critic = self.learner.critic_updater
         return {
             "iteration": self.iteration,
+            "rollouts_played": self.rollouts_played,
+            "kl_coef": self.kl_coef,
             "curriculum": self.curriculum.state_dict(),
             "rewards": self.rewards.state_dict(),
             "orders": {level: order.state_dict() for level, order in self._orders.items()},
+            "replay": self._replay.state_dict() if self._replay is not None else None,
+            "critic_updater": critic.state_dict() if critic is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.iteration = int(state["iteration"])
+        self.rollouts_played = int(state["rollouts_played"])
+        self.kl_coef = float(state["kl_coef"])
         self.curriculum.load_state_dict(state["curriculum"])
         self.rewards.load_state_dict(state["rewards"])
         self._orders = {}
         for level, order in state["orders"].items():
             self._order(level, int(order["num_rows"])).load_state_dict(order)
+        if self._replay is not None:
+            self._replay.load_state_dict(state["replay"])
+        if self.learner.critic_updater is not None:
+            self.learner.critic_updater.load_state_dict(state["critic_updater"])
 
     # Playing
 
-    def _play(self, rng: np.random.Generator) -> list[RolloutGroup]:
+    def _play_and_score(
+        self, rng: np.random.Generator
+    ) -> tuple[list[RolloutGroup], list[RolloutGroup], dict[str, float]]:
+        """All groups that were played, those to learn from, and the rewards' metrics.
+
+        With dynamic sampling, groups whose rewards are all equal are left out and played again with new episodes, a
+        bounded number of times; what is measured (success, rewards) is measured on all that was played.
+        """
+        wanted, tries = self.settings.prompts_per_iteration, self.settings.sampling_tries
+        played: list[RolloutGroup] = []
+        kept: list[RolloutGroup] = []
+        scored: list[dict[str, float]] = []
+        seconds = 0.0
+        for attempt in range(1 + tries):
+            started = time.perf_counter()
+            groups = self._play(rng, wanted - len(kept), attempt)
+            seconds += time.perf_counter() - started
+            scored.append(self.rewards.score(groups) | self._punish_length(groups))
+            played += groups
+            kept += [g for g in groups if not tries or max(g.rewards) - min(g.rewards) > SAME_REWARD]
+            if len(kept) == wanted:
+                break
+        metrics = {name: statistics.fmean(part[name] for part in scored) for name in scored[0]}
+        totals = [reward for group in played for reward in group.rewards]
+        metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
+        if tries:
+            metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
+        return played, kept, metrics | {"perf/rollout_seconds": seconds}
+
+    def _play(self, rng: np.random.Generator, count: int, attempt: int) -> list[RolloutGroup]:
         requests = []
-        for _ in range(self.settings.prompts_per_iteration):
+        for _ in range(count):
             level = self.curriculum.draw_level(rng)
             requests.append(EpisodeRequest(level=level, seed=self._draw_seed(level, rng)))
         self.backend.refresh()
+        parts = ("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration)
         return collect(
             self.environment,
             self.backend,
@@ -160,9 +222,24 @@ class PolicyGradientTrainer:
             requests,
             group_size=self.settings.group_size,
             sampling=self.settings.sampling,
-            seed=session_seed(self.seed, "rollouts", self.iteration),
+            seed=session_seed(self.seed, *parts),
             policy_version=self.updater.step,
         )
+
+    def _punish_length(self, groups: list[RolloutGroup]) -> dict[str, float]:
+        """DAPO's penalty for completions that come near the limit, added to the reward."""
+        buffer = self.settings.overlong_tokens
+        if not buffer:
+            return {}
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        lengths_B = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
+        limit = self.settings.sampling.max_completion_tokens
+        penalties = overlong_penalty(lengths_B, max_tokens=limit, buffer=buffer).tolist()
+        for rollout, penalty in zip(rollouts, penalties, strict=True):
+            rollout.reward += penalty
+            rollout.trajectory.reward = rollout.reward
+            rollout.trajectory.rewards = {**rollout.trajectory.rewards, "overlong": penalty}
+        return {"reward/overlong": statistics.fmean(penalties)}
 
     def _draw_seed(self, level: str, rng: np.random.Generator) -> int:
         """A training seed: each one once before any comes again where they are few, at random where they are many."""
@@ -180,25 +257,99 @@ class PolicyGradientTrainer:
             self._orders[level] = DataOrder(num_rows, batch_size=1, seed=seed)
         return self._orders[level]
 
-    def _assign_advantages(self) -> torch.Tensor:
-        """Advantages [P, G] of the groups, also written into them."""
-        rewards_PG = torch.tensor([group.rewards for group in self.groups], dtype=torch.float64)
-        advantages_PG = group_advantages(rewards_PG, method=self.settings.algorithm)
-        for group, advantages in zip(self.groups, advantages_PG.tolist(), strict=True):
-            group.advantages = advantages
-        return advantages_PG
+    # Learning
 
-    def _rows(self) -> list[TrainRow]:
-        """What to learn from, without the samples that the filter leaves out."""
-        threshold = self.settings.filter_threshold
-        kept = [a for group in self.groups for a in group.advantages or []]
-        return [row for row, advantage in zip(rows_of(self.groups), kept, strict=True) if abs(advantage) >= threshold]
+    def _update(self, rng: np.random.Generator) -> dict[str, float]:
+        """Learn from the groups at hand, and from replayed ones."""
+        settings = self.settings
+        fresh = samples_of(self.groups)
+        samples = fresh + (self._replay.draw(rng, len(self.groups)) if self._replay is not None else [])
+        metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
+        if not samples:  # every group was dropped
+            self.updater.step += settings.epochs * settings.minibatches
+            return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
+        critic = settings.value_function
+        update = PolicyUpdate(
+            self.learner,
+            settings,
+            samples,
+            kl_coef=self.kl_coef,
+            entropy_coef=self.entropy_coef,
+            critic_only=critic is not None and self.iteration < critic.warmup_iterations,
+        )
+        metrics |= update.run(rng) | self._advantage_metrics(update)
+        if self._replay is not None:
+            metrics["train/replayed_rollouts"] = float(len(samples) - len(fresh))
+            size = settings.group_size
+            self._replay.add([fresh[start : start + size] for start in range(0, len(fresh), size)])
+        self._write_advantages(fresh)
+        self._control_kl(metrics)
+        return metrics
 
-    def _advantage_metrics(self, advantages_PG: torch.Tensor) -> dict[str, float]:
-        size = advantages_PG.numel()
+    def _write_advantages(self, fresh: list[Sample]) -> None:
+        """Into the groups, where rollouts were compared."""
+        size = self.settings.group_size
+        for index, group in enumerate(self.groups):
+            advantages = [sample.advantage for sample in fresh[index * size : (index + 1) * size]]
+            group.advantages = [a for a in advantages if a is not None] or None
+
+    def _advantage_metrics(self, update: PolicyUpdate) -> dict[str, float]:
+        """Over rollouts where they were compared (before whitening), over loss tokens where values were estimated."""
+        experience, threshold = update.experience, self.settings.filter_threshold
+        compared = [sample.advantage for sample in experience.samples if sample.advantage is not None]
+        if compared:
+            advantages = torch.tensor(compared, dtype=torch.float64)
+            filtered = float((advantages.abs() < threshold).double().mean())
+        else:
+            advantages = experience.advantages_RS[experience.mask_RS].double()
+            tokens = sum(sum(sample.row.loss_mask) for sample in experience.samples)
+            filtered = 1 - advantages.numel() / tokens
+        if not advantages.numel():
+            return {"train/filtering_rate": filtered}
         return {
-            "train/advantages_mean": float(advantages_PG.mean()),
-            "train/advantages_std": float(advantages_PG.std(correction=0)),
-            "train/zero_advantage_rate": float((advantages_PG == 0).sum()) / size,
-            "train/filtering_rate": float((advantages_PG.abs() < self.settings.filter_threshold).sum()) / size,
+            "train/advantages_mean": float(advantages.mean()),
+            "train/advantages_std": float(advantages.std(correction=0)),
+            "train/zero_advantage_rate": float((advantages == 0).double().mean()),
+            "train/filtering_rate": filtered,
         }
+
+    def _control_kl(self, metrics: Mapping[str, float]) -> None:
+        """Move kl_coef towards where the KL to the reference is kl_target."""
+        settings, kl = self.settings, metrics.get("policy/ref_kl")
+        if settings.kl_controller == "fixed" or kl is None:
+            return
+        if settings.kl_controller == "banded":
+            self.kl_coef = banded_kl_coef(
+                self.kl_coef, kl, target=settings.kl_target, tolerance=BAND * settings.kl_target
+            )
+            return
+        played = settings.prompts_per_iteration * settings.group_size
+        self.kl_coef = adaptive_kl_coef(
+            self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played
+        )
+
+
+def _make_learner(
+    model: PreTrainedModel, reference: PreTrainedModel | None, settings: PolicySettings, pad_id: int
+) -> Learner:
+    """Policy, critic and their optimizers, as the algorithm needs them."""
+    total_steps = settings.iterations * settings.epochs * settings.minibatches
+    chosen = settings.value_function
+    if chosen is None:
+        updater = Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite)
+        return Learner(model, updater, pad_id, reference)
+    if chosen.kind == "shared":
+        head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
+        joined = PolicyWithCritic(model, head)
+        updater = Updater(joined, settings, total_steps, max_nonfinite=settings.max_nonfinite)
+        return Learner(model, updater, pad_id, reference, joined)
+    critic = SeparateCritic(model)
+    own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
+    return Learner(
+        model,
+        Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite),
+        pad_id,
+        reference,
+        PolicyWithCritic(model, critic),
+        Updater(critic, own, total_steps, max_nonfinite=settings.max_nonfinite),
+    )

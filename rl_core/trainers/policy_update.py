@@ -1,174 +1,269 @@
 """The optimizer steps of one iteration of policy optimisation.
 
-Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence.
+Suffixes: B rows of a micro-batch, S whole sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
-from rl_core.errors import DataError
 from rl_core.losses.kl import kl_k3, kl_penalty
-from rl_core.losses.masking import masked_max, masked_sum
-from rl_core.losses.policy import clipped_policy_loss
+from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
+from rl_core.losses.value import value_loss
 from rl_core.models.causal_lm import evaluating
-from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.models.logprobs import TokenOutputs, completion_logprobs, token_outputs
 from rl_core.settings import PolicySettings
+from rl_core.trainers.experience import Experience, Learner
+from rl_core.trainers.policy_objective import StepCounts, importance_weights, policy_loss, sampler_agreement
+from rl_core.trainers.replay import Sample
+from rl_core.trainers.resume import load_trainable_weights, trainable_weights
 from rl_core.trainers.rollout_metrics import mean_metrics
-from rl_core.trainers.update import Updater
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]
 
 
 class PolicyUpdate:
-    """Epochs x minibatches of optimizer steps over fixed rows.
+    """Measure, give credit, then epochs x minibatches of optimizer steps over fixed samples.
 
-    L = clipped policy loss + kl_coef KL(policy || reference) - entropy_coef entropy. The clipped loss is summed over
-    loss tokens and divided by those of the whole optimizer step (dr_grpo: by rollouts x max_completion_tokens); KL and
-    entropy are means over loss tokens. Rows of advantage 0 add nothing to the clipped loss: unless a KL or entropy term
-    needs them, they count in its denominator but are not run through the model.
+    L = policy loss + kl_coef KL(policy || reference) + trust_region_coef KL(old || policy) - entropy_coef entropy
+    (+ value_coef value loss with a shared head). The policy loss is summed over loss tokens and divided by those of the
+    whole optimizer step (dr_grpo: by rollouts x max_completion_tokens; gspo: by sequences); the other terms are means
+    over loss tokens. Rows of advantage 0 add nothing to the policy loss: unless another term needs them, they count in
+    its denominator but are not run through the model.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        reference_model: PreTrainedModel | None,
-        updater: Updater,
+        learner: Learner,
         settings: PolicySettings,
-        rows: Sequence[TrainRow],
+        samples: Sequence[Sample],
         *,
-        pad_id: int,
+        kl_coef: float | None = None,
+        entropy_coef: float | None = None,
+        critic_only: bool = False,
     ) -> None:
-        """`rows`: one for each rollout, with one advantage each, and the sampler's log-probs as `old_logprobs`."""
-        if any(row.advantage is None or row.old_logprobs is None for row in rows):
-            raise DataError("rows: each needs an advantage and the sampler's log-probs")
-        self.model = model
-        self.reference_model = reference_model
-        self.updater = updater
+        """`samples`: see `Experience`.
+
+        kl_coef, entropy_coef: of this iteration; None = the settings'. critic_only: the policy stays as it is.
+        """
+        self.learner = learner
         self.settings = settings
-        self.rows = rows
-        self.pad_id = pad_id
-        self.device = next(model.parameters()).device
-        needs_all = settings.kl_coef > 0 or settings.entropy_coef > 0
-        self.trained = {i for i, row in enumerate(rows) if needs_all or row.advantage != 0}
-        self.old_logprobs_RS: torch.Tensor | None = None  # None = each update takes its own
-        self.num_loss_tokens = 0  # of the optimizer step at hand
-        self.num_run_tokens = 0  # of these, run through the model
-        self.fixed_denominator: float | None = None
-        if settings.algorithm == "dr_grpo":
-            # A constant (arXiv:2503.20783, section 3.2): what was filtered or came out short counts too.
-            rollouts = settings.prompts_per_iteration * settings.group_size / settings.minibatches
-            self.fixed_denominator = rollouts * settings.sampling.max_completion_tokens
+        self.experience = Experience(learner, settings, samples)
+        self.kl_coef = settings.kl_coef if kl_coef is None else kl_coef
+        self.entropy_coef = settings.entropy_coef if entropy_coef is None else entropy_coef
+        self.critic_only = critic_only
+        self.trained: set[int] = set(range(len(samples)))  # rows that are run through the policy
+        self.counts = StepCounts(1, 1, 1, 1)  # of the optimizer step at hand
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
-        steps = self.settings.epochs * self.settings.minibatches
+        settings, updater = self.settings, self.learner.updater
+        steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
-        if steps > 1:
-            # One forward pass before the first update; a single update takes its own log-probs, at ratio exactly 1.
-            self._remember_old_logprobs(minibatches)
+        metrics = self._prepare(minibatches, steps)
         parts: list[dict[str, float]] = []
-        for epoch in range(self.settings.epochs):
-            if epoch > 0:
+        refused = 0.0
+        for number in range(steps):
+            epoch, index = divmod(number, settings.minibatches)
+            if index == 0 and epoch > 0:
                 minibatches = self._minibatches(rng)
-            parts += [self._apply(indices) for indices in minibatches]
-        applied = [part for part in parts if part]
-        # An update without a single loss token is none, but it was tried: the step is the x axis of the metrics.
-        self.updater.step += steps - len(applied)
-        metrics = mean_metrics(applied)
-        metrics["train/empty_updates"] = float(steps - len(applied))
+            part = self._apply(minibatches[index]) if index < len(minibatches) else {}
+            refused = part.pop("refused", 0.0)
+            parts += [part] if part else []
+            if refused:
+                break
+        stepped = sum("train/loss" in part for part in parts)
+        # An update without a loss token, or one that was taken back, is none; the step is the x axis of the metrics.
+        updater.step += steps - stepped + int(refused)
+        metrics |= mean_metrics(parts)
+        metrics["train/empty_updates"] = float(steps - stepped)
         metrics["train/trained_rollouts"] = float(len(self.trained))
-        metrics["train/skipped_steps"] = float(self.updater.skipped_steps)
-        metrics.setdefault("train/learning_rate", self.updater.learning_rate)
+        metrics["train/skipped_steps"] = float(updater.skipped_steps)
+        if settings.kl_max is not None:
+            metrics["policy/refused_steps"] = refused
+        metrics.setdefault("train/learning_rate", updater.learning_rate)
+        return metrics
+
+    def _prepare(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
+        """Measure what the samples are under the present models, give credit, choose the rows to run."""
+        settings, experience, critic = self.settings, self.experience, self.learner.critic
+        in_reward = settings.kl_in == "reward" and self.kl_coef > 0
+        in_loss = settings.kl_in == "loss" and self.kl_coef > 0
+        if critic is not None:
+            experience.measure_values(minibatches)
+        if in_reward:
+            experience.measure_reference(minibatches)
+            experience.measure_old(minibatches)
+        metrics = experience.credit(self.kl_coef if in_reward else 0.0)
+        needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0
+        if not needs_all and (critic is None or critic.value_head is None):
+            self.trained = set(torch.nonzero(experience.advantages_RS.any(1)).flatten().tolist())
+        plan = [self._picked(indices) for indices in minibatches]
+        if in_loss:
+            experience.measure_reference(plan)
+        if not in_reward and (steps > 1 or settings.kl_max is not None):
+            # One forward pass before the first update; a single update takes its own log-probs, at ratio exactly 1.
+            experience.measure_old(plan)
         return metrics
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order where there is a single one."""
-        count = self.settings.minibatches
-        order = rng.permutation(len(self.rows)) if count > 1 else np.arange(len(self.rows))
+        count, size = self.settings.minibatches, len(self.experience.samples)
+        order = rng.permutation(size) if count > 1 else np.arange(size)
         return [part.tolist() for part in np.array_split(order, count) if len(part)]
 
-    def _batches(self, indices: Sequence[int]) -> list[TrainBatch]:
-        """Micro-batches of the rows to be trained on; `rows` refers to all rows of the iteration."""
-        picked = [i for i in indices if i in self.trained]
-        if not picked:
-            return []
-        batches = make_batches([self.rows[i] for i in picked], self.settings.micro_batch_tokens, self.pad_id)
-        for batch in batches:
-            batch.rows = [picked[i] for i in batch.rows]
-        return batches
-
-    @torch.no_grad()
-    def _remember_old_logprobs(self, minibatches: Sequence[Sequence[int]]) -> None:
-        """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
-        width = max((len(row.prompt_ids) + len(row.completion_ids) for row in self.rows), default=0)
-        self.old_logprobs_RS = torch.zeros(len(self.rows), width, device=self.device)
-        with evaluating(self.model):
-            for indices in minibatches:
-                for batch in self._batches(indices):
-                    logprobs_BS, _ = completion_logprobs(self.model, batch.to(self.device))
-                    self.old_logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
+    def _picked(self, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if index in self.trained]
 
     def _apply(self, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows; {} when none of them has anything to teach."""
-        batches = self._batches(indices)
-        # Rows of advantage 0 that are not run count as well: their loss is 0, not absent.
-        self.num_loss_tokens = sum(sum(self.rows[i].loss_mask) for i in indices)
-        self.num_run_tokens = sum(batch.num_loss_tokens for batch in batches)
-        return self.updater.apply(batches, self.loss) if batches else {}
+        """One optimizer step on these rows, and the critic's; {} when none of them has anything to teach."""
+        metrics: dict[str, float] = {}
+        batches = [] if self.critic_only else self.experience.batches(self._picked(indices))
+        if batches:
+            self.counts = self._count(indices, batches)
+            guard = self._guard() if self.settings.kl_max is not None else None
+            metrics = self.learner.updater.apply(batches, self.loss)
+            if "policy/importance_mean" in metrics:
+                share = metrics["policy/importance_mean"] ** 2 / metrics.pop("policy/importance_square_mean")
+                metrics["policy/effective_sample_share"] = share  # effective sample size over loss tokens (Kish)
+            if guard is not None:
+                metrics |= guard(batches)
+        if self.learner.critic_updater is not None:
+            metrics |= self._apply_critic(indices)
+        return metrics
+
+    def _count(self, indices: Sequence[int], batches: Sequence[TrainBatch]) -> StepCounts:
+        """Rows of advantage 0 that are not run count as well: their loss is 0, not absent."""
+        mask_RS = self.experience.mask_RS[list(indices)]
+        # A constant for each rollout (arXiv:2503.20783, section 3.2): what was filtered or came out short counts too.
+        fixed = float(len(indices) * self.settings.sampling.max_completion_tokens)
+        return StepCounts(
+            num_loss_tokens=int(mask_RS.sum()),
+            num_run_tokens=sum(batch.num_loss_tokens for batch in batches),
+            num_sequences=int(mask_RS.any(1).sum()),
+            num_run_sequences=sum(int(batch.loss_mask_BS.any(1).sum()) for batch in batches),
+            loss_denominator=fixed if self.settings.algorithm == "dr_grpo" else None,
+        )
 
     def loss(self, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the denominators of the optimizer step; metrics per token that was run."""
-        settings = self.settings
-        batch = batch.to(self.device)
-        mask_BS, sampler_logprobs_BS = batch.loss_mask_BS, batch.old_logprobs_BS
-        logprobs_BS, entropy_BS = completion_logprobs(self.model, batch, with_entropy=True)
-        assert entropy_BS is not None and sampler_logprobs_BS is not None and batch.advantages_BS is not None
-        if self.old_logprobs_RS is None:
-            old_logprobs_BS = logprobs_BS.detach()
-        else:
-            old_logprobs_BS = self.old_logprobs_RS[batch.rows, : logprobs_BS.shape[1]]
-        loss, parts = clipped_policy_loss(
-            logprobs_BS,
-            old_logprobs_BS,
-            batch.advantages_BS,
-            mask_BS,
-            num_loss_tokens=self.num_run_tokens,
-            clip_eps=settings.clip_eps,
-            clip_eps_high=settings.clip_eps_high,
-            loss_denominator=self.fixed_denominator or self.num_loss_tokens,
-        )
-        bonus, entropy = entropy_bonus(entropy_BS, mask_BS, num_loss_tokens=self.num_run_tokens)
-        parts |= entropy | _sampler_agreement(sampler_logprobs_BS, old_logprobs_BS, mask_BS, self.num_run_tokens)
-        if settings.entropy_coef > 0:
-            loss = loss + settings.entropy_coef * bonus
-        if settings.kl_coef > 0:
-            ref_logprobs_BS = self._ref_logprobs(batch)
-            penalty, kl = kl_penalty(logprobs_BS, ref_logprobs_BS, mask_BS, num_loss_tokens=self.num_run_tokens)
-            loss = loss + settings.kl_coef * penalty
+        settings, experience = self.settings, self.experience
+        batch = batch.to(self.learner.device)
+        mask_BS, sampler_BS = batch.loss_mask_BS, batch.old_logprobs_BS
+        head = self.learner.critic.value_head if self.learner.critic is not None else None
+        outputs = token_outputs(self.learner.policy, batch, with_entropy=True, value_head=head)
+        logprobs_BS = outputs.logprobs_BS
+        count = self.counts.num_run_tokens
+        measured = experience.old_logprobs_RS is not None
+        old_BS = experience.of(experience.old_logprobs_RS, batch) if measured else logprobs_BS.detach()
+        advantages_BS = experience.of(experience.advantages_RS, batch)
+        assert sampler_BS is not None
+        weights_BS = importance_weights(settings, old_BS, sampler_BS, mask_BS)
+        parts: dict[str, Any] = {}
+        if weights_BS is not None:
+            advantages_BS = advantages_BS * weights_BS
+            parts["importance_mean"] = masked_sum(weights_BS, mask_BS) / count
+            parts["importance_square_mean"] = masked_sum(weights_BS.square(), mask_BS) / count
+        loss, own = policy_loss(settings, logprobs_BS, old_BS, advantages_BS, mask_BS, self.counts)
+        parts |= own | sampler_agreement(sampler_BS, old_BS, mask_BS, count)
+        loss, more = self._add_terms(loss, outputs, old_BS, batch)
+        metrics = {f"policy/{name}": value for name, value in (parts | more).items()}
+        if outputs.values_BS is not None:
+            assert settings.value_function is not None
+            value, value_metrics = self._value_loss(outputs.values_BS, batch, count)
+            loss = loss + settings.value_function.value_coef * value
+            metrics |= value_metrics
+        return loss, metrics
+
+    def _add_terms(
+        self, loss: torch.Tensor, outputs: TokenOutputs, old_BS: torch.Tensor, batch: TrainBatch
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The loss with entropy, reference KL and trust region, as far as they have a weight."""
+        settings, mask_BS, count = self.settings, batch.loss_mask_BS, self.counts.num_run_tokens
+        assert outputs.entropy_BS is not None
+        bonus, parts = entropy_bonus(outputs.entropy_BS, mask_BS, num_loss_tokens=count)
+        if self.entropy_coef > 0:
+            loss = loss + self.entropy_coef * bonus
+        if self.kl_coef > 0 and settings.kl_in == "loss":
+            ref_BS = self.experience.of(self.experience.ref_logprobs_RS, batch)
+            penalty, kl = kl_penalty(
+                outputs.logprobs_BS, ref_BS, mask_BS, num_loss_tokens=count, estimator=settings.kl_estimator
+            )
+            loss = loss + self.kl_coef * penalty
             parts |= kl
-        return loss, {f"policy/{name}": value for name, value in parts.items()}
+        if settings.trust_region_coef > 0:
+            moved, _ = kl_penalty(old_BS, outputs.logprobs_BS, mask_BS, num_loss_tokens=count)
+            loss = loss + settings.trust_region_coef * moved
+        return loss, parts
+
+    def _value_loss(
+        self, values_BS: torch.Tensor, batch: TrainBatch, count: float
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        experience, critic = self.experience, self.settings.value_function
+        assert critic is not None
+        loss, metrics = value_loss(
+            values_BS,
+            experience.of(experience.returns_RS, batch),
+            batch.loss_mask_BS,
+            num_loss_tokens=count,
+            old_values_BT=experience.of(experience.values_RS, batch),
+            value_clip_eps=critic.value_clip_eps,
+        )
+        return loss, {f"value/{name}": value for name, value in metrics.items()}
+
+    def _apply_critic(self, indices: Sequence[int]) -> dict[str, float]:
+        """One optimizer step of a separate critic on all these rows."""
+        critic, updater = self.learner.critic, self.learner.critic_updater
+        assert critic is not None and updater is not None
+        batches = self.experience.batches(indices)
+        if not batches:
+            return {}
+        count = sum(batch.num_loss_tokens for batch in batches)
+
+        def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
+            batch = batch.to(self.learner.device)
+            return self._value_loss(critic.values(batch)[0], batch, count)
+
+        metrics = updater.apply(batches, loss)
+        return {
+            "value/loss": metrics["value/loss"],
+            "value/clip_fraction": metrics["value/clip_fraction"],
+            "value/grad_norm": metrics["train/grad_norm"],
+            "value/skipped_steps": metrics["train/skipped_steps"],
+        }
+
+    def _guard(self) -> Callable[[Sequence[TrainBatch]], dict[str, float]]:
+        """The hard KL limit: remembers everything; what is returned measures the step, and takes it back if too far."""
+        updater, limit = self.learner.updater, self.settings.kl_max
+        assert limit is not None
+        weights = {name: tensor.clone() for name, tensor in trainable_weights(updater.model).items()}
+        state = copy.deepcopy(updater.state_dict())
+
+        def measure(batches: Sequence[TrainBatch]) -> dict[str, float]:
+            kl = self._distance(batches)
+            if kl <= limit:
+                return {"policy/kl_after_max": kl}
+            load_trainable_weights(updater.model, weights)
+            updater.load_state_dict(state)
+            return {"policy/kl_after_max": kl, "refused": 1.0}
+
+        return measure
 
     @torch.no_grad()
-    def _ref_logprobs(self, batch: TrainBatch) -> torch.Tensor:
-        assert self.reference_model is not None
-        return completion_logprobs(self.reference_model, batch)[0]
-
-
-@torch.no_grad()
-def _sampler_agreement(
-    sampler_logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
-) -> dict[str, torch.Tensor]:
-    """How far the rollout engine's log-probs lie from the trainer's for the same weights and tokens."""
-    return {
-        "sampler_kl": masked_sum(kl_k3(sampler_logprobs_BS, old_logprobs_BS), mask_BS) / count,
-        "sampler_difference_max": masked_max((sampler_logprobs_BS - old_logprobs_BS).abs(), mask_BS),
-    }
+    def _distance(self, batches: Sequence[TrainBatch]) -> float:
+        """Mean KL(old || policy) per loss token of the batches, k3, as the policy is now."""
+        total = 0.0
+        with evaluating(self.learner.policy):
+            for batch in batches:
+                batch = batch.to(self.learner.device)
+                logprobs_BS, _ = completion_logprobs(self.learner.policy, batch)
+                old_BS = self.experience.of(self.experience.old_logprobs_RS, batch)
+                total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
+        return total / self.counts.num_run_tokens

@@ -4,93 +4,20 @@ import math
 
 import pytest
 import torch
+from letters import LOW, FewLetters, comparable, make_trainer, weights
 
-from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments.base import Environment, Episode, Step
-from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
-from rl_core.models import causal_lm
-from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.logprobs import completion_logprobs, token_outputs
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import make_batches
-from rl_core.rollouts.engine import make_backend
-from rl_core.settings import CurriculumStage, ExitCondition, ModelSettings, PolicySettings, SamplingSettings
+from rl_core.settings import CurriculumStage, ExitCondition
 from rl_core.trainers import policy_update
-from rl_core.trainers.policy_gradient import PolicyGradientTrainer
-
-
-class LetterEpisode(Episode):
-    """Right if the action begins with a letter of the level's half of the alphabet."""
-
-    def reset(self):
-        return [{"role": "user", "content": f"{self.level}{self.seed % 3}"}]
-
-    def act(self, text):
-        letters = "abcdefghijklm" if self.level == "low" else "nopqrstuvwxyz"
-        success = text[:1].lower() in letters if text else False
-        return Step(reward=float(success), terminated=True, success=success)
-
-
-class Letters(Environment):
-    name = "letters"
-    levels = ("low", "high")
-
-    @property
-    def tools(self):
-        return Toolset([])
-
-    def episode(self, seed, level):
-        self.check_level(level)
-        return LetterEpisode(seed, level)
-
-
-class FewLetters(Letters):
-    def seeds(self, split):
-        return range(5) if split == "train" else range(5, 8)
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
     return train_tokenizer(["abc xyz"], 300)
-
-
-def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, model_seed=0, **options):
-    options = {
-        "iterations": 50,
-        "prompts_per_iteration": 6,
-        "group_size": 6,
-        "learning_rate": 1e-2,
-        "warmup_steps": 0,
-        "sampling": SamplingSettings(max_completion_tokens=3),
-        **options,
-    }
-    torch.manual_seed(0)
-    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, model_seed)
-    renderer = ChatRenderer(tokenizer)
-    # Every other token ends an action, so that an untrained policy writes actions of 1 to 3 tokens and is heard.
-    backend = make_backend(model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=32)
-    return PolicyGradientTrainer(
-        model,
-        reference,
-        renderer,
-        environment or Letters(),
-        PolicySettings(**options),
-        7,
-        rewards or RewardOrchestrator({"task": 1.0}),
-        backend,
-    )
-
-
-def weights(trainer):
-    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
-
-
-def comparable(metrics):
-    return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
-
-
-LOW = (CurriculumStage(name="one", levels={"low": 1.0}),)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo"])
@@ -149,15 +76,9 @@ def test_micro_batches_change_nothing(tokenizer):
 def test_rollouts_without_advantage_need_no_forward_pass(tokenizer, monkeypatch):
     lean, full = make_trainer(tokenizer), make_trainer(tokenizer)
     one = lean.step()
-    made = policy_update.PolicyUpdate.__init__
-
-    def run_all(self, *args, **options):
-        made(self, *args, **options)
-        self.trained = set(range(len(self.rows)))
-
-    monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", run_all)
+    monkeypatch.setattr(policy_update.PolicyUpdate, "_picked", lambda self, indices: list(indices))
     two = full.step()
-    assert one["train/trained_rollouts"] < 36
+    assert one["train/trained_rollouts"] < 36 and two["perf/update_seconds"] > 0
     assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-6)
     assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
     assert (weights(lean) - weights(full)).abs().mean() < 1e-5
@@ -209,10 +130,11 @@ def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch):
     monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
     trainer.step()
     (update,) = updates
-    for batch in make_batches(update.rows, 10_000, 0):
+    rows = [sample.row for sample in update.experience.samples]
+    for batch in make_batches(rows, 10_000, 0):
         expected = completion_logprobs(before, batch)[0]
         for b, row in enumerate(batch.rows):
-            stored = update.old_logprobs_RS[row, : expected.shape[1]]
+            stored = update.experience.old_logprobs_RS[row, : expected.shape[1]]
             assert torch.allclose(stored, expected[b] if row in update.trained else torch.zeros(()), atol=1e-5)
 
 
@@ -240,8 +162,10 @@ def resumable(tokenizer):
     )
     rewards = RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=lambda rows: [sum(r) % 7 for r in rows])
     return make_trainer(
-        tokenizer, FewLetters(), rewards=rewards, curriculum=stages, minibatches=2, schedule="cosine", iterations=6
-    )
+        tokenizer, FewLetters(), rewards=rewards, curriculum=stages, minibatches=2, schedule="cosine", iterations=6,
+        reference=make_trainer(tokenizer).policy, kl_coef=0.1, kl_controller="adaptive", kl_target=1e-3, kl_horizon=36,
+        entropy_coef=0.01, entropy_decay=0.999,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("cut", [1, 3])
@@ -259,7 +183,7 @@ def test_resumes_bit_for_bit(tokenizer, cut):
     assert len(whole.curriculum.history) == 1
 
 
-@pytest.mark.parametrize("part", ["iteration", "curriculum", "rewards", "orders"])
+@pytest.mark.parametrize("part", ["iteration", "rollouts_played", "kl_coef", "curriculum", "rewards", "orders"])
 def test_every_saved_item_matters(tokenizer, part):
     whole, first, second = (resumable(tokenizer) for _ in range(3))
     expected = [comparable(whole.step()) for _ in range(6)]
@@ -286,11 +210,13 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another(tokenizer):
 def test_non_finite_logprobs_skip_the_step(tokenizer, monkeypatch):
     trainer = make_trainer(tokenizer)
     before = weights(trainer)
-    monkeypatch.setattr(
-        policy_update,
-        "completion_logprobs",
-        lambda *a, **k: tuple(x * math.nan for x in completion_logprobs(*a, **k)),
-    )
+
+    def spoilt(*args, **options):
+        outputs = token_outputs(*args, **options)
+        outputs.logprobs_BS = outputs.logprobs_BS * math.nan
+        return outputs
+
+    monkeypatch.setattr(policy_update, "token_outputs", spoilt)
     metrics = trainer.step()
     assert metrics["train/skipped_steps"] == 1 and torch.equal(weights(trainer), before)
     monkeypatch.undo()

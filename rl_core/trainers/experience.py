@@ -1,0 +1,199 @@
+"""What one iteration learns from: its samples, what they are under the present models, and the credit they get.
+
+Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, P prompts, G rollouts per prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_core.errors import DataError
+from rl_core.losses.kl import kl_k1
+from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
+from rl_core.losses.value import explained_variance
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.critic import PolicyWithCritic
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.rollouts.batching import make_batches
+from rl_core.settings import PolicySettings
+from rl_core.trainers.credit import compared_rewards, estimated_advantages
+from rl_core.trainers.replay import Sample
+from rl_core.trainers.update import Updater
+from rl_core.types import TrainBatch
+
+__all__ = ["Experience", "Learner"]
+
+Plan = Sequence[Sequence[int]]  # row indices of each optimizer step
+
+
+@dataclass
+class Learner:
+    """What an update moves, and what it is held against."""
+
+    policy: PreTrainedModel
+    updater: Updater  # of the policy, and of a value head on it
+    pad_id: int
+    reference: PreTrainedModel | None = None  # what the KL term refers to, frozen
+    critic: PolicyWithCritic | None = None  # None = an algorithm without values
+    critic_updater: Updater | None = None  # of a separate critic
+
+    @property
+    def device(self) -> torch.device:
+        """Where the policy is."""
+        return next(self.policy.parameters()).device
+
+
+class Experience:
+    """Samples as tensors [R, S], 0 where a token carries no loss. Everything in it is without gradient."""
+
+    def __init__(self, learner: Learner, settings: PolicySettings, samples: Sequence[Sample]) -> None:
+        """`samples`: whole groups in order, fresh ones without an advantage, then replayed ones."""
+        if not samples or any(sample.row.old_logprobs is None for sample in samples):
+            raise DataError("samples: at least one is needed, each with the sampler's log-probs")
+        self.learner = learner
+        self.settings = settings
+        self.samples = samples
+        self.device = learner.device
+        width = max(len(sample.row.prompt_ids) + len(sample.row.completion_ids) for sample in samples)
+        self.shape = (len(samples), width)
+        mask_RS = torch.zeros(self.shape, dtype=torch.bool)
+        for index, sample in enumerate(samples):
+            start, mask = len(sample.row.prompt_ids), sample.row.loss_mask
+            mask_RS[index, start : start + len(mask)] = torch.tensor(mask, dtype=torch.bool)
+        self.mask_RS = mask_RS.to(self.device)  # True = counts in the loss
+        self.advantages_RS = torch.zeros(self.shape, device=self.device)
+        self.returns_RS: torch.Tensor | None = None
+        self.old_logprobs_RS: torch.Tensor | None = None  # None = each update takes its own
+        self.ref_logprobs_RS: torch.Tensor | None = None
+        self.values_RS: torch.Tensor | None = None  # when the rollouts came in
+        self.value_after_R: torch.Tensor | None = None
+
+    # Batches
+
+    def batches(self, indices: Sequence[int]) -> list[TrainBatch]:
+        """Micro-batches of these rows; `rows` refers to all rows of the iteration."""
+        if not indices:
+            return []
+        rows = [self.samples[index].row for index in indices]
+        batches = make_batches(rows, self.settings.micro_batch_tokens, self.learner.pad_id)
+        for batch in batches:
+            batch.rows = [indices[index] for index in batch.rows]
+            batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
+        return [batch for batch in batches if batch.num_loss_tokens]
+
+    def of(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
+        """The batch's part of a tensor over all rows, 0 where no loss is."""
+        assert values_RS is not None, "not measured"
+        return fill_masked(values_RS[batch.rows, : batch.loss_mask_BS.shape[1]], batch.loss_mask_BS)
+
+    # Measuring
+
+    @torch.no_grad()
+    def measure_old(self, plan: Plan) -> None:
+        """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
+        self.old_logprobs_RS = self._logprobs(self.learner.policy, plan)
+
+    @torch.no_grad()
+    def measure_reference(self, plan: Plan) -> None:
+        """Log-probs of the reference, once for all epochs."""
+        assert self.learner.reference is not None
+        self.ref_logprobs_RS = self._logprobs(self.learner.reference, plan)
+
+    @torch.no_grad()
+    def measure_values(self, plan: Plan) -> None:
+        """Values before every loss token, and after the last token of each row."""
+        critic = self.learner.critic
+        assert critic is not None
+        values_RS = torch.zeros(self.shape, device=self.device)
+        after_R = torch.zeros(self.shape[0], device=self.device)
+
+        def measure(batch: TrainBatch) -> None:
+            values_BS, after_B = critic.values(batch)
+            values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
+            after_R[batch.rows] = after_B.float()
+
+        with evaluating(critic):
+            self._each_batch(plan, measure)
+        self.values_RS, self.value_after_R = values_RS, after_R
+
+    def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
+        logprobs_RS = torch.zeros(self.shape, device=self.device)
+
+        def measure(batch: TrainBatch) -> None:
+            logprobs_BS, _ = completion_logprobs(model, batch)
+            logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
+
+        with evaluating(model):
+            self._each_batch(plan, measure)
+        return logprobs_RS
+
+    def _each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
+        for indices in plan:
+            for batch in self.batches(indices):
+                function(batch.to(self.device))
+
+    # Credit
+
+    def credit(self, kl_reward_coef: float = 0.0) -> dict[str, float]:
+        """Fill in advantages, and returns where there are values; a replayed sample keeps its own advantage.
+
+        kl_reward_coef: weight of k1 to the reference in the reward, per token; needs old and reference log-probs.
+        Returns: value/... and policy/ref_kl, where they apply.
+        """
+        rewards_R = torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
+        metrics: dict[str, float] = {}
+        penalty_RS: torch.Tensor | None = None
+        if kl_reward_coef > 0:
+            assert self.old_logprobs_RS is not None and self.ref_logprobs_RS is not None
+            kl_RS = fill_masked(kl_k1(self.old_logprobs_RS, self.ref_logprobs_RS), self.mask_RS)
+            penalty_RS = kl_reward_coef * kl_RS
+            metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
+        if self.settings.value_function is not None:
+            metrics |= self._estimate(rewards_R, penalty_RS)
+        else:
+            if penalty_RS is not None:
+                rewards_R = rewards_R - penalty_RS.sum(1).double().cpu()
+            self._compare(rewards_R)
+        if self.settings.whitens and bool(self.mask_RS.any()):
+            self.advantages_RS = masked_whiten(self.advantages_RS, self.mask_RS)
+        return metrics
+
+    def _compare(self, rewards_R: torch.Tensor) -> None:
+        fresh = [index for index, sample in enumerate(self.samples) if not sample.is_replayed]
+        if fresh:
+            rewards_PG = rewards_R[fresh].view(-1, self.settings.group_size)
+            advantages_PG = compared_rewards(rewards_PG, self.settings.algorithm)
+            for index, advantage in zip(fresh, advantages_PG.flatten().tolist(), strict=True):
+                self.samples[index].advantage = advantage
+        for index, sample in enumerate(self.samples):
+            assert sample.advantage is not None
+            if abs(sample.advantage) < self.settings.filter_threshold:
+                self.mask_RS[index] = False  # carries no loss, and counts in no denominator
+            self.advantages_RS[index][self.mask_RS[index]] = sample.advantage
+
+    def _estimate(self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None) -> dict[str, float]:
+        assert self.values_RS is not None and self.value_after_R is not None
+        self.advantages_RS, self.returns_RS = estimated_advantages(
+            rewards_R.to(device=self.device, dtype=torch.float32),
+            torch.tensor([sample.is_truncated for sample in self.samples], device=self.device),
+            self.values_RS,
+            self.value_after_R,
+            self.mask_RS,
+            gamma=self.settings.gamma,
+            gae_lambda=self.settings.gae_lambda,
+            kl_penalty_RS=penalty_RS,
+        )
+        count = self.mask_RS.sum()
+        metrics = {
+            "value/explained_variance": explained_variance(self.values_RS, self.returns_RS, self.mask_RS),
+            "value/returns_mean": float(masked_sum(self.returns_RS, self.mask_RS) / count),
+            "value/values_mean": float(masked_sum(self.values_RS, self.mask_RS) / count),
+        }
+        if self.settings.filter_threshold:
+            self.mask_RS = self.mask_RS & (self.advantages_RS.abs() >= self.settings.filter_threshold)
+            self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
+        return metrics

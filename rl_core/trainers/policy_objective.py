@@ -1,0 +1,109 @@
+"""The policy's loss on one micro-batch, by algorithm.
+
+Suffixes: B rows, S whole sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rl_core.losses.importance import truncated_importance_weights
+from rl_core.losses.kl import kl_k1, kl_k3
+from rl_core.losses.masking import masked_max, masked_sum
+from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
+from rl_core.settings import PolicySettings
+
+__all__ = ["StepCounts", "importance_weights", "policy_loss", "sampler_agreement"]
+
+Metrics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepCounts:
+    """Denominators of one optimizer step. Less may be run than counts, since rows of advantage 0 add nothing."""
+
+    num_loss_tokens: float  # that count in the loss
+    num_run_tokens: float  # of these, run through the model: what metrics are means over
+    num_sequences: float  # rows with loss tokens that count
+    num_run_sequences: float
+    loss_denominator: float | None = None  # in place of num_loss_tokens (dr_grpo)
+
+
+def policy_loss(
+    settings: PolicySettings,
+    logprobs_BS: torch.Tensor,
+    old_logprobs_BS: torch.Tensor,
+    advantages_BS: torch.Tensor,
+    loss_mask_BS: torch.Tensor,
+    counts: StepCounts,
+) -> tuple[torch.Tensor, Metrics]:
+    """The algorithm's loss, divided by the step's denominators, and its metrics per token that was run.
+
+    grpo, dr_grpo, dapo, rloo, ppo: clipped, see `clipped_policy_loss`; gspo, cispo, reinforce: see their functions.
+    Args: as `clipped_policy_loss`; gspo takes each row's mean advantage over its loss tokens.
+    Returns: scalar loss with gradient; {"loss", "kl" (k3) and "kl_k1" of KL(old || new), and, where the algorithm has a
+        ratio, "ratio_mean", "ratio_max", "clip_fraction"...}.
+    """
+    low, high = settings.clip
+    arguments = (logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS)
+    if settings.algorithm == "gspo":
+        lengths_B = loss_mask_BS.sum(1).clamp(min=1)
+        advantages_B = torch.where(loss_mask_BS, advantages_BS, 0.0).sum(1) / lengths_B
+        loss, metrics = gspo_loss(
+            logprobs_BS, old_logprobs_BS, advantages_B, loss_mask_BS,
+            num_sequences=counts.num_run_sequences, clip_eps=low, clip_eps_high=high,
+        )  # fmt: skip
+        share = counts.num_run_sequences / counts.num_sequences
+    elif settings.algorithm == "cispo":
+        loss, metrics = cispo_loss(*arguments, num_loss_tokens=counts.num_run_tokens, clip_eps_high=high)
+        share = counts.num_run_tokens / counts.num_loss_tokens
+    elif settings.algorithm == "reinforce":
+        loss, metrics = reinforce_loss(logprobs_BS, advantages_BS, loss_mask_BS, num_loss_tokens=counts.num_run_tokens)
+        share = counts.num_run_tokens / counts.num_loss_tokens
+    else:
+        return clipped_policy_loss(
+            *arguments,
+            num_loss_tokens=counts.num_run_tokens,
+            clip_eps=low,
+            clip_eps_high=high,
+            dual_clip=settings.dual_clip,
+            loss_denominator=counts.loss_denominator or counts.num_loss_tokens,
+        )
+    loss = loss * share
+    metrics |= {"loss": loss.detach(), **_moved(logprobs_BS, old_logprobs_BS, loss_mask_BS, counts.num_run_tokens)}
+    return loss, metrics
+
+
+def importance_weights(
+    settings: PolicySettings, old_logprobs_BS: torch.Tensor, sampler_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor
+) -> torch.Tensor | None:
+    """Truncated weights of the policy at the start of the iteration over the one that sampled; None = all 1.
+
+    They are never negative, so multiplying advantages by them multiplies every loss by them.
+    """
+    if settings.importance == "none":
+        return None
+    return truncated_importance_weights(
+        old_logprobs_BS, sampler_logprobs_BS, mask_BS, level=settings.importance, cap=settings.importance_cap
+    )
+
+
+@torch.no_grad()
+def sampler_agreement(
+    sampler_logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
+) -> Metrics:
+    """How far the policy at the start of the iteration lies from the one that sampled."""
+    return {
+        "sampler_kl": masked_sum(kl_k3(sampler_logprobs_BS, old_logprobs_BS), mask_BS) / count,
+        "sampler_difference_max": masked_max((sampler_logprobs_BS - old_logprobs_BS).abs(), mask_BS),
+    }
+
+
+@torch.no_grad()
+def _moved(logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float) -> Metrics:
+    return {
+        "kl": masked_sum(kl_k3(old_logprobs_BS, logprobs_BS), mask_BS) / count,
+        "kl_k1": masked_sum(kl_k1(old_logprobs_BS, logprobs_BS), mask_BS) / count,
+    }

@@ -1,0 +1,80 @@
+"""A tiny environment, and policy-gradient trainers on it: the first letter of an action decides."""
+
+import torch
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.tools import Toolset
+from rl_core.models import causal_lm
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rollouts.engine import make_backend
+from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings, SamplingSettings
+from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+
+
+class LetterEpisode(Episode):
+    """Right if the action begins with a letter of the level's half of the alphabet."""
+
+    def reset(self):
+        return [{"role": "user", "content": f"{self.level}{self.seed % 3}"}]
+
+    def act(self, text):
+        letters = "abcdefghijklm" if self.level == "low" else "nopqrstuvwxyz"
+        success = text[:1].lower() in letters if text else False
+        return Step(reward=float(success), terminated=True, success=success)
+
+
+class Letters(Environment):
+    name = "letters"
+    levels = ("low", "high")
+
+    @property
+    def tools(self):
+        return Toolset([])
+
+    def episode(self, seed, level):
+        self.check_level(level)
+        return LetterEpisode(seed, level)
+
+
+class FewLetters(Letters):
+    def seeds(self, split):
+        return range(5) if split == "train" else range(5, 8)
+
+
+def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, model_seed=0, **options):
+    options = {
+        "iterations": 50,
+        "prompts_per_iteration": 6,
+        "group_size": 6,
+        "learning_rate": 1e-2,
+        "warmup_steps": 0,
+        "sampling": SamplingSettings(max_completion_tokens=3),
+        **options,
+    }
+    torch.manual_seed(0)
+    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, model_seed)
+    renderer = ChatRenderer(tokenizer)
+    # Every other token ends an action, so that an untrained policy writes actions of 1 to 3 tokens and is heard.
+    backend = make_backend(model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=32)
+    return PolicyGradientTrainer(
+        model,
+        reference,
+        renderer,
+        environment or Letters(),
+        PolicySettings(**options),
+        7,
+        rewards or RewardOrchestrator({"task": 1.0}),
+        backend,
+    )
+
+
+def weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+def comparable(metrics):
+    return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
+
+
+LOW = (CurriculumStage(name="one", levels={"low": 1.0}),)
