@@ -202,8 +202,8 @@ def validation_requests(
         if len(picked) < share:
             raise SettingsError(
                 f"eval_episodes: level '{level}' has {len(seeds)} held-out episodes; the evaluation reports on "
-                f"{len(taken)} of them; {len(picked)} are left to validate on, {share} are wanted. Lower evaluate.episodes or "
-                "eval_episodes"
+                f"{len(taken)} of them; {len(picked)} are left to validate on, {share} are wanted. "
+                "Lower evaluate.episodes or eval_episodes"
             )
         requests += [EpisodeRequest(level=level, seed=s) for s in picked]
     return requests

@@ -97,9 +97,11 @@ def _evaluator(context: StageContext, policy: Policy, environment: Environment) 
     def play() -> dict[str, float]:
         backend.refresh()
         sampling = settings.sampling
-        return evaluate(
+        result = evaluate(
             environment, backend, policy.renderer, requests, samples=1, sampling=sampling, seed=context.seed
-        ).metrics()
+        )
+        timed = ("eval/seconds", "eval/tokens_per_second")  # the loop times evaluations itself
+        return {name: value for name, value in result.metrics().items() if name not in timed}
 
     return play
 

@@ -204,9 +204,15 @@ def policy_only(tmp_path, name):
     return config, [f"stages.{stage}=null" for stage in ("sft", "reward_model", "evaluate", "analyze", "promote")]
 
 
-@pytest.mark.parametrize("point", ["loop.stepped:4:kill", "pointer.written:2:kill"])
-def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, tmp_path, point):
+PPO = ["algorithm=ppo", "epochs=2", "eval_every=2", "eval_episodes=6", "patience=5"]
+
+
+@pytest.mark.parametrize(
+    ("point", "settings"), [("loop.stepped:4:kill", []), ("pointer.written:2:kill", []), ("loop.stepped:4:kill", PPO)]
+)
+def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, tmp_path, point, settings):
     config, overrides = policy_only(tmp_path, "test")
+    overrides += [f"stages.policy.{setting}" for setting in settings]
     whole = run(tmp_path / "whole", *overrides, config=config)
     command = [sys.executable, "-m", "flows.cli", "run", str(config), "--quiet", "--set", f"output={tmp_path / 'cut'}"]
     for override in overrides:

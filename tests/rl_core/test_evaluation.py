@@ -8,7 +8,7 @@ from rl_core.analysis.statistics import wilson_interval
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, SettingsError
-from rl_core.evaluation import Evaluation, compare, evaluate, heldout_requests, summarize
+from rl_core.evaluation import Evaluation, compare, evaluate, heldout_requests, summarize, validation_requests
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, ToolCall, Trajectory, Turn
@@ -143,6 +143,24 @@ def test_requests_refuse_a_level_without_episodes():
     environment.seeds_of = lambda split, level: []
     with pytest.raises(DataError, match="no held-out episodes of level 'easy'"):
         heldout_requests(environment, EvaluationSettings(), 0)
+
+
+def test_validation_episodes_are_held_out_and_not_reported_on():
+    environment, levels = SumEnvironment(), ("easy", "hard")
+    reported = heldout_requests(environment, EvaluationSettings(episodes=6), 3)
+    found = validation_requests(environment, len(levels) * 2, levels, 3, reported)
+    assert len(found) == len(set(found)) == len(levels) * 2 and not set(found) & set(reported)
+    assert all(request.seed in environment.seeds_of("heldout", request.level) for request in found)
+    assert found == validation_requests(environment, len(levels) * 2, levels, 3, reported)
+
+
+def test_validation_needs_episodes_that_are_left():
+    environment = SumEnvironment()
+    scarce = min(environment.levels, key=lambda level: len(environment.seeds_of("heldout", level)))
+    total = len(environment.seeds_of("heldout", scarce))
+    reported = [EpisodeRequest(scarce, seed) for seed in environment.seeds_of("heldout", scarce)[: total - 1]]
+    with pytest.raises(SettingsError, match=f"eval_episodes: level '{scarce}' has {total} held-out episodes; .* 1 are"):
+        validation_requests(environment, 2, [scarce], 0, reported)
 
 
 def test_evaluate_by_hand():
