@@ -111,7 +111,7 @@ class PolicyUpdate:
         """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
         width = max((len(row.prompt_ids) + len(row.completion_ids) for row in self.rows), default=0)
         self.old_logprobs_RS = torch.zeros(len(self.rows), width, device=self.device)
-        with evaluating(self.model):
+        with evaluating(self.model), self.updater.autocast():
             for indices in minibatches:
                 for batch in self._batches(indices):
                     logprobs_BS, _ = completion_logprobs(self.model, batch.to(self.device))
@@ -160,7 +160,8 @@ class PolicyUpdate:
     @torch.no_grad()
     def _ref_logprobs(self, batch: TrainBatch) -> torch.Tensor:
         assert self.reference_model is not None
-        return completion_logprobs(self.reference_model, batch)[0]
+        with self.updater.autocast():
+            return completion_logprobs(self.reference_model, batch)[0]
 
 
 @torch.no_grad()
