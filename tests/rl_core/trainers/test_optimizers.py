@@ -105,7 +105,7 @@ def test_first_muon_step_by_hand():
             x = 3.4445 * x - 4.775 * x**3 + 2.0315 * x**5
         # the warm-up halves the learning rate of 0.1; 1 - 0.05 * 0.5 is left by the decay
         expected.append(0.975 - 0.05 * 0.2 * math.sqrt(2.0) * x)
-    assert torch.diag(model[0].weight.detach()).tolist() == pytest.approx(expected, abs=2e-4)  # in bfloat16
+    assert torch.diag(model[0].weight.detach()).tolist() == pytest.approx(expected, abs=6e-4)  # of 0.01, in bfloat16
     assert expected[0] < 0.975 < expected[1]
     assert float(model[0].weight.detach()[0, 1]) == pytest.approx(0.0, abs=1e-4)
     assert model[0].bias.tolist() == pytest.approx([-0.05, 0.0])  # AdamW, on the same schedule
