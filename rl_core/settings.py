@@ -166,7 +166,7 @@ class OptimizerSettings(Settings):
     )
     grokfast_alpha: float = setting(0.98, ge=0, lt=1, doc="decay of that average (arXiv:2405.20233)")
     ema_decay: float | None = setting(
-        None, gt=0, lt=1, doc="decay of an average of the weights, which is evaluated and kept; none = the weights"
+        None, gt=0, lt=1, doc="evaluate and keep a moving average of the weights, of about 1 / (1 - ema_decay) steps"
     )
     micro_batch_tokens: int = setting(16384, ge=1, doc="padded tokens of one forward pass; larger batches accumulate")
     autocast: Literal["none", "bfloat16"] = setting(
