@@ -2,7 +2,7 @@
 
 Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoint when due. A checkpoint may lie between
 a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
-With ema_decay the averaged weights are evaluated, compared, and left in the model; steps and checkpoints know the others.
+With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
 """
 
 from __future__ import annotations
