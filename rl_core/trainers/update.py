@@ -78,8 +78,7 @@ class Updater:
 
         `apply` runs its loss function in it; a trainer runs its own passes over the model in it, so that log-probs
         agree. Casts are not cached: each weight is cast once in a pass anyway, and a cast that was cached under no_grad
-        would cut the gradient of a pass that follows in the same context where torch does not guard against it (pytorch
-        issue 112583).
+        would cut the gradient of a pass that follows in the same context where torch does not guard against it.
         """
         if self.settings.autocast == "none":
             return nullcontext()
