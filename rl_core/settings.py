@@ -151,8 +151,11 @@ class DataSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
-    """AdamW and its schedule."""
+    """The optimizer, its schedule, and in which precision and memory the model computes."""
 
+    optimizer: Literal["adamw", "muon"] = setting(
+        "adamw", doc="muon: for hidden matrices (arXiv:2502.16982) and adapters; AdamW for embeddings, heads, vectors"
+    )
     learning_rate: float = setting(1e-3, gt=0, le=1, doc="peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = setting("constant", doc="shape after the warm-up")
     warmup_steps: int = setting(10, ge=0, doc="optimizer steps of linear warm-up from 0")
@@ -160,8 +163,22 @@ class OptimizerSettings(Settings):
     weight_decay: float = setting(0.01, ge=0, doc="decoupled, on matrices only (arXiv:1711.05101)")
     betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1, doc="AdamW moments")
     eps: float = setting(1e-8, gt=0, doc="AdamW epsilon")
+    muon_momentum: float = setting(0.95, ge=0, lt=1, doc="Muon's momentum (Nesterov)")
     max_grad_norm: float = setting(1.0, gt=0, doc="clip by global norm")
+    grokfast_lambda: float = setting(
+        0.0, ge=0, doc="weight of the average gradient that is added to each gradient; 0 = off, arXiv:2405.20233 uses 2"
+    )
+    grokfast_alpha: float = setting(0.98, ge=0, lt=1, doc="decay of that average (arXiv:2405.20233)")
+    ema_decay: float | None = setting(
+        None, gt=0, lt=1, doc="evaluate and keep a moving average of the weights, of about 1 / (1 - ema_decay) steps"
+    )
     micro_batch_tokens: int = setting(16384, ge=1, doc="padded tokens of one forward pass; larger batches accumulate")
+    autocast: Literal["none", "bfloat16"] = setting(
+        "none", doc="bfloat16: the model computes in it (faster, less memory); weights and losses stay as they are"
+    )
+    activation_checkpointing: bool = setting(
+        False, doc="compute activations again in backward: less memory, about a third slower"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

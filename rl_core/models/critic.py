@@ -30,15 +30,15 @@ class ValueHead(nn.Module):
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(size, 1)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
+        self.head = nn.Linear(size, 1)  # a name that ends in `head` keeps it out of Muon
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_NH: torch.Tensor) -> torch.Tensor:
         """[N, H] -> float32 [N] (float64 for float64)."""
         dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
         with torch.autocast(hidden_NH.device.type, enabled=False):
-            weight, bias = self.linear.weight.to(dtype), self.linear.bias.to(dtype)
+            weight, bias = self.head.weight.to(dtype), self.head.bias.to(dtype)
             return nn.functional.linear(hidden_NH.to(dtype), weight, bias).squeeze(-1)
 
 
@@ -65,10 +65,6 @@ class SeparateCritic(nn.Module):
         last_B1 = batch.attention_mask_BS.sum(1, keepdim=True) - 1
         return torch.where(mask_BS, before_BS, before_BS.new_zeros(())), after_BS.gather(1, last_B1).squeeze(1)
 
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
-        """Recompute activations in backward."""
-        self.trunk.gradient_checkpointing_enable(**options)
-
 
 class PolicyWithCritic(nn.Module):
     """A policy and its value function as one module, so that one checkpoint holds both."""
@@ -91,10 +87,6 @@ class PolicyWithCritic(nn.Module):
         outputs: TokenOutputs = token_outputs(self.policy, batch, value_head=self.critic)
         assert outputs.values_BS is not None and outputs.value_after_B is not None
         return outputs.values_BS, outputs.value_after_B
-
-    def gradient_checkpointing_enable(self, **options: Any) -> None:
-        """Recompute the policy's activations in backward."""
-        self.policy.gradient_checkpointing_enable(**options)
 
     def get_output_embeddings(self) -> nn.Module | None:
         """The policy's output head."""

@@ -116,7 +116,7 @@ class Experience:
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
-        with evaluating(critic):
+        with evaluating(critic), self.learner.updater.autocast():
             self._each_batch(plan, measure)
         self.values_RS, self.value_after_R = values_RS, after_R
 
@@ -127,7 +127,7 @@ class Experience:
             logprobs_BS, _ = completion_logprobs(model, batch)
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
-        with evaluating(model):
+        with evaluating(model), self.learner.updater.autocast():
             self._each_batch(plan, measure)
         return logprobs_RS
 

@@ -2,6 +2,7 @@
 
 Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoint when due. A checkpoint may lie between
 a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
+With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rl_core.errors import SettingsError, Stopped, nearest
 from rl_core.faults import fault
 from rl_core.settings import LoopSettings
 from rl_core.tracking import MemoryTracker, Tracker
+from rl_core.trainers.memory import peak_memory_gb
 from rl_core.trainers.resume import (
     check_fingerprint,
     load_trainable_weights,
@@ -60,7 +62,10 @@ class Trainer(Protocol):
         """One iteration; its metrics, fully named (`train/loss`)."""
 
     def evaluate(self) -> Mapping[str, float]:
-        """Metrics of the present weights on held-out data; changes nothing that training depends on but the RNG."""
+        """Metrics of the present weights on held-out data; changes nothing that training depends on but the RNG.
+
+        With ema_decay the loop has put the averaged weights into the model, in place.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Everything else that the next step depends on: data order, curriculum, own generators, histories."""
@@ -174,7 +179,7 @@ class _Loop:
         if self.settings.checkpoint_every:
             self._save()
         fault("loop.finished")
-        self._restore_best()
+        self._leave_best()
         return LoopOutcome(
             iterations=self.state.iteration,
             steps=self.trainer.updater.step,
@@ -200,6 +205,7 @@ class _Loop:
         started = self.clock()
         metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - started
+        metrics["perf/memory_gb"] = peak_memory_gb(self.trainer.model)
         self.state.iteration += 1
         fault("loop.stepped")
         finite = self._log(metrics)
@@ -227,13 +233,14 @@ class _Loop:
 
     def _evaluate(self) -> None:
         started = self.clock()
-        raw = {name: float(value) for name, value in self.trainer.evaluate().items()}
-        if self.best_metric is not None:
-            if self.best_metric not in raw:
-                raise SettingsError(
-                    f"best_metric '{self.best_metric}' is not evaluated; {nearest(self.best_metric, raw)}"
-                )
-            self._compare(raw[self.best_metric], raw)
+        with self.trainer.updater.averaged():  # what is evaluated is what is kept
+            raw = {name: float(value) for name, value in self.trainer.evaluate().items()}
+            if self.best_metric is not None:
+                if self.best_metric not in raw:
+                    raise SettingsError(
+                        f"best_metric '{self.best_metric}' is not evaluated; {nearest(self.best_metric, raw)}"
+                    )
+                self._compare(raw[self.best_metric], raw)
         self.state.metrics = raw
         self.state.evaluated_iteration = self.state.iteration
         self._log({**raw, "perf/eval_seconds": self.clock() - started})
@@ -251,8 +258,10 @@ class _Loop:
         else:
             state.bad_evaluations += 1
 
-    def _restore_best(self) -> None:
+    def _leave_best(self) -> None:
+        """The model as the outcome describes it: the best weights, or the last; their average with ema_decay."""
         if self.best_weights is None or self.state.best_iteration == self.state.iteration:
+            self.trainer.updater.adopt_average()
             return
         load_trainable_weights(self.trainer.model, self.best_weights)
         self.trainer.updater.refresh_masters()

@@ -260,7 +260,7 @@ class PolicyUpdate:
     def _distance(self, batches: Sequence[TrainBatch]) -> float:
         """Mean KL(old || policy) per loss token of the batches, k3, as the policy is now."""
         total = 0.0
-        with evaluating(self.learner.policy):
+        with evaluating(self.learner.policy), self.learner.updater.autocast():
             for batch in batches:
                 batch = batch.to(self.learner.device)
                 logprobs_BS, _ = completion_logprobs(self.learner.policy, batch)

@@ -97,9 +97,9 @@ class RewardModelTrainer:
         if not self._heldout:
             return {}
         rows = [row for pair in self._heldout for row in pair]
-        scores_B = torch.tensor(
-            heads.score(self.model, rows, pad_id=self._pad_id, max_tokens=self.settings.micro_batch_tokens)
-        )
+        with self.updater.autocast():
+            scores = heads.score(self.model, rows, pad_id=self._pad_id, max_tokens=self.settings.micro_batch_tokens)
+        scores_B = torch.tensor(scores)
         chosen_B, rejected_B = scores_B[0::2], scores_B[1::2]
         loss, metrics = bradley_terry_loss(
             chosen_B, rejected_B, num_pairs=len(self._heldout), center_coef=self.settings.center_coef

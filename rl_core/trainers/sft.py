@@ -82,7 +82,7 @@ class SFTTrainer:
             return {}
         batches = make_batches(self._heldout, self.settings.micro_batch_tokens, self._pad_id)
         num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
-        with evaluating(self.model), torch.no_grad():
+        with evaluating(self.model), torch.no_grad(), self.updater.autocast():
             loss = math.fsum(float(self._loss(batch, num_loss_tokens)[0]) for batch in batches)
         return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
 

@@ -5,19 +5,27 @@ Suffixes: B rows of a micro-batch, S sequence.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from rl_core.errors import DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
+from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.settings import OptimizerSettings
+from rl_core.trainers.micro_batches import combine_metrics, halve, padded_tokens
+from rl_core.trainers.optimizers import (
+    Grokfast,
+    WeightAverage,
+    build_optimizer,
+    enable_activation_checkpointing,
+    learning_rate_at,
+)
 
-__all__ = ["LossFn", "Updater", "combine_metrics", "halve", "learning_rate_at"]
+__all__ = ["LossFn", "Updater"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,73 +33,11 @@ Batch = TypeVar("Batch")
 LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
 
 
-def learning_rate_at(step: int, settings: OptimizerSettings, total_steps: int) -> float:
-    """Learning rate of optimizer step number `step` (0 = the first).
-
-    Warm-up: peak (step + 1) / warmup_steps, so that step "-1" would be at 0 and the last warm-up step is at the peak.
-    Then constant, or a fall from the peak towards min_lr_ratio * peak, which it would reach at step `total_steps`.
-    """
-    peak = settings.learning_rate
-    if step < settings.warmup_steps:
-        return peak * (step + 1) / settings.warmup_steps
-    if settings.schedule == "constant":
-        return peak
-    progress = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
-    share = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
-
-
-def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of micro-batches as one: names ending in _max or _min combine so, all others add up.
-
-    Losses normalise their metrics by the global denominator, which is why sums are right (tensors are read only here,
-    so that an accelerator is waited for once a step).
-    """
-    columns: dict[str, list[float]] = {}
-    for part in parts:
-        for name, value in part.items():
-            columns.setdefault(name, []).append(float(value))
-    return {
-        name: max(values) if name.endswith("_max") else min(values) if name.endswith("_min") else math.fsum(values)
-        for name, values in columns.items()
-    }
-
-
-def halve(batch: Batch) -> tuple[Batch, Batch] | None:
-    """A batch dataclass as its first and second half of rows; None when it has a single row.
-
-    Every tensor and list field must have one entry a row (first axis); None and scalars go to both halves.
-    """
-    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
-        raise DataError(f"a micro-batch must be a dataclass with one row per entry, not {type(batch).__name__}")
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    rows = next((len(value) for value in values.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
-    if rows < 2:
-        return None
-
-    def part(bounds: slice) -> Batch:
-        cut = {
-            name: value[bounds]
-            for name, value in values.items()
-            if (isinstance(value, torch.Tensor) and value.ndim) or isinstance(value, list)
-        }
-        return dataclasses.replace(batch, **cut)
-
-    return part(slice(0, rows // 2)), part(slice(rows // 2, rows))
-
-
-def _padded_tokens(batch: object) -> int:
-    """Entries of the batch's largest tensor: its padded tokens."""
-    fields = dataclasses.fields(batch) if dataclasses.is_dataclass(batch) else ()
-    tensors = (getattr(batch, field.name) for field in fields)
-    return max((tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)), default=0)
-
-
 class Updater:
-    """AdamW over a model's trainable parameters, with accumulation, guards, clipping and a schedule.
+    """The optimizer of a model's trainable parameters, with accumulation, guards, clipping and a schedule.
 
-    Weights in bfloat16 or float16 get a float32 master copy, on which gradients accumulate and AdamW works; otherwise
-    small updates would be rounded away.
+    Weights in bfloat16 or float16 get a float32 master copy, on which gradients accumulate and the optimizer works;
+    otherwise small updates would be rounded away. With ema_decay an average of the weights is kept beside them.
     """
 
     def __init__(
@@ -113,22 +59,45 @@ class Updater:
             weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())
             for weight in self._weights
         ]
-        # Decay on matrices only: norms and biases are scales, not directions (arXiv:1711.05101 leaves it open).
-        groups = [
-            {"params": [p for p in self._masters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [p for p in self._masters if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-        )
+        if settings.activation_checkpointing:
+            enable_activation_checkpointing(model)
+        masters = dict(zip(self._names, self._masters, strict=True))
+        self.optimizer = build_optimizer(model, masters, settings)
+        self._grokfast: Grokfast | None = None
+        if settings.grokfast_lambda > 0:
+            self._grokfast = Grokfast(masters, amplification=settings.grokfast_lambda, alpha=settings.grokfast_alpha)
+        self._average = WeightAverage(masters, settings.ema_decay) if settings.ema_decay is not None else None
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
         return learning_rate_at(self.step, self.settings, self.total_steps)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
+
+        `apply` runs its loss function in it; a trainer runs its own passes over the model in it, so that log-probs
+        agree. Casts are not cached: each weight is cast once in a pass anyway, and a cast that was cached under no_grad
+        would cut the gradient of a pass that follows in the same context where torch does not guard against it.
+        """
+        if self.settings.autocast == "none":
+            return nullcontext()
+        return torch.autocast(self._weights[0].device.type, dtype=torch.bfloat16, cache_enabled=False)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model holds its averaged weights inside, if ema_decay asks for them; afterwards the very bits it held."""
+        if self._average is None:
+            yield
+            return
+        with self._average.written(dict(zip(self._names, self._weights, strict=True))):
+            yield
+
+    def adopt_average(self) -> None:
+        """Leave the averaged weights in the model for good, if ema_decay asks for them: training has ended."""
+        if self._average is not None:
+            self._average.write(dict(zip(self._names, self._weights, strict=True)))
+            self.refresh_masters()
 
     def apply(self, micro_batches: Sequence[Batch], loss_fn: LossFn[Batch]) -> dict[str, float]:
         """One optimizer step over all micro-batches.
@@ -137,8 +106,9 @@ class Updater:
             micro_batches: dataclasses with one row per entry (`TrainBatch`), in order.
             loss_fn: gives (loss, metrics) of a micro-batch; the loss is already divided by the step's global
                 denominator, so that losses and metrics of micro-batches add up, however they are cut.
-        Returns: combined metrics, with train/loss, train/grad_norm (before clipping), train/learning_rate and
-            train/skipped_steps (updates skipped so far).
+        Returns: combined metrics, with train/loss, train/grad_norm (before Grokfast and clipping),
+            train/learning_rate and train/skipped_steps (updates skipped so far); with Grokfast,
+            train/grokfast_grad_norm (after it, before clipping).
         Raises: NonFiniteError after `max_nonfinite` skipped updates in a row (weights stay as they were before them);
             OutOfMemory if a single row does not fit.
         """
@@ -147,23 +117,41 @@ class Updater:
         self.model.train()
         parts, problem = self._accumulate(list(micro_batches), loss_fn)
         metrics = combine_metrics(parts)
-        grads = [master.grad for master in self._masters if master.grad is not None]
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = self._grad_norm()
         metrics["train/grad_norm"] = float(norm)
         metrics["train/learning_rate"] = self.learning_rate
-        if problem is None and math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["train/grad_norm"]):
-            for group in self.optimizer.param_groups:
-                group["lr"] = self.learning_rate
-            torch.nn.utils.clip_grads_with_norm_(self._masters, self.settings.max_grad_norm, norm)
-            self.optimizer.step()
-            self._write_back()
-            self.skipped_in_row = 0
-            self.step += 1
+        is_finite = (
+            problem is None and math.isfinite(metrics["train/loss"]) and math.isfinite(metrics["train/grad_norm"])
+        )
+        if is_finite and self._grokfast is not None:
+            # After the check, so that no bad gradient enters its average; before clipping, so that max_grad_norm bounds
+            # what the optimizer gets, amplified or not.
+            self._grokfast.amplify()
+            norm = self._grad_norm()
+            metrics["train/grokfast_grad_norm"] = float(norm)
+            is_finite = math.isfinite(metrics["train/grokfast_grad_norm"])
+        if is_finite:
+            self._optimize(norm)
         else:
             self._skip(parts, problem)
         self._clear()
         metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics
+
+    def _grad_norm(self) -> torch.Tensor:
+        return torch.nn.utils.get_total_norm([master.grad for master in self._masters if master.grad is not None])
+
+    def _optimize(self, norm: torch.Tensor) -> None:
+        """Clip, step, and take the new weights over."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        torch.nn.utils.clip_grads_with_norm_(self._masters, self.settings.max_grad_norm, norm)
+        self.optimizer.step()
+        self._write_back()
+        if self._average is not None:
+            self._average.update()
+        self.skipped_in_row = 0
+        self.step += 1
 
     def _accumulate(
         self, micro_batches: list[Batch], loss_fn: LossFn[Batch]
@@ -179,7 +167,8 @@ class Updater:
             parts: list[dict[str, Any]] = []
             try:
                 for batch in micro_batches:
-                    loss, metrics = loss_fn(batch)
+                    with self.autocast():
+                        loss, metrics = loss_fn(batch)
                     loss.backward()
                     self._collect_gradients()
                     parts.append({**metrics, "train/loss": loss.detach()})
@@ -191,10 +180,10 @@ class Updater:
             failed = micro_batches[len(parts)]
             if halve(failed) is None:
                 raise OutOfMemory(
-                    f"one row of {_padded_tokens(failed)} tokens does not fit into memory; "
+                    f"one row of {padded_tokens(failed)} tokens does not fit into memory; "
                     "shorten max_completion_tokens or the context, or use a smaller model or LoRA"
                 )
-            self.max_tokens = _padded_tokens(failed) - 1
+            self.max_tokens = padded_tokens(failed) - 1
             logger.warning("out of memory: micro-batches are cut to at most %d padded tokens", self.max_tokens)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -205,7 +194,7 @@ class Updater:
             return micro_batches
         cut: list[Batch] = []
         for batch in micro_batches:
-            halves = halve(batch) if _padded_tokens(batch) > self.max_tokens else None
+            halves = halve(batch) if padded_tokens(batch) > self.max_tokens else None
             cut.extend(self._cut(list(halves)) if halves else [batch])
         return cut
 
@@ -266,7 +255,7 @@ class Updater:
                     master.copy_(weight)
 
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer moments, float32 masters and counters; the schedule follows from `step`."""
+        """Optimizer moments, float32 masters, averages and counters; the schedule follows from `step`."""
         masters = {
             name: master.detach()
             for name, weight, master in zip(self._names, self._weights, self._masters, strict=True)
@@ -275,6 +264,8 @@ class Updater:
         return {
             "optimizer": self.optimizer.state_dict(),
             "masters": masters,
+            "grokfast": self._grokfast.state_dict() if self._grokfast is not None else None,
+            "average": self._average.state_dict() if self._average is not None else None,
             "step": self.step,
             "skipped_steps": self.skipped_steps,
             "skipped_in_row": self.skipped_in_row,
@@ -282,8 +273,20 @@ class Updater:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; the model's weights are loaded elsewhere, before this."""
+        """Inverse of `state_dict`; the model's weights are loaded elsewhere, before this.
+
+        Averages that only the settings or only the state know of start afresh, or are left out (a resume with changed
+        settings, which has to be allowed explicitly). Raises: CheckpointError for the state of another optimizer.
+        """
+        if state["optimizer"].keys() != self.optimizer.state_dict().keys():
+            raise CheckpointError(
+                f"the checkpoint holds the state of another optimizer than '{self.settings.optimizer}'; "
+                "put the old setting back, or start afresh in another folder"
+            )
         self.optimizer.load_state_dict(state["optimizer"])
+        for part, saved in ((self._grokfast, state["grokfast"]), (self._average, state["average"])):
+            if part is not None and saved is not None:
+                part.load_state_dict(saved)
         with torch.no_grad():
             for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
                 if weight is not master:

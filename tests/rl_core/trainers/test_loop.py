@@ -508,6 +508,8 @@ def test_metrics_are_logged_at_the_updaters_step_and_bad_ones_counted(caplog):
     trainer, tracker = ScriptedTrainer([None, 0.0, 0.0, 0.25], steps), MemoryTracker()
     with caplog.at_level(logging.WARNING):
         run_loop(trainer, LoopSettings(), iterations=3, tracker=tracker, clock=iter(range(100)).__next__)
+    memory = [row.pop("perf/memory_gb") for _, row in tracker.metrics[:3]]
+    assert memory == sorted(memory) and 0.05 < memory[0] < 100  # a peak, in 10^9 bytes: torch alone takes 0.1
     assert tracker.metrics == [
         (1, {"train/loss": 2.0, "perf/step_seconds": 1.0}),
         (2, {"reward/mean": 0.5, "perf/step_seconds": 1.0, "train/nonfinite_metrics": 2.0}),

@@ -257,7 +257,7 @@ def test_the_critics_agree_about_positions(tokenizer):
     for trainer in (separate, shared):
         head = trainer.model.value_head or trainer.model.critic.head
         with torch.no_grad():
-            head.linear.weight.copy_(line[None])
+            head.head.weight.copy_(line[None])
         rollouts = [([5, 6, 7], [8, 9, 10, 11], [True, False, True, True]), ([5], [6, 7], [True, True])]
         samples = [Sample(TrainRow(p, c, m, None, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts]
         experience = Experience(trainer.learner, trainer.settings, samples)

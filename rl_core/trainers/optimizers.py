@@ -1,0 +1,278 @@
+"""What an optimizer step is made of: the schedule, AdamW or Muon, Grokfast, the average of the weights.
+
+`rl_core.trainers.update` puts them together. All of them work on the float32 parameters, by name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from rl_core.errors import CheckpointError, SettingsError
+from rl_core.settings import OptimizerSettings
+
+__all__ = [
+    "Grokfast",
+    "JointOptimizer",
+    "Optimizer",
+    "WeightAverage",
+    "build_optimizer",
+    "enable_activation_checkpointing",
+    "hidden_matrices",
+    "learning_rate_at",
+]
+
+
+class Optimizer(Protocol):
+    """What the updater asks of an optimizer: torch's own have it, and so has a `JointOptimizer`."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Live groups; the schedule writes their `lr`."""
+
+    def step(self) -> Any:
+        """Move the parameters by their gradients."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Moments and settings."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+
+
+def learning_rate_at(step: int, settings: OptimizerSettings, total_steps: int) -> float:
+    """Learning rate of optimizer step number `step` (0 = the first).
+
+    Warm-up: peak (step + 1) / warmup_steps, so that step "-1" would be at 0 and the last warm-up step is at the peak.
+    Then constant, or a fall from the peak towards min_lr_ratio * peak, which it would reach at step `total_steps`.
+    """
+    peak = settings.learning_rate
+    if step < settings.warmup_steps:
+        return peak * (step + 1) / settings.warmup_steps
+    if settings.schedule == "constant":
+        return peak
+    progress = min(1.0, (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps))
+    share = 1.0 - progress if settings.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return peak * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
+
+
+def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> Optimizer:
+    """AdamW over all of `masters`, or Muon over the hidden matrices and AdamW over the rest.
+
+    Muon's update is scaled by 0.2 sqrt(max(rows, columns)) (arXiv:2502.16982, section 2.2), which gives it the size of
+    an AdamW update: one learning rate and one schedule serve both.
+
+    Args:
+        masters: float32 parameters to train, named as in `model`.
+    """
+    hidden = hidden_matrices(model) & masters.keys() if settings.optimizer == "muon" else set()
+    rest = [parameter for name, parameter in masters.items() if name not in hidden]
+    # Decay on matrices only: norms and biases are scales, not directions (arXiv:1711.05101 leaves it open).
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    parts: dict[str, torch.optim.Optimizer] = {}
+    if rest:
+        parts["adamw"] = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=settings.betas,
+            eps=settings.eps,
+        )
+    if hidden:
+        parts["muon"] = torch.optim.Muon(
+            [parameter for name, parameter in masters.items() if name in hidden],
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            momentum=settings.muon_momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+    return parts["adamw"] if settings.optimizer == "adamw" else JointOptimizer(parts)
+
+
+def hidden_matrices(model: nn.Module) -> set[str]:
+    """Names of the trainable parameters that Muon is meant for.
+
+    These are the matrices between embedding and head (adapters' matrices, where there are adapters): 2D, and neither
+    an embedding, nor the output head (which may share the embedding's weight), nor another head (`score`, or any name
+    that ends in `head`). Three-dimensional stacks of experts are none either.
+    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers".
+    """
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    outside = {id(p) for p in output.parameters()} if isinstance(output, nn.Module) else set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            outside |= {id(p) for p in module.parameters()}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and parameter.ndim == 2
+        and id(parameter) not in outside
+        and not any(part == "score" or part.endswith("head") for part in name.split("."))
+    }
+
+
+class JointOptimizer:
+    """Several optimizers over different parameters, used as one."""
+
+    def __init__(self, parts: Mapping[str, torch.optim.Optimizer]) -> None:
+        self.parts = dict(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    def step(self) -> None:
+        """One step of each part."""
+        for part in self.parts.values():
+            part.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of all parts."""
+        for part in self.parts.values():
+            part.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of each part, under its name."""
+        return {name: part.state_dict() for name, part in self.parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        for name, part in self.parts.items():
+            part.load_state_dict(state_dict[name])
+
+
+class Grokfast:
+    """Gradients whose slow part is amplified: mu <- alpha mu + (1 - alpha) g, then g <- g + lambda mu.
+
+    mu starts as the first gradient. A parameter without a gradient keeps its mu.
+    Source: Lee et al. 2024, arXiv:2405.20233, Grokfast-EMA.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], *, amplification: float, alpha: float) -> None:
+        self.parameters = parameters
+        self.amplification = amplification  # lambda
+        self.alpha = alpha
+        self.averages: dict[str, torch.Tensor] = {}  # mu, float32
+
+    @torch.no_grad()
+    def amplify(self) -> None:
+        """Take the present gradients, all of them finite, into the averages, and add these to them in place."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is None:
+                continue
+            average = self.averages.setdefault(name, parameter.grad.clone())
+            average.mul_(self.alpha).add_(parameter.grad, alpha=1.0 - self.alpha)
+            parameter.grad.add_(average, alpha=self.amplification)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter."""
+        return dict(self.averages)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Inverse of `state_dict`."""
+        self.averages = _copies(state, self.parameters)
+
+
+class WeightAverage:
+    """Bias-corrected exponential moving average of weights, in float32.
+
+    a_t = (1 - decay) / (1 - decay^t) sum over i = 1..t of decay^(t - i) w_i, over the weights after each update: the
+    correction of Adam (arXiv:1412.6980, section 3). So a_1 = w_1, and the weights from before the first update have no
+    part in it; an uncorrected average would hold them for about 1 / (1 - decay) updates. Kept up as
+    a_t = a_(t-1) + (1 - decay) / (1 - decay^t) (w_t - a_(t-1)).
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.parameters = parameters
+        self.decay = decay
+        self.updates = 0  # t; at 0 the average is the weights themselves
+        self.averages: dict[str, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the present weights."""
+        self.updates += 1
+        share = (1.0 - self.decay) / (1.0 - self.decay**self.updates)
+        for name, parameter in self.parameters.items():
+            if self.updates == 1:
+                self.averages[name] = parameter.detach().clone()
+            else:
+                self.averages[name].lerp_(parameter, share)
+
+    @torch.no_grad()
+    def write(self, weights: Mapping[str, nn.Parameter]) -> None:
+        """The average into `weights`, in place and in their dtype."""
+        for name, average in self.averages.items():
+            weights[name].copy_(average)
+
+    @contextmanager
+    def written(self, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """The average in `weights` inside; afterwards they are the very bits that they were before.
+
+        In place, because a rollout engine holds on to the memory of the parameters.
+        """
+        before = {name: weights[name].detach().clone() for name in self.averages}
+        self.write(weights)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, weight in before.items():
+                    weights[name].copy_(weight)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages by parameter, and how many updates are in them."""
+        return {"updates": self.updates, "averages": dict(self.averages)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.updates = state["updates"]
+        self.averages = _copies(state["averages"], self.parameters)
+
+
+def _copies(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Tensors of a checkpoint, each on its parameter's device. Raises: CheckpointError for a name that is not there."""
+    unknown = sorted(tensors.keys() - parameters.keys())
+    if unknown:
+        raise CheckpointError(f"averages of another model: there is no trainable parameter {unknown[0]}")
+    return {name: tensor.to(parameters[name].device, copy=True) for name, tensor in tensors.items()}
+
+
+def enable_activation_checkpointing(model: nn.Module) -> None:
+    """Let the transformers model in `model` compute activations again in backward instead of keeping them.
+
+    It does so in training mode only. Raises: SettingsError when `model` holds none that can.
+    """
+    targets = _checkpointable(model)
+    if not targets:
+        raise SettingsError(
+            f"activation_checkpointing: {type(model).__name__} is no transformers model that can do it; leave it false"
+        )
+    for target in targets:
+        options = {"use_reentrant": False}  # the reentrant form loses gradients where inputs need none (adapters)
+        try:
+            if hasattr(target, "activation_checkpointing_enable"):  # the newer name in transformers 5
+                target.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+            else:
+                target.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        except ValueError as error:
+            raise SettingsError(f"activation_checkpointing: {error}; leave it false") from error
+
+
+def _checkpointable(module: nn.Module) -> Sequence[Any]:
+    """The outermost modules that know how to checkpoint their activations."""
+    if hasattr(module, "gradient_checkpointing_enable"):
+        return [module]
+    return [found for child in module.children() for found in _checkpointable(child)]
