@@ -200,6 +200,7 @@ def run_stage(
     Raises: FolderBusy when another process runs the same stage; whatever the body raises.
     """
     digests = {key: input_digest(value) for key, value in inputs.items()}
+    session.tag_data(digests)
     key = stage_key(name, settings, session.settings, digests)
     final = session.stages / name / key
     fresh = session.is_fresh(name) and key not in session.keys_run
