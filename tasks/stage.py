@@ -12,6 +12,7 @@ key is not run twice; a changed one is. A finished folder is verified against it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -263,6 +264,9 @@ def _run_open(
     except BaseException as error:
         if isinstance(error, PosttrainError):
             tracker.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
+            _clear_leftovers(folder)
+            with contextlib.suppress(OSError):  # checkpoints stay
+                folder.rmdir()
         tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
     tracker.close("FINISHED")
