@@ -284,6 +284,27 @@ def test_bad_data_stops_before_training_with_the_line_and_leaves_nothing(first, 
     assert sorted(kept) == [".lock", ".tracking"]  # what it logged, and neither an open nor a finished folder
 
 
+def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(first, tmp_path):
+    rows = [json.dumps({"prompt": f"{n} plus 1 ?", "completion": f"answer {n + 1}"}) for n in range(30)]
+    rows[3] = '{"prompt": "3 plus 1 ?"}'
+    rows[6] = "[]"
+    rows[9] = json.dumps({"prompt": "9 plus 1 ?", "completion": " ".join("5" * 300)})
+    data = tmp_path / "mine.jsonl"
+    data.write_text("\n".join(rows) + "\n")
+    overrides = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "evaluate", "analyze", "promote")]
+    overrides += [f"stages.prepare_data={{demonstrations: {data}, on_bad_row: skip}}", "stages.sft.max_steps=2"]
+    result = run(first[0], "name=skipped", *overrides)
+    summary = result.results["prepare_data"].summary
+    assert summary["demonstrations_file"] == {"rows": 30, "skipped": 2, "sha256": digest_file(data)}
+    assert summary["demonstrations_too_long"] == 1
+    folder = result.results["prepare_data"].path
+    kept = "".join((folder / f"demonstrations_{split}.jsonl").read_text() for split in ("train", "heldout"))
+    assert sorted(int(json.loads(line)["messages"][0]["content"].split()[0]) for line in kept.splitlines()) == [
+        n for n in range(30) if n not in (3, 6, 9)
+    ]
+    assert result.results["sft"].summary["steps"] == 2
+
+
 def policy_only(tmp_path, name):
     """A pipeline of the data stage and the policy alone, so that fault points count its iterations."""
     text = CONFIG.read_text()
@@ -421,13 +442,15 @@ def test_what_the_user_has_to_mend_is_not_tried_again(prefect_api, error):
     assert play(error, done) == (1, error)
 
 
-def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api):
+def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api, monkeypatch):
+    monkeypatch.setattr("tasks.prefect_task.create_progress_artifact", lambda **_: None)  # it takes of the limit
+
     def work():  # in small pieces, between which a limit can be heeded
         for _ in range(2000):
             time.sleep(0.01)
 
-    tries, error = play(work, done, timeouts={"sft": 0.2}, timeout_seconds=50.0)
+    tries, error = play(work, done, timeouts={"sft": 0.5}, timeout_seconds=50.0)
     assert tries == 1
     assert isinstance(error, StageTimeout)
-    assert "stage 'sft' was stopped after 0.2 s, the limit that run.timeouts.sft sets" in str(error)
+    assert "stage 'sft' was stopped after 0.5 s, the limit that run.timeouts.sft sets" in str(error)
     assert isinstance(error.__cause__, TimeoutError)
