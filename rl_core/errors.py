@@ -15,6 +15,7 @@
     |-- NonFiniteError                  too many non-finite steps in a row; the first bad tensor is named
     |-- OutOfMemory                     a single row does not fit
     |-- BackendError                    a rollout backend or tracking store did not answer (transient: worth a retry)
+    |-- StageTimeout                    a stage ran past the limit that the settings give it; it can be resumed
     `-- Stopped                         a stop signal arrived; state was saved and the run can be resumed
 
 User errors (what the user can mend) are PosttrainErrors; broken invariants are asserts.
@@ -40,6 +41,7 @@ __all__ = [
     "ResumeRefused",
     "RewardError",
     "SettingsError",
+    "StageTimeout",
     "Stopped",
     "ToolMisuse",
     "nearest",
@@ -104,6 +106,10 @@ class OutOfMemory(PosttrainError):
 
 class BackendError(PosttrainError):
     """A rollout backend or a store did not answer; transient, so a retry may help."""
+
+
+class StageTimeout(PosttrainError):
+    """A stage ran past the limit that the settings give it; the next run goes on from its last checkpoint."""
 
 
 class Stopped(PosttrainError):

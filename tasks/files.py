@@ -143,8 +143,11 @@ def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
         return model
     if not path.is_dir():
         finder.problems.append(Problem(key, f"{path} is a file; give the folder that holds config.json"))
-    elif not any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
-        finder.problems.append(Problem(key, f"{path} holds no config.json, so it is no model folder"))
+    elif not (path / "config.json").is_file():
+        # A stage writes its model into model/, and with LoRA the adapter alone into a folder in there.
+        near = path.parent if (path / "adapter_config.json").is_file() else path / "model"
+        hint = f"; did you mean {near}?" if (near / "config.json").is_file() else ""
+        finder.problems.append(Problem(key, f"{path} holds no config.json, so it is no model folder{hint}"))
     return _replaced(model, path=str(path))
 
 

@@ -20,8 +20,9 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.task_engine import TaskRunTimeoutError
 
-from rl_core.errors import BackendError
+from rl_core.errors import BackendError, StageTimeout
 from tasks.session import Session
 from tasks.stage import StageResult
 
@@ -33,7 +34,9 @@ PROGRESS_SECONDS = 3.0  # between updates of the progress artifact; each is a ca
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: a backend or a connection, never settings, data or a stop."""
+    """Whether trying again may help: a backend or a connection, never settings, data, a stop or the stage's limit."""
+    if isinstance(error, TaskRunTimeoutError):  # a TimeoutError too, but the user set how long the stage may take
+        return False
     return isinstance(error, BackendError | ConnectionError | TimeoutError)
 
 
@@ -48,9 +51,11 @@ def _retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -> Callable[..., StageResult]:
     """A Prefect task over one stage's function, with the pipeline's retries and timeout.
 
-    The stage's own manifest decides what is run again (tasks/stage.py); Prefect's result cache is off.
+    The stage's own manifest decides what is run again (tasks/stage.py); Prefect's result cache is off. Calling it
+    raises StageTimeout past the stage's limit, and else what the stage raised at its last try.
     """
     run = session.settings.run
+    limit = run.timeout(name)
     label = name.replace("_", " ")
 
     @task(
@@ -62,7 +67,7 @@ def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -
         retries=run.retries,
         retry_delay_seconds=[min(600.0, run.retry_delay_seconds * 2**i) for i in range(run.retries)],
         retry_condition_fn=_retry,
-        timeout_seconds=run.timeouts.get(name, run.timeout_seconds),
+        timeout_seconds=limit,
     )
     def call(*arguments: Any, **named: Any) -> StageResult:
         with _progress_artifact(session, name):
@@ -71,7 +76,14 @@ def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -
         return result
 
     def start(*arguments: Any, **named: Any) -> StageResult:
-        result: StageResult = call(*arguments, **named)
+        try:
+            result: StageResult = call(*arguments, **named)
+        except TaskRunTimeoutError as error:
+            setting = f"run.timeouts.{name}" if name in run.timeouts else "run.timeout_seconds"
+            raise StageTimeout(
+                f"stage '{name}' was stopped after {limit:g} s, the limit that {setting} sets; raise it, "
+                "and the stage goes on from its last checkpoint"
+            ) from error
         session.results[name] = result
         return result
 

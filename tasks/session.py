@@ -16,7 +16,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -26,13 +26,15 @@ from rl_core.errors import Stopped
 from rl_core.folders import FolderLock, digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.stage import StageResult, code_version
-from tasks.tracking import RunTracker, Tracking
+from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
 __all__ = ["ProgressCallback", "Session", "git_commit"]
 
 logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[str, int, int, str], None]  # stage, done, total, message
+
+DATA_INPUTS = ("data", "demonstrations", "preferences")  # inputs of stages that are data, not models or results
 
 
 def git_commit() -> str:
@@ -80,6 +82,8 @@ class Session:
         self._on_progress = on_progress
         self._lock = FolderLock(self.home / ".lock")
         self._record: dict[str, Any] = {}
+        self._base_model = f"preset {settings.model.preset}"  # for tags: what the pipeline starts from
+        self._data_tags: dict[str, str] = {}  # on the parent run already
         self.tracking: Tracking
         self.parent: RunTracker
 
@@ -183,7 +187,16 @@ class Session:
     def resolve_base_model(self) -> Path | str | None:
         """The model to start from: a folder, a hub name, or None for a preset."""
         path = self.settings.model.path
-        return None if path is None else self.tracking.registry.resolve_model(path, self.home / "base_models")
+        if path is None:
+            return None
+        registry, cache = self.tracking.registry, self.home / "base_models"
+        if is_registered_reference(path):
+            version = registry.find(path)
+            self._base_model = version.reference  # an alias moves on; the version that it meant does not
+            return registry.download(version, cache)
+        resolved = registry.resolve_model(path, cache)
+        self._base_model = str(resolved)
+        return resolved
 
     def register(self, tracker: RunTracker, folder: Path, stage: str, summary: dict[str, Any]) -> dict[str, Any]:
         """Make a stage's model a version of a registered model; what that adds to the stage's summary."""
@@ -228,12 +241,28 @@ class Session:
                 **self._tags(),
                 "stage": stage,
                 "stage_key": key,
+                **self._parent_model(stage),
                 **{f"input.{name}": digest[:16] for name, digest in digests.items()},
             },
             params=resolve(settings) if settings is not None else {},
             on_progress=[lambda done, total, message: self.progress(label, done, total, message)],
             system_metrics_seconds=self.settings.tracking.system_metrics_seconds,
         )
+
+    def _parent_model(self, stage: str) -> dict[str, str]:
+        """Tag with what a training stage starts from: a registered version, a path, a hub name or a preset."""
+        if stage not in ("sft", "reward_model", "policy"):
+            return {}
+        version = self.results["sft"].summary.get("model_version") if "sft" in self.results else None
+        start = f"models:/{self.registered_model}/{version}" if version else self._base_model
+        return {"parent_model_version": start}
+
+    def tag_data(self, digests: Mapping[str, str]) -> None:
+        """Note on the parent run which data a stage reads, whether the stage runs or was finished before."""
+        tags = {f"input.{name}": digests[name][:16] for name in DATA_INPUTS if name in digests}
+        if tags.items() - self._data_tags.items():
+            self.parent.set_tags(tags)
+            self._data_tags |= tags
 
     def progress(self, label: str, done: int, total: int, message: str = "") -> None:
         """Hand a stage's progress to whoever shows it."""

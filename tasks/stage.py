@@ -12,6 +12,7 @@ key is not run twice; a changed one is. A finished folder is verified against it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -200,6 +201,7 @@ def run_stage(
     Raises: FolderBusy when another process runs the same stage; whatever the body raises.
     """
     digests = {key: input_digest(value) for key, value in inputs.items()}
+    session.tag_data(digests)
     key = stage_key(name, settings, session.settings, digests)
     final = session.stages / name / key
     fresh = session.is_fresh(name) and key not in session.keys_run
@@ -262,6 +264,9 @@ def _run_open(
     except BaseException as error:
         if isinstance(error, PosttrainError):
             tracker.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
+            _clear_leftovers(folder)
+            with contextlib.suppress(OSError):  # checkpoints stay
+                folder.rmdir()
         tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
     tracker.close("FINISHED")

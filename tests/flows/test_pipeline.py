@@ -5,14 +5,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rl_core.folders import digest_folder, verify_folder
+from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
+from rl_core.folders import digest_file, digest_folder, verify_folder
 from tasks.config import load
+from tasks.stage import StageResult
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs/test.yaml"
@@ -117,6 +122,11 @@ def test_mlflow_has_one_parent_and_one_nested_run_a_stage_with_every_metric(firs
     assert {row.status for row in children.values()} == {"FINISHED"}
     assert children["policy"].metrics["train/success_rate"] == metric_value(result, "policy", "train/success_rate")
     assert {"pipeline", "config_digest", "code_version", "prefect.flow_run_id"} <= set(parents[0].tags)
+    assert parents[0].tags["input.data"] == result.results["prepare_data"].digest[:16]
+    starts = {stage: row.tags.get("parent_model_version") for stage, row in children.items()}
+    sft = f"models:/test/{result.results['sft'].summary['model_version']}"
+    expected = {"sft": "preset nano", "reward_model": sft, "policy": sft}
+    assert starts == {stage: expected.get(stage) for stage in STAGES}
 
 
 def metric_value(result, stage, name):
@@ -132,6 +142,17 @@ def test_the_same_config_again_runs_nothing_and_changes_nothing(first):
         n: s.digest for n, s in result.results.items() if n != "promote"
     }
     assert "cached" in again.table(width=120)
+    tags = tags_of(output, again.run_url)
+    assert tags["input.data"] == result.results["prepare_data"].digest[:16]
+    assert tags["cached.policy"] == result.results["policy"].run_id
+
+
+def tags_of(output, run):
+    """Tags of one run, by its id or its page's address."""
+    from tasks.tracking import Tracking
+
+    (row,) = [row for row in Tracking(None, output, "test").list_runs() if row.run_id in run]
+    return row.tags
 
 
 def test_a_changed_policy_setting_runs_the_policy_and_what_follows(first):
@@ -165,6 +186,7 @@ def test_a_changed_data_file_runs_everything_that_read_it(prefect_api, tmp_path)
         overrides = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "evaluate", "analyze", "promote")]
         overrides += [f"stages.prepare_data={{demonstrations: {data}}}", "stages.sft.max_steps=2"]
         result = run(tmp_path / "out", *overrides, **more)
+        assert tags_of(tmp_path / "out", result.run_url)["input.demonstrations"] == digest_file(data)[:16]
         return {name: stage.cached for name, stage in result.results.items()}
 
     write()
@@ -188,12 +210,99 @@ def test_a_pipeline_starts_from_the_registered_champion(first):
         *dropped,
     )
     assert list(again.results) == ["policy", "evaluate"]
+    version = result.results["policy"].summary["model_version"]  # what the alias meant
+    assert tags_of(output, again.results["policy"].run_id)["parent_model_version"] == f"models:/test/{version}"
     before = AutoModelForCausalLM.from_pretrained(result.results["policy"].model)
     after = AutoModelForCausalLM.from_pretrained(again.results["policy"].model)
     moved = max(
         float((a - b).detach().abs().max()) for a, b in zip(before.parameters(), after.parameters(), strict=True)
     )
     assert moved < 0.01  # one small step from the champion's weights, which a new model would be far from
+
+
+def test_adapters_go_through_sft_and_policy_and_are_merged_for_the_next_stage(first):
+    output, result = first
+    start = result.results["sft"].model
+    lora = f"model={{path: {start}, lora: {{rank: 4, alpha: 6}}}}"
+    dropped = [f"stages.{stage}=null" for stage in ("reward_model", "analyze", "promote")]
+    short = ["stages.sft.max_steps=3", "stages.policy.iterations=2", "stages.policy.curriculum=[]"]
+    overrides = ["name=lora", "stages.policy.learning_rate=1e-2", lora, *dropped, *short]
+    adapted = run(output, *overrides)
+    assert tags_of(output, adapted.results["sft"].run_id)["parent_model_version"] == str(start)
+    assert set(adapted.results["evaluate"].summary["models"]) == {"sft", "policy"}
+    for stage, base in (("sft", start), ("policy", adapted.results["sft"].model)):
+        model = adapted.results[stage].model
+        weights, before = load_file(model / "model.safetensors"), load_file(base / "model.safetensors")
+        adapter = load_file(model / "adapter" / "adapter_model.safetensors")
+        moved = 0
+        for name in before:
+            place = f"base_model.model.{name.removesuffix('.weight')}"
+            update = torch.zeros(())
+            if f"{place}.lora_A.weight" in adapter:
+                update = 6 / 4 * adapter[f"{place}.lora_B.weight"] @ adapter[f"{place}.lora_A.weight"]
+            torch.testing.assert_close(weights[name], before[name] + update, rtol=0, atol=1e-6)
+            moved += bool(update.any())
+        assert weights.keys() == before.keys()  # a plain model, which peft is not needed for
+        assert moved == len(adapter) / 2 > 0 or stage == "policy"  # few iterations may hold no success to learn from
+    assert all(stage.cached for stage in run(output, *overrides).results.values())
+
+
+@pytest.mark.parametrize("kind", ["bad rows", "too long"])
+def test_bad_data_stops_before_training_with_the_line_and_leaves_nothing(first, tmp_path, monkeypatch, capsys, kind):
+    from flows import cli
+
+    rows = [json.dumps({"prompt": f"{n} plus 1 ?", "completion": f"answer {n + 1}"}) for n in range(30)]
+    data = tmp_path / "mine.jsonl"
+    if kind == "bad rows":
+        rows[3] = '{"prompt": "3 plus 1 ?"}'
+        rows[6] = '{"prompt": "6 plus 1 ?", "completion": 7}'
+        rows[9] = '{"prompt": '
+    else:
+        rows[4] = json.dumps({"prompt": "4 plus 1 ?", "completion": " ".join("5" * 300)})
+    data.write_text("\n".join(rows) + "\n")
+    monkeypatch.setattr(cli, "_prepare", lambda settings: None)  # Prefect is imported and set up here already
+    name = kind.replace(" ", "-")
+    command = ["run", str(CONFIG), "--quiet"]
+    for override in (f"output={first[0]}", f"name={name}", f"stages.prepare_data={{demonstrations: {data}}}"):
+        command += ["--set", override]
+    assert cli.main(command) == 2
+    error = capsys.readouterr().err
+    if kind == "bad rows":
+        assert error.startswith(
+            f"posttrain: {data}: 3 of 30 rows cannot be used:\n"
+            f"  {data}:4: completion: is missing\n"
+            f"  {data}:7: completion: has to be text, found a number (7)\n"
+            f"  {data}:10: is not JSON: "
+        )
+    else:
+        assert error.startswith(f"posttrain: {data}: 1 of 30 rows cannot be used:\n  {data}:5: is ")
+        assert " tokens long, the context holds 128\n" in error
+    assert error.endswith("Mend them, or leave them out with on_bad_row: skip\n")
+    stages = first[0] / name / "stages"
+    assert [folder.name for folder in stages.iterdir()] == ["prepare_data"]
+    kept = [path.suffix for path in (stages / "prepare_data").iterdir()]
+    assert sorted(kept) == [".lock", ".tracking"]  # what it logged, and neither an open nor a finished folder
+
+
+def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(first, tmp_path):
+    rows = [json.dumps({"prompt": f"{n} plus 1 ?", "completion": f"answer {n + 1}"}) for n in range(30)]
+    rows[3] = '{"prompt": "3 plus 1 ?"}'
+    rows[6] = "[]"
+    rows[9] = json.dumps({"prompt": "9 plus 1 ?", "completion": " ".join("5" * 300)})
+    data = tmp_path / "mine.jsonl"
+    data.write_text("\n".join(rows) + "\n")
+    overrides = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "evaluate", "analyze", "promote")]
+    overrides += [f"stages.prepare_data={{demonstrations: {data}, on_bad_row: skip}}", "stages.sft.max_steps=2"]
+    result = run(first[0], "name=skipped", *overrides)
+    summary = result.results["prepare_data"].summary
+    assert summary["demonstrations_file"] == {"rows": 30, "skipped": 2, "sha256": digest_file(data)}
+    assert summary["demonstrations_too_long"] == 1
+    folder = result.results["prepare_data"].path
+    kept = "".join((folder / f"demonstrations_{split}.jsonl").read_text() for split in ("train", "heldout"))
+    assert sorted(int(json.loads(line)["messages"][0]["content"].split()[0]) for line in kept.splitlines()) == [
+        n for n in range(30) if n not in (3, 6, 9)
+    ]
+    assert result.results["sft"].summary["steps"] == 2
 
 
 def policy_only(tmp_path, name):
@@ -283,3 +392,71 @@ def test_ctrl_c_reaches_the_run_and_not_its_embedded_server(tmp_path):
     lines.append(child.communicate(timeout=60)[0])
     assert child.returncode == 130, "".join(lines)
     assert "the same command resumes" in "".join(lines)
+
+
+# Tries and limits of a stage
+
+
+def play(*outcomes, **limits):
+    """Run a flow of one stage whose tries raise an error or call a function; returns (tries, results by stage)."""
+    from prefect import flow
+
+    from tasks.prefect_task import stage_task
+    from tasks.settings import RunSettings
+
+    run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
+    session = SimpleNamespace(
+        settings=SimpleNamespace(name="tries", run=run), results={}, fraction=0.0, progress_artifact=None
+    )
+    tries = []
+
+    def stage(session):
+        """Do what the test says."""
+        outcome = outcomes[len(tries)]
+        tries.append(outcome)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome()
+
+    @flow(name="tries")
+    def one_stage():
+        stage_task("sft", stage, session)()
+
+    try:
+        one_stage()
+    except Exception as error:
+        return len(tries), error
+    return len(tries), session.results
+
+
+def done():
+    return StageResult("sft", "folder", "digest", "key", cached=False, seconds=1.0, run_id="", summary={})
+
+
+@pytest.mark.parametrize("error", [BackendError("the store is away"), ConnectionError("refused")])
+def test_what_may_pass_is_tried_again(prefect_api, error):
+    assert play(error, done) == (2, {"sft": done()})
+
+
+def test_tries_end(prefect_api):
+    last = BackendError("still away")
+    assert play(BackendError("away"), last, done) == (2, last)
+
+
+@pytest.mark.parametrize("error", [SettingsError("wrong"), DataError("row 3 is bad")])
+def test_what_the_user_has_to_mend_is_not_tried_again(prefect_api, error):
+    assert play(error, done) == (1, error)
+
+
+def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api, monkeypatch):
+    monkeypatch.setattr("tasks.prefect_task.create_progress_artifact", lambda **_: None)  # it takes of the limit
+
+    def work():  # in small pieces, between which a limit can be heeded
+        for _ in range(2000):
+            time.sleep(0.01)
+
+    tries, error = play(work, done, timeouts={"sft": 0.5}, timeout_seconds=50.0)
+    assert tries == 1
+    assert isinstance(error, StageTimeout)
+    assert "stage 'sft' was stopped after 0.5 s, the limit that run.timeouts.sft sets" in str(error)
+    assert isinstance(error.__cause__, TimeoutError)

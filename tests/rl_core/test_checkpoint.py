@@ -16,12 +16,6 @@ from rl_core.errors import CheckpointError, CorruptError, FolderBusy, NonFiniteE
 from rl_core.folders import verify_folder
 
 
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
 def state_of(version):
     generator = torch.Generator().manual_seed(version)
     return {

@@ -14,12 +14,6 @@ from rl_core.errors import SettingsError
 from rl_core.faults import InjectedFault, fault
 
 
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
 def test_fires_at_its_hit_only():
     faults.configure("loop.step:3:raise,loop.saved:1:raise")
     fault("loop.step")

@@ -28,12 +28,6 @@ from rl_core.folders import (
 )
 
 
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
 def write_two(folder):
     (folder / "a.txt").write_text("alpha")
     (folder / "sub").mkdir()

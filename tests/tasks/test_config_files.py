@@ -102,6 +102,16 @@ def test_model_folder_becomes_absolute(home):
     assert load(config(home, model("policy"))).model.path == str(home / "work" / "policy")
 
 
+@pytest.mark.parametrize("given", ["sft/0123", "sft/0123/model/adapter"])
+def test_a_folder_near_the_model_s_is_pointed_to_it(home, given):
+    folder = home / "work" / "sft/0123/model"
+    (folder / "adapter").mkdir(parents=True)
+    (folder / "adapter" / "adapter_config.json").write_text("{}")
+    assert "did you mean" not in problem_of(config(home, model(given)))[1]
+    (folder / "config.json").write_text("{}")
+    assert problem_of(config(home, model(given)))[1].endswith(f"so it is no model folder; did you mean {folder}?")
+
+
 @pytest.mark.parametrize("path", ["gpt2", "org/model-1.5B", "models:/demo@champion", "models:/demo/3"])
 def test_hub_names_and_registered_models_stay(home, path):
     assert load(config(home, model(path))).model.path == path

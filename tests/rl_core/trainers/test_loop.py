@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny import logged_bits, weights_digest
 from torch import nn
 
 from rl_core import faults
@@ -20,18 +21,11 @@ from rl_core.checkpoint import CheckpointStore
 from rl_core.data.batches import DataOrder
 from rl_core.errors import CheckpointError, ResumeRefused, SettingsError, Stopped
 from rl_core.faults import InjectedFault
-from rl_core.folders import digest_bytes
 from rl_core.settings import LoopSettings, OptimizerSettings
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.update import Updater
 from rl_core.types import TrainBatch
-
-
-@pytest.fixture(autouse=True)
-def clean():
-    yield
-    faults.configure(None)
 
 
 class NoisyTrainer:
@@ -112,20 +106,6 @@ SETTINGS = LoopSettings(eval_every=3, checkpoint_every=2)
 ITERATIONS = 12
 
 
-def weights_digest(model):
-    return digest_bytes(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
-
-
-def series_of(tracker):
-    """Last value of every metric at every step, as hex; timings left out."""
-    found = {}
-    for step, row in tracker.metrics:
-        for name, value in row.items():
-            if not name.startswith("perf/"):
-                found[step, name] = value.hex()
-    return found
-
-
 def run(folder, *, trainer=None, tracker=None, settings=SETTINGS, iterations=ITERATIONS, **options):
     trainer = trainer or NoisyTrainer(iterations)
     tracker = tracker or MemoryTracker()
@@ -139,7 +119,7 @@ def run(folder, *, trainer=None, tracker=None, settings=SETTINGS, iterations=ITE
 def unbroken():
     """Outcome, weights and metrics of a run that never failed and never saved."""
     outcome, digest, tracker = run(None)
-    return outcome, digest, series_of(tracker)
+    return outcome, digest, logged_bits(tracker)
 
 
 def same_as_unbroken(result, unbroken, tracker=None):
@@ -153,7 +133,7 @@ def same_as_unbroken(result, unbroken, tracker=None):
         unbroken[0].best_metric,
         unbroken[0].best_iteration,
     )
-    assert series_of(tracker or last_tracker) == unbroken[2]
+    assert logged_bits(tracker or last_tracker) == unbroken[2]
 
 
 def test_saving_changes_nothing(tmp_path, unbroken):
@@ -272,8 +252,8 @@ def test_every_saved_item_is_needed(tmp_path, item):
         checkpoints=Dropping(tmp_path),
         best_metric="eval/draw",
     )
-    found = (weights_digest(trainer.model), outcome.best_iteration, outcome.iterations, series_of(tracker))
-    wanted = (expected, expected_outcome.best_iteration, expected_outcome.iterations, series_of(expected_tracker))
+    found = (weights_digest(trainer.model), outcome.best_iteration, outcome.iterations, logged_bits(tracker))
+    wanted = (expected, expected_outcome.best_iteration, expected_outcome.iterations, logged_bits(expected_tracker))
     assert (found == wanted) is (item is None)
 
 

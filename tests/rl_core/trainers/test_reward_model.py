@@ -4,46 +4,24 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
+from transformers import LlamaForSequenceClassification
 
 from rl_core import faults
 from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import DataError
 from rl_core.faults import InjectedFault
-from rl_core.folders import digest_bytes
 from rl_core.settings import RewardModelSettings
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
 from rl_core.trainers.update import halve
 
-VOCABULARY, PAD = 11, 0
 
-
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
-def nano(seed=0, dropout=0.0):
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        attention_dropout=dropout,
-        pad_token_id=PAD,
-        num_labels=1,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForSequenceClassification(config)
-        model.score.weight.data.mul_(20)  # scores far enough from 0 for the figures below to differ
-        return model
+def scorer(seed=0, dropout=0.0):
+    model = nano(seed, dropout, LlamaForSequenceClassification, num_labels=1)
+    model.score.weight.data.mul_(20)  # scores far enough from 0 for the figures below to differ
+    return model
 
 
 def pairs_of(count, seed=0):
@@ -60,7 +38,7 @@ def pairs_of(count, seed=0):
 def trainer_of(model=None, train=14, heldout=9, **changes):
     options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes}
     settings = RewardModelSettings(**options)
-    return RewardModelTrainer(model or nano(), PAD, pairs_of(train), pairs_of(heldout, seed=1), settings, 7)
+    return RewardModelTrainer(model or scorer(), PAD, pairs_of(train), pairs_of(heldout, seed=1), settings, 7)
 
 
 def scores_of(model, pairs):
@@ -142,17 +120,17 @@ def test_longer_answer_baseline():
 
 def test_bad_pairs_are_named():
     with pytest.raises(DataError, match=r"pairs_train\[1\]"):
-        RewardModelTrainer(nano(), PAD, [([1], [2]), ([], [2])], [], RewardModelSettings(), 0)
+        RewardModelTrainer(scorer(), PAD, [([1], [2]), ([], [2])], [], RewardModelSettings(), 0)
     with pytest.raises(DataError, match=r"pairs_heldout\[0\]"):
-        RewardModelTrainer(nano(), PAD, [([1], [2])], [([1], [])], RewardModelSettings(), 0)
+        RewardModelTrainer(scorer(), PAD, [([1], [2])], [([1], [])], RewardModelSettings(), 0)
     with pytest.raises(DataError, match="no pair to train on"):
-        RewardModelTrainer(nano(), PAD, [], [], RewardModelSettings(), 0)
-    assert RewardModelTrainer(nano(), PAD, [([1], [2])], [], RewardModelSettings(), 0).evaluate() == {}
+        RewardModelTrainer(scorer(), PAD, [], [], RewardModelSettings(), 0)
+    assert RewardModelTrainer(scorer(), PAD, [([1], [2])], [], RewardModelSettings(), 0).evaluate() == {}
 
 
 def run(folder, tracker):
     torch.manual_seed(3)
-    trainer = trainer_of(nano(dropout=0.2), eval_every=3, checkpoint_every=1)
+    trainer = trainer_of(scorer(dropout=0.2), eval_every=3, checkpoint_every=1)
     run_loop(
         trainer,
         trainer.settings,
@@ -161,13 +139,7 @@ def run(folder, tracker):
         checkpoints=CheckpointStore(folder) if folder else None,
         best_metric="eval/accuracy",
     )
-    metrics = {
-        (step, name): value.hex()
-        for step, row in tracker.metrics
-        for name, value in row.items()
-        if not name.startswith("perf/")
-    }
-    return digest_bytes(b"".join(tensor.numpy().tobytes() for tensor in trainer.model.state_dict().values())), metrics
+    return weights_digest(trainer.model), logged_bits(tracker)
 
 
 @pytest.mark.parametrize("hit", [1, 4, 8])

@@ -4,43 +4,20 @@ import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 
 from rl_core import faults
 from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import CheckpointError, DataError, NonFiniteError
 from rl_core.faults import InjectedFault
-from rl_core.folders import digest_bytes
 from rl_core.settings import SFTSettings
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.sft import SFTTrainer
 
-VOCABULARY, PAD = 11, 0
 
-
-@pytest.fixture(autouse=True)
-def no_faults():
-    yield
-    faults.configure(None)
-
-
-def nano(seed=0, dropout=0.0):
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        tie_word_embeddings=True,
-        attention_dropout=dropout,
-        pad_token_id=PAD,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+def tied(**options):
+    return nano(tie_word_embeddings=True, **options)
 
 
 def rows_of(count, seed=0):
@@ -55,11 +32,7 @@ def rows_of(count, seed=0):
 
 def trainer_of(model=None, train=14, **changes):
     settings = SFTSettings(**{"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "epochs": 2.0, **changes})
-    return SFTTrainer(model or nano(), PAD, rows_of(train), rows_of(5, seed=1), settings, 7)
-
-
-def weights_digest(model):
-    return digest_bytes(b"".join(tensor.numpy().tobytes() for tensor in model.state_dict().values()))
+    return SFTTrainer(model or tied(), PAD, rows_of(train), rows_of(5, seed=1), settings, 7)
 
 
 def mean_nll(model, rows):
@@ -99,7 +72,7 @@ def test_micro_batches_do_not_change_the_weights():
 
 
 def test_evaluation_is_the_held_out_loss_and_changes_nothing():
-    trainer = trainer_of(nano(dropout=0.5))
+    trainer = trainer_of(tied(dropout=0.5))
     before, rng = weights_digest(trainer.model), torch.get_rng_state()
     metrics = trainer.evaluate()
     expected = mean_nll(trainer.model.eval(), rows_of(5, seed=1))
@@ -138,13 +111,13 @@ def test_how_many_steps_there_are():
 )
 def test_rows_that_cannot_be_learnt_from(row, message):
     with pytest.raises(DataError, match=message):
-        SFTTrainer(nano(), PAD, [([1, 2], [False, True]), row], [], SFTSettings(), 0)
+        SFTTrainer(tied(), PAD, [([1, 2], [False, True]), row], [], SFTSettings(), 0)
     with pytest.raises(DataError, match="no row"):
-        SFTTrainer(nano(), PAD, [], [], SFTSettings(), 0)
+        SFTTrainer(tied(), PAD, [], [], SFTSettings(), 0)
 
 
 def test_without_held_out_rows_there_is_no_evaluation():
-    assert SFTTrainer(nano(), PAD, rows_of(3), [], SFTSettings(), 0).evaluate() == {}
+    assert SFTTrainer(tied(), PAD, rows_of(3), [], SFTSettings(), 0).evaluate() == {}
 
 
 def test_a_broken_model_stops_after_n_skipped_steps_with_the_tensors_name():
@@ -159,7 +132,7 @@ def test_a_broken_model_stops_after_n_skipped_steps_with_the_tensors_name():
 
 def run(folder, tracker, *, store=CheckpointStore):
     torch.manual_seed(3)
-    trainer = trainer_of(nano(dropout=0.2), eval_every=3, checkpoint_every=1, schedule="cosine")
+    trainer = trainer_of(tied(dropout=0.2), eval_every=3, checkpoint_every=1, schedule="cosine")
     run_loop(
         trainer,
         trainer.settings,
@@ -167,13 +140,7 @@ def run(folder, tracker, *, store=CheckpointStore):
         tracker=tracker,
         checkpoints=store(folder) if folder else None,
     )
-    losses = {
-        (step, name): value.hex()
-        for step, row in tracker.metrics
-        for name, value in row.items()
-        if not name.startswith("perf/")
-    }
-    return weights_digest(trainer.model), losses
+    return weights_digest(trainer.model), logged_bits(tracker)
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +166,7 @@ def test_every_saved_item_is_needed(tmp_path, unbroken, item):
     class Dropping(CheckpointStore):
         def load_latest(self):
             state = super().load_latest()
-            fresh = trainer_of(nano(dropout=0.2))
+            fresh = trainer_of(tied(dropout=0.2))
             torch.manual_seed(3)
             whole = {
                 "rng": {"torch": torch.get_rng_state()},
