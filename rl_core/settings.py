@@ -179,6 +179,7 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations of one optimizer step")
+    packing: bool = setting(False, doc="several demonstrations in one row, each attending to itself alone")
 
 
 @dataclass(frozen=True, kw_only=True)
