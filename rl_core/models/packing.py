@@ -27,17 +27,22 @@ def model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.T
     if batch.position_ids_BS is None:
         return {"input_ids": batch.input_ids_BS}
     inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS}
-    if "flash" in str(getattr(model.config, "_attn_implementation", None)):
+    if _reads_one_row_alone(model):
         inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
     return inputs
 
 
+def _reads_one_row_alone(model: PreTrainedModel) -> bool:
+    return "flash" in str(getattr(model.config, "_attn_implementation", None))
+
+
 def can_pack(model: PreTrainedModel) -> bool:
-    """Whether the model keeps the sequences of a packed row apart, found by trying it on two short ones.
+    """Whether the model keeps the sequences of a packed row apart, found by trying it on short ones.
 
     Not every family and attention kernel does (recurrent ones, those that know no position ids, kernels without a block
     mask), and one that does not would mix them in silence. Tried in two rows, in eval mode: what stands before a
-    sequence must not move its hidden states, and it must have the same ones as alone.
+    sequence must not move its hidden states by 1/50 of what it does in a plain row (on most machines by nothing at all;
+    experts may round with their load), and they must be the same as alone, up to rounding.
     """
     base = unwrap(model)
     device, dtype = next(base.parameters()).device, next(base.parameters()).dtype
@@ -45,24 +50,26 @@ def can_pack(model: PreTrainedModel) -> bool:
     tokens_S = torch.arange(12, device=device)
     first_ids_S, other_ids_S, ids_S = (tokens_S * step % (vocab_size - 1) + 1 for step in (3, 5, 7))
     before = 5  # tokens of the sequence that stands in front
+    packed_rows = [torch.cat([front_ids_S[:before], ids_S]) for front_ids_S in (first_ids_S, other_ids_S)]
     positions_BS = torch.cat([tokens_S[:before], tokens_S]).expand(2, -1)
 
-    def hidden(rows: list[torch.Tensor], positions: torch.Tensor | None) -> torch.Tensor:
+    def hidden(rows: list[torch.Tensor], positions_BS: torch.Tensor | None) -> torch.Tensor:
         ids_BS = torch.stack(rows)
-        mask_BS = torch.ones_like(ids_BS, dtype=torch.bool)
-        inputs: dict[str, Any] = model_inputs(base, TrainBatch(ids_BS, mask_BS, mask_BS, position_ids_BS=positions))
+        real_BS = torch.ones_like(ids_BS, dtype=torch.bool)
+        inputs: dict[str, Any] = model_inputs(base, TrainBatch(ids_BS, real_BS, real_BS, position_ids_BS=positions_BS))
         output = base.base_model(**inputs, use_cache=False).last_hidden_state
-        return output.reshape(*ids_BS.shape, -1).double()[:, -len(tokens_S) :]
+        return output.reshape(*ids_BS.shape, -1).double()[:, -len(ids_S) :]
 
     with evaluating(base), torch.no_grad():
         try:
-            alone = hidden([ids_S, ids_S], None)
-            behind, moved = hidden(
-                [torch.cat([first_ids_S[:before], ids_S]), torch.cat([other_ids_S[:before], ids_S])], positions_BS
+            alone, plain, packed = (
+                hidden([ids_S] * 2, None),
+                hidden(packed_rows, None),
+                hidden(packed_rows, positions_BS),
             )
         except (TypeError, ValueError, RuntimeError):  # a family that takes no position ids
             return False
-    scale, eps = float(alone.abs().max()), torch.finfo(dtype).eps
-    # masked keys have weight 0 exactly, so nothing but rounding may differ; kernels of another shape round more
-    leaks = float((behind - moved).abs().max()) > 4 * eps * scale
-    return not leaks and float((behind - alone[0]).abs().max()) <= eps**0.5 * scale
+    leak, effect = (float((rows[0] - rows[1]).abs().max()) for rows in (packed, plain))
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)  # some families take a softmax in float32 always
+    difference = float((packed - alone).abs().max()) / float(alone.abs().max())
+    return leak <= effect / 50 and difference <= eps**0.5
