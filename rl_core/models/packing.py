@@ -46,7 +46,8 @@ def can_pack(model: PreTrainedModel) -> bool:
     """
     base = unwrap(model)
     device, dtype = next(base.parameters()).device, next(base.parameters()).dtype
-    vocab_size = base.get_input_embeddings().weight.shape[0]
+    embedding: torch.Tensor = base.get_input_embeddings().weight  # type: ignore[assignment]
+    vocab_size = embedding.shape[0]
     tokens_S = torch.arange(12, device=device)
     first_ids_S, other_ids_S, ids_S = (tokens_S * step % (vocab_size - 1) + 1 for step in (3, 5, 7))
     before = 5  # tokens of the sequence that stands in front

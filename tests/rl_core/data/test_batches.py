@@ -19,7 +19,7 @@ def test_micro_batches_worked_by_hand() -> None:
 
 
 def test_packs_worked_by_hand() -> None:
-    # 7 | 6 | then 4 fits neither: a bin of its own; 3 goes to the fullest that has room (4 + 3); 1 to 6 + 1, not beside 3
+    # 7 | 6 | 4 fits neither: a bin of its own; 3 goes to 4 + 3; 1 to 6 + 1
     assert pack([4, 7, 1, 6, 3]) == [[1], [3, 2], [0, 4]]
     assert pack([2, 2, 2], 4) == [[0, 1], [2]], "ties in order"
     assert pack([]) == []

@@ -7,8 +7,16 @@ import dataclasses
 import pytest
 import torch
 from transformers import (
-    BloomConfig, BloomForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig,
-    LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )  # fmt: skip
 
 from rl_core.errors import DataError
