@@ -1,12 +1,14 @@
 """Our SFT, reward, DPO and GRPO losses beside TRL's: the same weights, token ids and rewards, float32, on the CPU.
 
-python -m venv trl_venv && trl_venv/bin/pip install -c constraints.txt torch transformers accelerate trl==1.16.0 datasets
-PYTHONPATH=. trl_venv/bin/python tests/benchmarks/compare_trl.py
+python -m venv trl_venv
+trl_venv/bin/pip install -c constraints.txt torch transformers accelerate trl==1.16.0 datasets
+PYTHONPATH=. trl_venv/bin/python tests/benchmarks/compare_trl.py    # seconds
 
-Nothing is downloaded: the model is a random Llama with a tokenizer of its own. TRL's trainers collate the ids and compute
-their losses themselves; ours come from rl_core's trainers and pure losses. A line is PASS when both are within 1e-4. Where
-TRL means something else by choice, the line is CHOICE: TRL's value stands there with the reason, and ours has to equal the
-formula written out plainly from the model's logits. The exit code is 1 if any line fails.
+Nothing is downloaded: the model is a random Llama with a tokenizer of its own. TRL's trainers collate the ids and
+compute their losses themselves; ours come from rl_core's trainers and pure losses. A line is PASS when both are within
+1e-4. Where TRL means something else by choice, the line is CHOICE: TRL's value stands there with the reason, and ours has
+to equal the formula written out plainly from the model's logits. The exit code is 1 if any line fails. One file, longer
+than most, so that whoever doubts a line finds all of it here.
 
 Suffixes: P prompts, G rollouts of a prompt, B rows, S whole sequence.
 """
@@ -15,25 +17,23 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 import platform
 import sys
 import tempfile
+import warnings
 from dataclasses import dataclass
 from typing import Any
-
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_DISABLE_PROGRESS_BARS="1", TRL_EXPERIMENTAL_SILENCE="1")
 
 import torch
 import transformers
 import trl
-from datasets import Dataset
+from datasets import Dataset, disable_progress_bars
 from torch.nn.functional import logsigmoid
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.losses import policy
 from rl_core.losses.advantages import batch_advantages, group_advantages
-from rl_core.losses.kl import kl_penalty
+from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.preference import bradley_terry_loss, dpo_loss, ipo_loss
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.models import causal_lm, heads
@@ -158,7 +158,7 @@ def compare_sft(bench: Bench) -> list[Line]:
         ours = SFTTrainer(copy.deepcopy(bench.new), bench.pad_id, ours_rows, [], settings, 0).step()["train/loss"]
         lines.append(Line(
             "SFT", f"completion_only_loss={completion_only}" + (", num_items_in_batch" if parts > 1 else ""),
-            ("loss mask: completion" if completion_only else "loss mask: all but the first") + f", micro_batch_tokens={micro}",
+            f"loss mask: {'completion' if completion_only else 'all but the first'}, micro_batch_tokens={micro}",
             theirs, ours))  # fmt: skip
     return lines
 
@@ -182,8 +182,9 @@ def compare_reward(bench: Bench) -> list[Line]:
             ours = RewardModelTrainer(copy.deepcopy(model), bench.pad_id, pairs, [], settings, 0).step()["train/loss"]
         else:
             scores = torch.tensor(heads.score(model, [row for pair in pairs for row in pair], pad_id=bench.pad_id))
-            ours = value(bradley_terry_loss(
-                scores[0::2], scores[1::2], num_pairs=3, margin_B=torch.tensor(margins), center_coef=center)[0])  # fmt: skip
+            margin_B = torch.tensor(margins)
+            loss, _ = bradley_terry_loss(scores[0::2], scores[1::2], num_pairs=3, margin_B=margin_B, center_coef=center)
+            ours = value(loss)
         lines.append(Line(
             "reward", f"center_rewards_coefficient={center or None}" + (", margin" if margins else ""),
             f"center_coef={center}" + (", margin_B" if margins else ""), theirs, ours))  # fmt: skip
@@ -225,13 +226,14 @@ def compare_dpo(bench: Bench) -> list[Line]:
     their_robust = theirs(loss_type=["robust"], label_smoothing=e)
     return [
         Line("DPO", "loss_type=sigmoid", "dpo_loss", theirs(loss_type=["sigmoid"]), sigmoid),
-        Line("DPO", "loss_type=aot, one pair a batch, label_smoothing", "dpo_loss, label_smoothing (cDPO)", aot, smooth),
+        Line("DPO", "loss_type=aot, one pair a batch, label_smoothing", "dpo_loss, label_smoothing (cDPO)",
+             aot, smooth),
         Line("DPO", "loss_type=robust, label_smoothing", "dpo_loss, label_smoothing (cDPO)", their_robust, smooth, cdpo,
-             "its smoothed loss is rDPO, which takes the flipped loss away and divides by 1 - 2e; ours is cDPO, which adds it"),
-        Line("DPO", "loss_type=robust, label_smoothing", "((1-e) dpo_loss - e dpo_loss of flipped pairs)/(1-2e)", their_robust,
-             robust),
-        Line("DPO", "loss_type=ipo (means over completion tokens)", "ipo_loss of mean log-probs", theirs(loss_type=["ipo"]),
-             value(ipo_loss(*means, num_pairs=3, beta=beta)[0])),
+             "its smoothed loss is rDPO, which takes the flipped loss away and divides by 1 - 2e; ours, cDPO, adds it"),
+        Line("DPO", "loss_type=robust, label_smoothing", "((1-e) dpo_loss - e dpo_loss of flipped pairs)/(1-2e)",
+             their_robust, robust),
+        Line("DPO", "loss_type=ipo (means over completion tokens)", "ipo_loss of mean log-probs",
+             theirs(loss_type=["ipo"]), value(ipo_loss(*means, num_pairs=3, beta=beta)[0])),
     ]  # fmt: skip
 
 
@@ -309,19 +311,24 @@ def compare_grpo(bench: Bench) -> list[Line]:
     pair = it.new_BS, it.old_BS
 
     def gspo(low: float, high: float) -> float:
-        loss, _ = policy.gspo_loss(*pair, advantages_B, it.mask_BS, num_sequences=P * G, clip_eps=low, clip_eps_high=high)
+        loss, _ = policy.gspo_loss(
+            *pair, advantages_B, it.mask_BS, num_sequences=P * G, clip_eps=low, clip_eps_high=high
+        )
         return value(loss)
 
-    cispo = value(policy.cispo_loss(*pair, it.advantages(), it.mask_BS, num_loss_tokens=it.tokens, clip_eps_high=0.2)[0])
+    cispo = value(
+        policy.cispo_loss(*pair, it.advantages(), it.mask_BS, num_loss_tokens=it.tokens, clip_eps_high=0.2)[0]
+    )
     entropy = value(entropy_bonus(it.entropy_BS, it.mask_BS, num_loss_tokens=it.tokens)[0])
     fixed = {"loss_denominator": P * G * MAX_COMPLETION}
     return [
         Line("GRPO", "dapo, epsilon=0.2", "grpo, clip_eps=0.2", it.theirs(loss_type="dapo"), it.clipped()),
         Line("GRPO", "dapo, epsilon_high=0.28", "clip_eps_high=0.28", it.theirs(loss_type="dapo", epsilon_high=0.28),
              it.clipped(clip_eps_high=0.28)),
-        Line("GRPO", "dapo, delta=1.4", "dual_clip=1.4", it.theirs(loss_type="dapo", delta=1.4), it.clipped(dual_clip=1.4)),
-        Line("GRPO", "dapo, beta=0.1", "kl_coef=0.1 (k3)", it.theirs(loss_type="dapo", beta=0.1),
-             it.clipped() + 0.1 * it.kl()),
+        Line("GRPO", "dapo, delta=1.4", "dual_clip=1.4", it.theirs(loss_type="dapo", delta=1.4),
+             it.clipped(dual_clip=1.4)),
+        Line("GRPO", "dapo, beta=0.1, use_bias_correction_kl=False", "kl_coef=0.1 (k3)",
+             it.theirs(loss_type="dapo", beta=0.1, use_bias_correction_kl=False), it.clipped() + 0.1 * it.kl()),
         Line("GRPO", "dapo, entropy_coef=0.05", "entropy_coef=0.05", it.theirs(loss_type="dapo", entropy_coef=0.05),
              it.clipped() + 0.05 * entropy),
         Line("GRPO", "bnpo (the step is one micro-batch)", "grpo", it.theirs(loss_type="bnpo"), it.clipped()),
@@ -342,6 +349,7 @@ def compare_grpo_choices(bench: Bench) -> list[Line]:
     """Where TRL means something else."""
     it = Grpo(bench)
     grpo = it.theirs(loss_type="grpo")
+    corrected, ratio_BS = it.theirs(loss_type="dapo", beta=0.1), (it.new_BS - it.old_BS).exp()
     usual = group_advantages(REWARDS_PG).flatten().tolist()
     lengths_B = it.mask_BS.sum(1)
     by_row = sum(
@@ -357,17 +365,24 @@ def compare_grpo_choices(bench: Bench) -> list[Line]:
     by_batch = (centered / (centered.std() + 1e-4)).flatten().tolist()
     return [
         Line("GRPO", "grpo", "grpo", grpo, it.clipped(), it.plain(usual, it.tokens),
-             "it takes each sequence's mean, then the mean over sequences, so that a token of a short answer weighs more; "
-             "ours divides by the loss tokens of the step"),
+             "it takes each sequence's mean, then the mean over sequences, so that a token of a short answer weighs "
+             "more; ours divides by the loss tokens of the step"),
         Line("GRPO", "grpo", "clipped_policy_loss row by row / tokens of the row, mean", grpo, by_row / (P * G)),
-        Line("GRPO", "dr_grpo, scale_rewards=none, beta=0.1", "dr_grpo, kl_coef=0.1",
-             it.theirs(loss_type="dr_grpo", scale_rewards="none", beta=0.1),
+        Line("GRPO", "dapo, beta=0.1 (use_bias_correction_kl)", "grpo, kl_coef=0.1", corrected,
+             it.clipped() + 0.1 * it.kl(), it.plain(usual, it.tokens, kl_coef=0.1),
+             "by default it multiplies each token's k3 by the ratio to the old policy (arXiv:2512.02556); ours is k3 "
+             "alone (arXiv:2402.03300)"),
+        Line("GRPO", "dapo, beta=0.1 (use_bias_correction_kl)", "grpo + 0.1 mean of ratio kl_k3", corrected,
+             it.clipped() + 0.1 * float((ratio_BS * kl_k3(it.new_BS, it.ref_BS) * it.mask_BS).sum() / it.tokens)),
+        Line("GRPO", "dr_grpo, scale_rewards=none, beta=0.1, no correction", "dr_grpo, kl_coef=0.1",
+             it.theirs(loss_type="dr_grpo", scale_rewards="none", beta=0.1, use_bias_correction_kl=False),
              it.clipped(it.spread(dr), loss_denominator=fixed) + 0.1 * it.kl(),
              it.plain(dr.flatten().tolist(), fixed, kl_coef=0.1),
              "its KL is divided by the fixed denominator too; ours stays a mean per loss token"),
         Line("GRPO", "dapo, a group whose rewards differ by 5e-4", "grpo, the same rewards",
              it.theirs(close_PG, loss_type="dapo"), it.clipped(it.advantages(close_PG)), it.plain(close, it.tokens),
-             "both add 1e-4 to the std, but it scales any spread up to about 1; ours calls a std below 1e-3 no information: 0"),
+             "both add 1e-4 to the std, but it scales up any spread; ours takes a std below 1e-3 for rounding and gives "
+             "0"),
         Line("GRPO", "dapo, scale_rewards=batch", "batch_advantages(subtract_group_mean)",
              it.theirs(loss_type="dapo", scale_rewards="batch"), it.clipped(it.spread(batch_PG)),
              it.plain(by_batch, it.tokens),
@@ -381,8 +396,11 @@ def report(lines: list[Line], bench: Bench) -> int:
     _, shares = policy.clipped_policy_loss(it.new_BS, it.old_BS, it.advantages(), it.mask_BS, num_loss_tokens=it.tokens)
     print(f"trl {trl.__version__}, torch {torch.__version__}, transformers {transformers.__version__}, Python "
           f"{platform.python_version()}; float32, CPU; tolerance {TOLERANCE:g}")  # fmt: skip
-    print(f"GRPO batch: {P} x {G} rollouts, {it.tokens} loss tokens; clipped below {float(shares['clip_fraction_low']):.0%} "
-          f"(A < 0), above {float(shares['clip_fraction_high']):.0%} (A > 0); largest ratio {float(shares['ratio_max']):.2f}\n")
+    print(
+        f"GRPO batch: {P} x {G} rollouts, {it.tokens} loss tokens; clipped below "
+        f"{float(shares['clip_fraction_low']):.0%} (A < 0), above {float(shares['clip_fraction_high']):.0%} (A > 0); "
+        f"largest ratio {float(shares['ratio_max']):.2f}\n"
+    )
     widths = [max(len(str(getattr(line, name))) for line in lines) for name in ("loss", "theirs", "ours")]
     print("{:{}}  {:{}}  {:{}}".format("loss", widths[0], "TRL", widths[1], "here", widths[2])
           + f"  {'TRL value':>11}  {'ours':>11}  {'|difference|':>12}")  # fmt: skip
@@ -398,7 +416,10 @@ def report(lines: list[Line], bench: Bench) -> int:
 
 
 def main() -> int:
+    warnings.simplefilter("ignore")  # TRL's and transformers' notices of experiments and renamed options
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    disable_progress_bars()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(folder)
