@@ -6,8 +6,8 @@ PYTHONPATH=. trl_venv/bin/python tests/benchmarks/compare_trl.py    # seconds
 
 Nothing is downloaded: the model is a random Llama with a tokenizer of its own. TRL's trainers collate the ids and
 compute their losses themselves; ours come from rl_core's trainers and pure losses. A line is PASS when both are within
-1e-4. Where TRL means something else by choice, the line is CHOICE: TRL's value stands there with the reason, and ours has
-to equal the formula written out plainly from the model's logits. The exit code is 1 if any line fails. One file, longer
+1e-4. Where TRL means something else by choice, the line is CHOICE: TRL's value stands there with the reason, and ours
+has to equal the formula written out plainly from the model's logits. The exit code is 1 if any line fails. One file, longer
 than most, so that whoever doubts a line finds all of it here.
 
 Suffixes: P prompts, G rollouts of a prompt, B rows, S whole sequence.
@@ -381,8 +381,7 @@ def compare_grpo_choices(bench: Bench) -> list[Line]:
              "its KL is divided by the fixed denominator too; ours stays a mean per loss token"),
         Line("GRPO", "dapo, a group whose rewards differ by 5e-4", "grpo, the same rewards",
              it.theirs(close_PG, loss_type="dapo"), it.clipped(it.advantages(close_PG)), it.plain(close, it.tokens),
-             "both add 1e-4 to the std, but it scales up any spread; ours takes a std below 1e-3 for rounding and gives "
-             "0"),
+             "both add 1e-4 to the std, but it scales up any spread; ours takes a std below 1e-3 for rounding: 0"),
         Line("GRPO", "dapo, scale_rewards=batch", "batch_advantages(subtract_group_mean)",
              it.theirs(loss_type="dapo", scale_rewards="batch"), it.clipped(it.spread(batch_PG)),
              it.plain(by_batch, it.tokens),
