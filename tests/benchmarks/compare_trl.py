@@ -7,8 +7,8 @@ PYTHONPATH=. trl_venv/bin/python tests/benchmarks/compare_trl.py    # seconds
 Nothing is downloaded: the model is a random Llama with a tokenizer of its own. TRL's trainers collate the ids and
 compute their losses themselves; ours come from rl_core's trainers and pure losses. A line is PASS when both are within
 1e-4. Where TRL means something else by choice, the line is CHOICE: TRL's value stands there with the reason, and ours
-has to equal the formula written out plainly from the model's logits. The exit code is 1 if any line fails. One file, longer
-than most, so that whoever doubts a line finds all of it here.
+has to equal the formula written out plainly from the model's logits. The exit code is 1 if any line fails. One file,
+longer than most, so that whoever doubts a line finds all of it here.
 
 Suffixes: P prompts, G rollouts of a prompt, B rows, S whole sequence.
 """
