@@ -121,7 +121,10 @@ class RolloutGroup:
 
 @dataclass(slots=True)
 class TrainBatch:
-    """One padded micro-batch. Rows are left-aligned: prompt, completion, padding on the right."""
+    """One padded micro-batch. Rows are left-aligned: prompt, completion, padding on the right.
+
+    A packed one has several such sequences one after the other in a row, told apart by `position_ids_BS`.
+    """
 
     input_ids_BS: torch.Tensor  # int64 [B, S], prompt then completion, right-padded
     attention_mask_BS: torch.Tensor  # bool [B, S], True = real token
@@ -129,7 +132,9 @@ class TrainBatch:
     advantages_BS: torch.Tensor | None = None  # float32 [B, S], 0 where loss_mask is False
     old_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], log p(token s | tokens < s) when sampled
     ref_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], the same under the reference model
-    rows: list[int] = field(default_factory=list)  # [B] index of each row in the list that it was made from
+    # int64 [B, S], only where rows hold several sequences: 0 begins a sequence, which attends to itself alone
+    position_ids_BS: torch.Tensor | None = None
+    rows: list[int] = field(default_factory=list)  # [B] index of each row in the list that it was made from; [] packed
 
     @property
     def num_loss_tokens(self) -> int:

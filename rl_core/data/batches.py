@@ -5,6 +5,7 @@ Suffixes: B rows of a batch, S sequence positions.
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 
 from rl_core.errors import DataError
 
-__all__ = ["DataOrder", "attention_mask", "micro_batches", "pad_rows"]
+__all__ = ["DataOrder", "attention_mask", "micro_batches", "pack", "pad_rows"]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -40,6 +41,34 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             groups.append([row])
             widest = lengths[row]
     return groups
+
+
+def pack(lengths: Sequence[int], width: int | None = None) -> list[list[int]]:
+    """Sequences put together in as few bins of at most `width` tokens as best-fit decreasing finds.
+
+    Longest first, each into the fullest bin that still has room for it, the first of these where several do. Nothing is
+    drawn and nothing read but the lengths: the same lengths give the same bins.
+    Args:
+        lengths: tokens of each sequence, each at least 1.
+        width: tokens of a bin; None = the longest sequence.
+    Returns: lists of indices in the order in which they stand in their bin; every index is in exactly one.
+    Raises: DataError for an empty sequence or one above `width`.
+    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the fewest bins, and a constant.
+    """
+    limit = max(lengths, default=0) if width is None else width
+    if any(not 1 <= length <= limit for length in lengths):
+        index = next(i for i, length in enumerate(lengths) if not 1 <= length <= limit)
+        raise DataError(f"sequence {index} has {lengths[index]} tokens; a bin takes 1 to {limit}")
+    bins: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        place = bisect.bisect_left(free, (lengths[index], 0))
+        room, target = free.pop(place) if place < len(free) else (limit, len(bins))
+        if target == len(bins):
+            bins.append([])
+        bins[target].append(index)
+        bisect.insort(free, (room - lengths[index], target))
+    return bins
 
 
 def attention_mask(lengths: Sequence[int], width: int | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
+from rl_core.models.packing import model_inputs
 from rl_core.types import TrainBatch
 
 __all__ = ["TokenOutputs", "completion_logprobs", "selected_logprobs", "token_outputs"]
@@ -61,11 +62,13 @@ def token_outputs(
     Head and log-softmax run at the positions whose next token carries loss, in chunks, so that at most two float32
     buffers of [chunk_tokens, V] exist at any time, in backward too. Rows are padded on the right, so the causal mask
     alone keeps padding out of real tokens: no attention mask is passed, and the attention kernels take their fast
-    causal path.
+    causal path. Rows that hold several sequences say so by `position_ids_BS`; the model must be one that heeds it
+    (`rl_core.models.packing`).
 
     Args:
         model: a causal LM, with or without adapters.
-        batch: right-padded; loss_mask_BS True = token carries loss, never at position 0.
+        batch: right-padded; loss_mask_BS True = token carries loss, never at position 0, nor at the first token of a
+            packed sequence.
         with_entropy: also give the entropies.
         value_head: maps hidden states [N, H] to values [N]; None = no values.
         chunk_tokens: positions whose logits are held at once; None = by vocabulary and device.
@@ -76,12 +79,15 @@ def token_outputs(
         raise DataError(f"input_ids {tuple(ids_BS.shape)} and loss_mask {tuple(mask_BS.shape)} must be equal [B, S]")
     if bool(mask_BS[:, 0].any()):
         raise DataError("loss_mask is True at position 0, which has no token before it")
+    if batch.position_ids_BS is not None and bool((mask_BS & (batch.position_ids_BS == 0)).any()):
+        raise DataError("loss_mask is True at the first token of a packed sequence, which has no token before it")
     positions_N = mask_BS.reshape(-1).nonzero().squeeze(1)
     targets_N = ids_BS.reshape(-1)[positions_N]
     base = unwrap(model)
     head = base.get_output_embeddings()
+    inputs = model_inputs(base, batch)
     if _is_plain_head(base, head):
-        hidden_BSH = base.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+        hidden_BSH = base.base_model(**inputs, use_cache=False).last_hidden_state
         hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
         logprobs_N, entropy_N = selected_logprobs(
             hidden_NH,
@@ -92,7 +98,7 @@ def token_outputs(
             chunk_tokens=chunk_tokens,
         )
     else:  # a head that scales, caps or adapts its logits: let the model compute them
-        outputs = base(input_ids=ids_BS, use_cache=False, output_hidden_states=value_head is not None)
+        outputs = base(**inputs, use_cache=False, output_hidden_states=value_head is not None)
         hidden_BSH = outputs.hidden_states[-1] if value_head is not None else None
         logits_NV = outputs.logits.reshape(-1, outputs.logits.shape[-1]).index_select(0, positions_N - 1)
         log_p_NV = functional.log_softmax(logits_NV.to(_accurate(logits_NV.dtype)), dim=-1)

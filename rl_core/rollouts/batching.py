@@ -5,12 +5,13 @@ B rows, S whole sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rl_core.data.batches import attention_mask, micro_batches, pad_rows
+from rl_core.data.batches import attention_mask, micro_batches, pack, pad_rows
 from rl_core.errors import DataError
 from rl_core.types import Rollout, RolloutGroup, TrainBatch
 
@@ -41,11 +42,15 @@ def rows_of(groups: Sequence[RolloutGroup]) -> list[TrainRow]:
     return rows
 
 
-def make_batches(rows: Sequence[TrainRow | Rollout], max_tokens: int, pad_id: int) -> list[TrainBatch]:
+def make_batches(
+    rows: Sequence[TrainRow | Rollout], max_tokens: int, pad_id: int, *, packing: bool = False
+) -> list[TrainBatch]:
     """Length-sorted, right-padded micro-batches of at most `max_tokens` padded tokens (a longer row stands alone).
 
     `TrainBatch.rows` says which of `rows` each batch row is. Advantages and log-probabilities are 0 where a token
-    carries no loss; a field is None when the first row has none.
+    carries no loss; a field is None when the first row has none. With `packing`, a batch row holds several of `rows`,
+    up to the length of the longest, and `position_ids_BS` tells them apart (`rows` is empty then). No wider, because
+    attention over a row costs the square of its width, whatever its mask lets through.
 
     Raises: DataError when a row has an empty prompt, lists of different lengths, or fields that the first has not.
     """
@@ -53,7 +58,11 @@ def make_batches(rows: Sequence[TrainRow | Rollout], max_tokens: int, pad_id: in
     for index, row in enumerate(plain):
         _check(row, plain[0], index)
     lengths = [len(row.prompt_ids) + len(row.completion_ids) for row in plain]
-    return [_batch([plain[i] for i in indices], indices, pad_id) for indices in micro_batches(lengths, max_tokens)]
+    if not packing:
+        return [_batch([[plain[i]] for i in group], pad_id, group) for group in micro_batches(lengths, max_tokens)]
+    bins = [[plain[i] for i in indices] for indices in pack(lengths)]
+    filled = [sum(len(row.prompt_ids) + len(row.completion_ids) for row in parts) for parts in bins]
+    return [_batch([bins[i] for i in group], pad_id, None) for group in micro_batches(filled, max_tokens)]
 
 
 def _row_of(rollout: Rollout, advantage: float | None) -> TrainRow:
@@ -78,28 +87,37 @@ def _check(row: TrainRow, first: TrainRow, index: int) -> None:
             raise DataError(f"row {index}: {name} has {len(values)} entries, its completion {count} tokens")
 
 
-def _batch(rows: list[TrainRow], indices: list[int], pad_id: int) -> TrainBatch:
+def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> TrainBatch:
+    """One batch row for each bin; `rows` None = packed."""
+
+    def joined(values_of: Callable[[TrainRow], Sequence[Any]]) -> list[list[Any]]:
+        return [[value for row in parts for value in values_of(row)] for parts in bins]
+
     loss_mask_BS = pad_rows(
-        [[False] * len(row.prompt_ids) + list(row.loss_mask) for row in rows], False, dtype=torch.bool
+        joined(lambda row: [False] * len(row.prompt_ids) + list(row.loss_mask)), False, dtype=torch.bool
     )
 
     def per_token(name: str) -> torch.Tensor | None:
-        if getattr(rows[0], name) is None:
+        if getattr(bins[0][0], name) is None:
             return None
-        padded: list[list[float]] = []
-        for row in rows:
+
+        def values_of(row: TrainRow) -> list[float]:
             values = getattr(row, name)
             if isinstance(values, int | float):
                 values = [values] * len(row.completion_ids)
-            padded.append([0.0] * len(row.prompt_ids) + list(values))
-        return pad_rows(padded, 0.0, dtype=torch.float32).masked_fill_(~loss_mask_BS, 0.0)
+            return [0.0] * len(row.prompt_ids) + list(values)
 
+        return pad_rows(joined(values_of), 0.0, dtype=torch.float32).masked_fill_(~loss_mask_BS, 0.0)
+
+    ids = joined(lambda row: [*row.prompt_ids, *row.completion_ids])
+    positions = joined(lambda row: range(len(row.prompt_ids) + len(row.completion_ids)))
     return TrainBatch(
-        input_ids_BS=pad_rows([[*row.prompt_ids, *row.completion_ids] for row in rows], pad_id),
-        attention_mask_BS=attention_mask([len(row.prompt_ids) + len(row.completion_ids) for row in rows]),
+        input_ids_BS=pad_rows(ids, pad_id),
+        attention_mask_BS=attention_mask([len(row) for row in ids]),
         loss_mask_BS=loss_mask_BS,
         advantages_BS=per_token("advantage"),
         old_logprobs_BS=per_token("old_logprobs"),
         ref_logprobs_BS=per_token("ref_logprobs"),
-        rows=list(indices),
+        position_ids_BS=pad_rows(positions, 0) if rows is None else None,  # a padding token is a sequence of its own
+        rows=list(rows or []),
     )

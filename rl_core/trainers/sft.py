@@ -5,6 +5,7 @@ B rows, S whole sequence.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -18,12 +19,15 @@ from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.packing import can_pack
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
 from rl_core.trainers.update import Updater
 from rl_core.types import TrainBatch
 
 __all__ = ["SFTTrainer"]
+
+logger = logging.getLogger(__name__)
 
 Row = tuple[Sequence[int], Sequence[bool]]  # token ids, loss mask (True = token carries loss)
 
@@ -60,12 +64,19 @@ class SFTTrainer:
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
         self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite)
+        self._packing = settings.packing and can_pack(model)
+        if settings.packing and not self._packing:
+            logger.warning(
+                "packing: %s with attention '%s' mixes the sequences of a row, so rows are padded instead",
+                type(model).__name__,
+                getattr(model.config, "_attn_implementation", None),
+            )
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch_size rows."""
         started = time.perf_counter()
         rows = [self._train[index] for index in self.order.next()]
-        batches = make_batches(rows, self.settings.micro_batch_tokens, self._pad_id)
+        batches = self._batches(rows)
         num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
         num_tokens = sum(len(row.completion_ids) + 1 for row in rows)
         metrics = self.updater.apply(batches, lambda batch: self._loss(batch, num_loss_tokens))
@@ -80,7 +91,7 @@ class SFTTrainer:
         """eval/loss in nats per loss token over the held-out rows, and eval/perplexity, its exponential."""
         if not self._heldout:
             return {}
-        batches = make_batches(self._heldout, self.settings.micro_batch_tokens, self._pad_id)
+        batches = self._batches(self._heldout)
         num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
         with evaluating(self.model), torch.no_grad(), self.updater.autocast():
             loss = math.fsum(float(self._loss(batch, num_loss_tokens)[0]) for batch in batches)
@@ -93,6 +104,9 @@ class SFTTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.order.load_state_dict(state["order"])
+
+    def _batches(self, rows: Sequence[TrainRow]) -> list[TrainBatch]:
+        return make_batches(rows, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
 
     def _loss(self, batch: TrainBatch, num_loss_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         batch = batch.to(self._device)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pad_rows
+from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pack, pad_rows
 from rl_core.errors import DataError
 
 
@@ -16,6 +16,28 @@ def test_micro_batches_worked_by_hand() -> None:
     assert micro_batches([5, 10, 3, 5, 4, 1], 10) == [[1], [0, 3], [4, 2], [5]]
     assert micro_batches([7, 3], 5) == [[0], [1]], "a row above the budget stands alone"
     assert micro_batches([], 5) == []
+
+
+def test_packs_worked_by_hand() -> None:
+    # 7 | 6 | 4 fits neither: a bin of its own; 3 goes to 4 + 3; 1 to 6 + 1
+    assert pack([4, 7, 1, 6, 3]) == [[1], [3, 2], [0, 4]]
+    assert pack([2, 2, 2], 4) == [[0, 1], [2]], "ties in order"
+    assert pack([]) == []
+    with pytest.raises(DataError, match="sequence 1 has 5 tokens; a bin takes 1 to 4"):
+        pack([4, 5], 4)
+    with pytest.raises(DataError, match="sequence 0 has 0 tokens"):
+        pack([0, 2])
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=60))
+def test_packs_hold_every_sequence_once_within_the_width(lengths: list[int]) -> None:
+    bins = pack(lengths)
+    assert sorted(index for indices in bins for index in indices) == list(range(len(lengths)))
+    filled = [sum(lengths[index] for index in indices) for indices in bins]
+    assert max(filled) == max(lengths)
+    # no two bins could have been one: each sequence went into an open bin where it fitted
+    assert len(bins) < 2 or sum(sorted(filled)[:2]) > max(lengths)
 
 
 @settings(max_examples=100, deadline=None)

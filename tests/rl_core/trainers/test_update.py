@@ -238,9 +238,12 @@ def test_halves_of_a_train_batch_keep_every_field():
         attention_mask_BS=torch.ones(5, 3, dtype=torch.bool),
         loss_mask_BS=torch.ones(5, 3, dtype=torch.bool),
         advantages_BS=torch.arange(15.0).reshape(5, 3),
+        position_ids_BS=torch.tensor([[0, 1, 2], [0, 1, 0], [0, 0, 0], [0, 1, 2], [0, 0, 1]]),
         rows=[4, 3, 2, 1, 0],
     )
     first, second = halve(batch)
+    assert second.position_ids_BS.tolist() == [[0, 0, 0], [0, 1, 2], [0, 0, 1]]
+    assert second.to("cpu").position_ids_BS.tolist() == second.position_ids_BS.tolist()
     assert first.rows == [4, 3] and second.rows == [2, 1, 0]
     assert first.input_ids_BS.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert second.advantages_BS.tolist()[0] == [6.0, 7.0, 8.0]

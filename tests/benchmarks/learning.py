@@ -1,0 +1,519 @@
+"""Every algorithm from the same SFT model, for the same number of episodes, over several seeds; and what others claim.
+
+    python tests/benchmarks/learning.py --output OUT [--config configs/demo.yaml] [--episodes 8960] [--seeds 3]
+                                        [--workers 2] [--only grpo,ppo] [--parts algorithms,staleness,groups,stopping,variance]
+
+The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
+thread and writes OUT/jobs/<name>-<seed>.json; what is there is not run again, so that the whole can be interrupted.
+At the end: OUT/learning.md (tables for RESULTS.md) and OUT/learning.png (success against episodes).
+
+Success is sampled at temperature 1. Curves are measured on 200 validation episodes, the tables on 500 other held-out
+episodes; intervals are 95% intervals over episodes, each played once by every seed's model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import copy
+import json
+import logging
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT))
+
+BATCH = 128  # episodes of one iteration
+CURVE_EPISODES, CURVE_POINTS = 200, 7
+COMMON = dict(
+    prompts_per_iteration=16, group_size=8, learning_rate=5e-4, warmup_steps=5,
+)  # fmt: skip
+TWICE = dict(epochs=2, minibatches=2, learning_rate=3e-4)  # several steps on the same rollouts: the clip has work to do
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": dict(algorithm="grpo"),
+    "dr_grpo": dict(algorithm="dr_grpo", learning_rate=5e-4),
+    "dapo": dict(algorithm="dapo", overlong_buffer=0),
+    "gspo": dict(algorithm="gspo", **TWICE),
+    "cispo": dict(algorithm="cispo", **TWICE),
+    "rloo": dict(algorithm="rloo"),
+    "reinforce": dict(algorithm="reinforce"),
+    "reinforce + critic": dict(algorithm="reinforce", critic=dict(learning_rate=1e-3)),
+    "ppo": dict(algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE),
+    "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared"), **TWICE),
+    "grpo + replay": dict(algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)),
+    "grpo, muon": dict(algorithm="grpo", optimizer="muon"),
+    "dpo": dict(loss="dpo"),
+    "ipo": dict(loss="ipo"),
+}
+LAGS = (1, 4, 16)
+GROUPS = (2, 4, 16, 32)  # 8 is `grpo`
+
+
+@dataclass
+class Job:
+    """One training run."""
+
+    name: str
+    seed: int
+    part: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    lag: int = 0  # updates by which the sampling weights lag behind
+    patience: int | None = None
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}-{self.seed}.json".replace(" ", "_").replace(",", "").replace("+", "with")
+
+
+def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
+    jobs: list[Job] = []
+    for seed in range(seeds):
+        if "algorithms" in parts:
+            jobs += [Job(name, seed, "algorithms", options) for name, options in ALGORITHMS.items()]
+        if "staleness" in parts:
+            for lag in LAGS:
+                for level in ("none", "token", "sequence"):
+                    jobs.append(Job(f"lag {lag} {level}", seed, "staleness", dict(importance=level), lag=lag))
+        if "groups" in parts:
+            for size in GROUPS:
+                options = dict(group_size=size, prompts_per_iteration=BATCH // size)
+                jobs.append(Job(f"group {size}", seed, "groups", options))
+        if "stopping" in parts:
+            jobs.append(Job("stopped early", seed, "stopping", patience=3))
+    return jobs
+
+
+def make_sft(config: str, output: Path, threads: int) -> Path:
+    """The SFT model of the config's pipeline."""
+    from flows.post_training import run_pipeline
+    from tasks.config import load
+
+    overrides = [f"output={output / 'sft'}", f"threads={threads}"]
+    overrides += [f"stages.{name}=null" for name in ("reward_model", "policy", "evaluate", "analyze", "promote")]
+    return Path(run_pipeline(load(config, overrides), quiet=True).results["sft"].model)
+
+
+class Bench:
+    """What every run shares: environment, renderer, episodes to measure on."""
+
+    def __init__(self, config: str, model: str) -> None:
+        import torch
+
+        from rl_core.environments import make
+        from rl_core.evaluation import heldout_requests, validation_requests
+        from rl_core.settings import EvaluationSettings, SamplingSettings
+        from tasks.config import load
+        from tasks.policy_model import load_policy
+
+        torch.set_num_threads(1)
+        self.pipeline = load(config, ["threads=1"])
+        self.environment = make(self.pipeline.environment.name, dict(self.pipeline.environment.options))
+        self.policy = load_policy(model, self.pipeline)
+        self.sampling = SamplingSettings(max_completion_tokens=64, max_turns=6, slots=256)
+        self.reported = heldout_requests(self.environment, EvaluationSettings(episodes=500), 0)
+        levels = self.environment.levels
+        self.validation = validation_requests(self.environment, CURVE_EPISODES, levels, 0, self.reported)
+
+    def success(self, requests: Any, seed: int, backend: Any = None) -> list[bool]:
+        """Of each episode, played once."""
+        from rl_core.evaluation import evaluate
+
+        backend = backend or self.policy.backend()
+        backend.refresh()
+        result = evaluate(
+            self.environment, backend, self.policy.renderer, requests, samples=1, sampling=self.sampling, seed=seed
+        )
+        return [episode.successes > 0 for episode in result.episodes]
+
+
+class LaggedBackend:
+    """Samples from the weights of `lag` iterations ago, from a copy of the model."""
+
+    def __init__(self, bench: Bench, lag: int) -> None:
+        from tasks.policy_model import Policy
+
+        policy = bench.policy
+        self._live = policy.model
+        self._copy = copy.deepcopy(policy.model)
+        self._backend = Policy(self._copy, policy.tokenizer, policy.renderer).backend()
+        self._past: collections.deque[dict[str, Any]] = collections.deque(maxlen=lag + 1)
+        self.max_length = self._backend.max_length
+
+    def refresh(self) -> None:
+        """Called once before the rollouts of each iteration."""
+        self._past.append({name: tensor.clone() for name, tensor in self._live.state_dict().items()})
+        self._copy.load_state_dict(self._past[0])
+        self._backend.refresh()
+
+    def run(self, sessions: Any, sampling: Any) -> None:
+        self._backend.run(sessions, sampling)
+
+
+def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
+    """One run: its curve, its final successes, its seconds."""
+    from rl_core.rewards.orchestrator import RewardOrchestrator
+    from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
+    from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+
+    options = {**COMMON, **job.settings}
+    if isinstance(options.get("critic"), dict):
+        options["critic"] = CriticSettings(**options["critic"])
+    if isinstance(options.get("replay"), dict):
+        options["replay"] = ReplaySettings(**options["replay"])
+    iterations = episodes // BATCH
+    settings = PolicySettings(**options, iterations=iterations, sampling=bench.sampling)
+    backend = LaggedBackend(bench, job.lag) if job.lag else bench.policy.backend()
+    trainer = PolicyGradientTrainer(
+        bench.policy.model, None, bench.policy.renderer, bench.environment, settings, job.seed,
+        RewardOrchestrator({"task": 1.0}), backend,
+    )  # fmt: skip
+    curve = [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]
+    seconds, weights, best, worse = 0.0, None, curve[0][1], 0
+    every = max(1, iterations // CURVE_POINTS)
+    while trainer.rollouts_played < episodes:
+        started = time.perf_counter()
+        metrics = trainer.step()
+        seconds += time.perf_counter() - started
+        if trainer.iteration % every == 0 or trainer.rollouts_played >= episodes:
+            curve.append((trainer.rollouts_played, statistics.fmean(bench.success(bench.validation, job.seed))))
+            print(f"{job.name} seed {job.seed}: {curve[-1]}", flush=True)
+            if job.patience is not None:
+                if curve[-1][1] > best:
+                    best, worse, weights = curve[-1][1], 0, copy.deepcopy(bench.policy.model.state_dict())
+                else:
+                    worse += 1
+                if worse >= job.patience:
+                    break
+    if weights is not None:
+        bench.policy.model.load_state_dict(weights)
+    keep = ("policy/effective_sample_share", "policy/sampler_kl", "policy/entropy", "value/explained_variance")
+    return {
+        "curve": curve,
+        "seconds": seconds,
+        "episodes": trainer.rollouts_played,
+        "last": {name: metrics[name] for name in keep if name in metrics},
+    }
+
+
+def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
+    """DPO and IPO: the same number of episodes of the SFT model, made into pairs."""
+    import numpy as np
+
+    from rl_core.data.pairs import pairs_from_groups
+    from rl_core.rollouts.collect import EpisodeRequest, collect
+    from rl_core.settings import PreferenceSettings
+    from rl_core.trainers.preference import PreferenceTrainer
+
+    rng = np.random.default_rng(job.seed)
+    started = time.perf_counter()
+    levels = bench.environment.levels
+    requests = [EpisodeRequest(levels[i % len(levels)], int(rng.integers(2**30))) for i in range(episodes // 8)]
+    groups = []
+    for start in range(0, len(requests), 64):
+        groups += collect(
+            bench.environment, bench.policy.backend(), bench.policy.renderer, requests[start : start + 64],
+            group_size=8, sampling=bench.sampling, seed=job.seed * 1000 + start,
+        )  # fmt: skip
+    pairs = pairs_from_groups(groups, per_group=4, rng=rng)
+    curve = [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]
+    beta = 0.1 if job.settings["loss"] == "dpo" else 0.5
+    settings = PreferenceSettings(
+        loss=job.settings["loss"], beta=beta, epochs=2, batch_size=32, learning_rate=1e-4, warmup_steps=10
+    )
+    trainer = PreferenceTrainer(bench.policy.model, bench.policy.renderer.pad_id, pairs, [], settings, job.seed)
+    for index in range(trainer.total_steps):
+        trainer.step()
+        if (index + 1) % max(1, trainer.total_steps // 3) == 0:
+            share = (index + 1) / trainer.total_steps
+            success = statistics.fmean(bench.success(bench.validation, job.seed))
+            curve.append((round(share * episodes), success))
+            print(f"{job.name} seed {job.seed}: {curve[-1]}", flush=True)
+    return {"curve": curve, "seconds": time.perf_counter() - started, "episodes": episodes, "pairs": len(pairs)}
+
+
+def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
+    """In a process of its own."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    logging.disable(logging.WARNING)
+    bench = Bench(config, model)
+    if job.name == "sft":
+        result: dict[str, Any] = {"curve": [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]}
+    elif "loss" in job.settings:
+        result = train_pairs(bench, job, episodes)
+    else:
+        result = train(bench, job, 2 * episodes if job.part == "stopping" else episodes)
+    result["success"] = bench.success(bench.reported, 1000 + job.seed)
+    Path(path).write_text(json.dumps(result))
+    return job.name
+
+
+def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dict[str, dict[str, float]]:
+    """Variance of the policy gradient over independent batches of rollouts, by how credit is given.
+
+    The same rollouts for every kind; the critic has learnt from `warmup` iterations of other rollouts, the policy
+    stays as it is. Variance: trace of the gradient's covariance, for one batch of 32 rollouts.
+    """
+    import numpy as np
+    import torch
+
+    from rl_core.rewards.orchestrator import RewardOrchestrator
+    from rl_core.settings import CriticSettings, PolicySettings
+    from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+    from rl_core.trainers.policy_update import PolicyUpdate
+    from rl_core.trainers.replay import samples_of
+
+    bench = Bench(config, model)
+    kinds: dict[str, dict[str, Any]] = {
+        "no baseline": dict(algorithm="rloo"),
+        "group mean (RLOO)": dict(algorithm="rloo"),
+        "critic, lambda 1": dict(algorithm="ppo", gae_lambda=1.0),
+        "critic, GAE lambda 0.95": dict(algorithm="ppo", gae_lambda=0.95),
+        "critic, GAE lambda 0.8": dict(algorithm="ppo", gae_lambda=0.8),
+    }
+
+    def settings_of(options: dict[str, Any]) -> Any:
+        critic = CriticSettings(learning_rate=1e-3, warmup_iterations=warmup) if options["algorithm"] == "ppo" else None
+        return PolicySettings(
+            **{**COMMON, "prompts_per_iteration": 4, **options}, iterations=warmup + batches,
+            sampling=bench.sampling, critic=critic, whiten_advantages=False,
+        )  # fmt: skip
+
+    def trainer_of(options: dict[str, Any]) -> Any:
+        return PolicyGradientTrainer(
+            bench.policy.model, None, bench.policy.renderer, bench.environment, settings_of(options), 0,
+            RewardOrchestrator({"task": 1.0}), bench.policy.backend(),
+        )  # fmt: skip
+
+    player = trainer_of(dict(algorithm="ppo", prompts_per_iteration=16, epochs=2))
+    for _ in range(warmup):
+        explained = player.step()["value/explained_variance"]
+    print(f"critic after {warmup} iterations: explained variance {explained:.2f}", flush=True)
+    player.settings = settings_of(dict(algorithm="ppo"))
+    gradients: dict[str, list[Any]] = {name: [] for name in kinds}
+    for index in range(batches):
+        rng = np.random.default_rng([1, index])
+        player.iteration = 10_000 + index
+        _, groups, _ = player._play_and_score(rng)
+        for name, options in kinds.items():
+            found = one_gradient(player.learner, settings_of(options), samples_of(groups), name, PolicyUpdate)
+            gradients[name].append(found)
+    report = {}
+    for name, rows in gradients.items():
+        stacked = torch.stack(rows).double()
+        mean = stacked.mean(0)
+        variance = float((stacked - mean).square().sum() / (batches - 1))
+        signal = float(mean.square().sum()) - variance / batches  # unbiased square of the mean gradient's length
+        report[name] = {"variance": variance, "signal": signal, "noise_to_signal": variance / max(signal, 1e-12)}
+    base = gradients["no baseline"]
+    for name, rows in gradients.items():
+        a, b = torch.stack(base).mean(0), torch.stack(rows).mean(0)
+        report[name]["cosine"] = float(torch.nn.functional.cosine_similarity(a, b, dim=0))
+    report["critic, GAE lambda 0.95"]["explained_variance"] = explained
+    return report
+
+
+def one_gradient(learner: Any, settings: Any, samples: Any, name: str, update_class: Any) -> Any:
+    import dataclasses
+
+    import numpy as np
+    import torch
+
+    own = dataclasses.replace(learner, critic_updater=None)
+    if settings.algorithm != "ppo":
+        own = dataclasses.replace(own, critic=None)
+    update = update_class(own, settings, samples)
+    if name == "no baseline":
+        credit = update.experience.credit
+
+        def raw(*arguments: Any) -> Any:
+            metrics = credit(*arguments)
+            rewards_R = torch.tensor([sample.reward for sample in samples])
+            update.experience.advantages_RS = update.experience.mask_RS * rewards_R[:, None]
+            return metrics
+
+        update.experience.credit = raw
+    caught: list[Any] = []
+
+    def apply(batches: Any, loss: Any) -> dict[str, float]:
+        own.policy.zero_grad()
+        for batch in batches:
+            loss(batch)[0].backward()
+        caught.append(torch.cat([p.grad.flatten() for p in own.policy.parameters()]).clone())
+        own.policy.zero_grad()
+        return {}
+
+    original, own.updater.apply = own.updater.apply, apply
+    try:
+        update.run(np.random.default_rng(0))
+    finally:
+        own.updater.apply = original
+    size = sum(p.numel() for p in own.policy.parameters())
+    return caught[0] if caught else torch.zeros(size)
+
+
+# ------------------------------------------------------------------------------------------------------------ report
+
+
+def rate_of(results: list[dict[str, Any]]) -> Any:
+    """Success over all seeds, episodes as clusters."""
+    import numpy as np
+
+    from rl_core.analysis.statistics import clustered_rate
+
+    success_SE = np.array([result["success"] for result in results], dtype=np.int64)
+    return clustered_rate(success_SE.sum(0), np.full(success_SE.shape[1], len(results)))
+
+
+def load_results(output: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    jobs = [Job("sft", seed, "algorithms") for seed in range(seeds)]
+    jobs += all_jobs(seeds, ["algorithms", "staleness", "groups", "stopping"])
+    for job in jobs:
+        path = output / "jobs" / job.file
+        if path.is_file():
+            found.setdefault(job.name, []).append(json.loads(path.read_text()))
+    return found
+
+
+def report(output: Path, seeds: int, episodes: int) -> None:
+    results = load_results(output, seeds)
+    sft = rate_of(results["sft"])
+    lines = [
+        f"{episodes} episodes for every algorithm, {seeds} seeds; 500 held-out episodes, played once by each seed's model.",
+        "",
+        "| algorithm | success [95%] | each seed | above SFT | seconds of a run | steps on each rollout |",
+        "|---|---|---|---|---|---|",
+        f"| SFT (the start) | {show(sft)} | {each(results['sft'])} | | | |",
+    ]
+    names = sorted((n for n in ALGORITHMS if n in results), key=lambda n: -rate_of(results[n]).rate)
+    for name in names:
+        rate = rate_of(results[name])
+        clear = "yes" if rate.low > sft.high else "no"
+        seconds = statistics.fmean(result["seconds"] for result in results[name])
+        epochs = ALGORITHMS[name].get("epochs", 2 if "loss" in ALGORITHMS[name] else 1)
+        lines.append(f"| {name} | {show(rate)} | {each(results[name])} | {clear} | {seconds:.0f} | {epochs} |")
+    lines += ["", *table(results, [f"lag {lag} {kind}" for lag in LAGS for kind in ("none", "token", "sequence")], "stale")]
+    groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
+    lines += ["", *table(results, groups, "group size at equal episodes")]
+    if "stopped early" in results:
+        stopped = results["stopped early"]
+        used = statistics.fmean(result["episodes"] for result in stopped)
+        lines += [
+            "", f"Early stopping (patience 3 evaluations) within a budget of {2 * episodes} episodes: stopped after "
+            f"{used:.0f} on average, {1 - used / (2 * episodes):.0%} saved; success {show(rate_of(stopped))} "
+            f"({each(stopped)}).",
+        ]  # fmt: skip
+    variance = output / "variance.json"
+    if variance.is_file():
+        rows = json.loads(variance.read_text())
+        base = rows["no baseline"]["variance"]
+        lines += ["", "| credit | variance of the gradient | against no baseline | cosine of mean gradients |", "|---|---|---|---|"]
+        for name, row in rows.items():
+            lines.append(f"| {name} | {row['variance']:.4g} | {row['variance'] / base:.2f} | {row['cosine']:.2f} |")
+    text = "\n".join(lines) + "\n"
+    (output / "learning.md").write_text(text)
+    print(text)
+    draw(results, names, output / "learning.png")
+
+
+def show(rate: Any) -> str:
+    return f"{rate.rate:.1%} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]"
+
+
+def each(results: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{100 * statistics.fmean(result['success']):.1f}" for result in results)
+
+
+def table(results: dict[str, Any], names: list[str], title: str) -> list[str]:
+    lines = [f"| {title} | success [95%] | each seed | sampler KL | effective samples |", "|---|---|---|---|---|"]
+    for name in names:
+        if name in results:
+            last = [result["last"] for result in results[name]]
+            kl = statistics.fmean(row.get("policy/sampler_kl", 0.0) for row in last)
+            share = [row["policy/effective_sample_share"] for row in last if "policy/effective_sample_share" in row]
+            ess = f"{statistics.fmean(share):.0%}" if share else ""
+            lines.append(f"| {name} | {show(rate_of(results[name]))} | {each(results[name])} | {kl:.2g} | {ess} |")
+    return lines
+
+
+def draw(results: dict[str, Any], names: list[str], path: Path) -> None:
+    """Success against episodes: mean over the seeds, and their spread."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    columns = 4
+    rows = -(-len(names) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(12, 2.6 * rows), sharex=True, sharey=True, squeeze=False)
+    base = rate_of(results["sft"])
+    for axis, name in zip(axes.flat, names, strict=False):
+        curves = [result["curve"] for result in results[name]]
+        length = min(map(len, curves))
+        x = np.mean([[point[0] for point in curve[:length]] for curve in curves], axis=0)
+        y = np.array([[point[1] for point in curve[:length]] for curve in curves])
+        axis.axhspan(base.low, base.high, color="#D9DEE4", zorder=0)
+        axis.fill_between(x, y.min(0), y.max(0), color="#0072B2", alpha=0.2, linewidth=0)
+        axis.plot(x, y.mean(0), color="#0072B2", marker="o", markersize=3)
+        axis.set_title(f"{name}: {rate_of(results[name]).rate:.0%}", fontsize=10)
+        axis.grid(alpha=0.3)
+        axis.set_ylim(0, 1)
+    for axis in axes[-1]:
+        axis.set_xlabel("episodes")
+    for row in axes:
+        row[0].set_ylabel("success")
+    for axis in list(axes.flat)[len(names) :]:
+        axis.set_visible(False)
+    figure.suptitle("Success on 200 validation episodes: mean and range over seeds; grey: the SFT model's interval")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--config", default=str(ROOT / "configs/demo.yaml"))
+    parser.add_argument("--model", help="SFT model folder; left out: the config's pipeline makes it")
+    parser.add_argument("--episodes", type=int, default=8960)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--only", help="names, separated by semicolons")
+    parser.add_argument("--parts", default="algorithms,staleness,groups,stopping,variance")
+    options = parser.parse_args()
+    output: Path = options.output.resolve()
+    (output / "jobs").mkdir(parents=True, exist_ok=True)
+    model = options.model or str(make_sft(options.config, output, options.workers))
+    parts = options.parts.split(",")
+    jobs = [Job("sft", seed, "algorithms") for seed in range(options.seeds)] + all_jobs(options.seeds, parts)
+    if options.only:
+        jobs = [job for job in jobs if job.name in options.only.split(";")]
+    jobs = [job for job in jobs if not (output / "jobs" / job.file).is_file()]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(options.workers, mp_context=context) as pool:
+        futures = {
+            pool.submit(run_job, options.config, model, job, options.episodes, str(output / "jobs" / job.file)): job
+            for job in jobs
+        }
+        for number, future in enumerate(as_completed(futures), 1):
+            try:
+                print(f"[{number}/{len(jobs)}] {future.result()} seed {futures[future].seed}", flush=True)
+            except Exception as error:
+                print(f"[{number}/{len(jobs)}] {futures[future].name} FAILED: {type(error).__name__}: {error}", flush=True)
+    if "variance" in parts and not (output / "variance.json").is_file():
+        found = gradient_variance(options.config, model, batches=64, warmup=20)
+        (output / "variance.json").write_text(json.dumps(found))
+    report(output, options.seeds, options.episodes)
+
+
+if __name__ == "__main__":
+    main()
