@@ -1,7 +1,7 @@
 """Every algorithm from the same SFT model, for the same number of episodes, over several seeds; and what others claim.
 
     python tests/benchmarks/learning.py --output OUT [--config configs/demo.yaml] [--episodes 8960] [--seeds 3]
-                                        [--workers 2] [--only grpo,ppo] [--parts algorithms,staleness,groups,stopping,variance]
+        [--workers 2] [--only 'grpo;ppo'] [--parts algorithms,staleness,groups,stopping,variance]
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
 thread and writes OUT/jobs/<name>-<seed>.json; what is there is not run again, so that the whole can be interrupted.
@@ -207,11 +207,11 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
 def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     """DPO and IPO: the same number of episodes of the SFT model, made into pairs."""
     import numpy as np
+    from rl_core.trainers.preference import PreferenceTrainer
 
     from rl_core.data.pairs import pairs_from_groups
     from rl_core.rollouts.collect import EpisodeRequest, collect
     from rl_core.settings import PreferenceSettings
-    from rl_core.trainers.preference import PreferenceTrainer
 
     rng = np.random.default_rng(job.seed)
     started = time.perf_counter()
@@ -388,7 +388,7 @@ def report(output: Path, seeds: int, episodes: int) -> None:
     results = load_results(output, seeds)
     sft = rate_of(results["sft"])
     lines = [
-        f"{episodes} episodes for every algorithm, {seeds} seeds; 500 held-out episodes, played once by each seed's model.",
+        f"{episodes} episodes for every algorithm, {seeds} seeds; 500 held-out episodes, played once by each model.",
         "",
         "| algorithm | success [95%] | each seed | above SFT | seconds of a run | steps on each rollout |",
         "|---|---|---|---|---|---|",
@@ -401,7 +401,8 @@ def report(output: Path, seeds: int, episodes: int) -> None:
         seconds = statistics.fmean(result["seconds"] for result in results[name])
         epochs = ALGORITHMS[name].get("epochs", 2 if "loss" in ALGORITHMS[name] else 1)
         lines.append(f"| {name} | {show(rate)} | {each(results[name])} | {clear} | {seconds:.0f} | {epochs} |")
-    lines += ["", *table(results, [f"lag {lag} {kind}" for lag in LAGS for kind in ("none", "token", "sequence")], "stale")]
+    stale = [f"lag {lag} {kind}" for lag in LAGS for kind in ("none", "token", "sequence")]
+    lines += ["", *table(results, stale, "rollouts stale by so many updates, importance weights")]
     groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
     lines += ["", *table(results, groups, "group size at equal episodes")]
     if "stopped early" in results:
@@ -416,7 +417,8 @@ def report(output: Path, seeds: int, episodes: int) -> None:
     if variance.is_file():
         rows = json.loads(variance.read_text())
         base = rows["no baseline"]["variance"]
-        lines += ["", "| credit | variance of the gradient | against no baseline | cosine of mean gradients |", "|---|---|---|---|"]
+        lines += ["", "| credit | variance of the gradient | against no baseline | cosine of mean gradients |"]
+        lines.append("|---|---|---|---|")
         for name, row in rows.items():
             lines.append(f"| {name} | {row['variance']:.4g} | {row['variance'] / base:.2f} | {row['cosine']:.2f} |")
     text = "\n".join(lines) + "\n"
@@ -508,7 +510,8 @@ def main() -> None:
             try:
                 print(f"[{number}/{len(jobs)}] {future.result()} seed {futures[future].seed}", flush=True)
             except Exception as error:
-                print(f"[{number}/{len(jobs)}] {futures[future].name} FAILED: {type(error).__name__}: {error}", flush=True)
+                failed = f"{futures[future].name} FAILED: {type(error).__name__}: {error}"
+                print(f"[{number}/{len(jobs)}] {failed}", flush=True)
     if "variance" in parts and not (output / "variance.json").is_file():
         found = gradient_variance(options.config, model, batches=64, warmup=20)
         (output / "variance.json").write_text(json.dumps(found))
