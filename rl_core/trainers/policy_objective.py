@@ -28,7 +28,7 @@ class StepCounts:
     num_run_tokens: float  # of these, run through the model: what metrics are means over
     num_sequences: float  # rows with loss tokens that count
     num_run_sequences: float
-    loss_denominator: float | None = None  # in place of num_loss_tokens (dr_grpo)
+    num_rollouts: float = 0  # rows of the step, whatever became of their tokens
 
 
 def policy_loss(
@@ -69,11 +69,21 @@ def policy_loss(
             clip_eps=low,
             clip_eps_high=high,
             dual_clip=settings.dual_clip,
-            loss_denominator=counts.loss_denominator or counts.num_loss_tokens,
+            loss_denominator=_denominator(settings, counts),
         )
     loss = loss * share
     metrics |= {"loss": loss.detach(), **_moved(logprobs_BS, old_logprobs_BS, loss_mask_BS, counts.num_run_tokens)}
     return loss, metrics
+
+
+def _denominator(settings: PolicySettings, counts: StepCounts) -> float:
+    """dr_grpo divides by a constant for each rollout, also for what was filtered or came out short.
+
+    Source: Liu et al. 2025, arXiv:2503.20783, section 3.2.
+    """
+    if settings.algorithm == "dr_grpo":
+        return counts.num_rollouts * settings.sampling.max_completion_tokens
+    return counts.num_loss_tokens
 
 
 def importance_weights(

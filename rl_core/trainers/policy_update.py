@@ -142,14 +142,12 @@ class PolicyUpdate:
     def _count(self, indices: Sequence[int], batches: Sequence[TrainBatch]) -> StepCounts:
         """Rows of advantage 0 that are not run count as well: their loss is 0, not absent."""
         mask_RS = self.experience.mask_RS[list(indices)]
-        # A constant for each rollout (arXiv:2503.20783, section 3.2): what was filtered or came out short counts too.
-        fixed = float(len(indices) * self.settings.sampling.max_completion_tokens)
         return StepCounts(
             num_loss_tokens=int(mask_RS.sum()),
             num_run_tokens=sum(batch.num_loss_tokens for batch in batches),
             num_sequences=int(mask_RS.any(1).sum()),
             num_run_sequences=sum(int(batch.loss_mask_BS.any(1).sum()) for batch in batches),
-            loss_denominator=fixed if self.settings.algorithm == "dr_grpo" else None,
+            num_rollouts=len(indices),
         )
 
     def loss(self, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -42,7 +42,7 @@ class FewLetters(Letters):
         return range(5) if split == "train" else range(5, 8)
 
 
-def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, model_seed=0, **options):
+def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, model=None, model_seed=0, **options):
     options = {
         "iterations": 50,
         "prompts_per_iteration": 6,
@@ -53,7 +53,7 @@ def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, m
         **options,
     }
     torch.manual_seed(0)
-    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, model_seed)
+    model = model or causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, model_seed)
     renderer = ChatRenderer(tokenizer)
     # Every other token ends an action, so that an untrained policy writes actions of 1 to 3 tokens and is heard.
     backend = make_backend(model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=32)

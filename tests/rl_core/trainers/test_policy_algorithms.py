@@ -11,9 +11,17 @@ from letters import LOW, FewLetters, comparable, make_trainer, weights
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.advantages import batch_advantages
+from rl_core.models import causal_lm
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import TrainRow
-from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings, SamplingSettings
+from rl_core.settings import (
+    CriticSettings,
+    LoraSettings,
+    ModelSettings,
+    PolicySettings,
+    ReplaySettings,
+    SamplingSettings,
+)
 from rl_core.trainers.credit import compared_rewards, estimated_advantages, last_token_rewards
 from rl_core.trainers.experience import Experience
 from rl_core.trainers.policy_objective import StepCounts, policy_loss
@@ -117,6 +125,9 @@ def test_losses_by_hand():
     assert loss("reinforce") == pytest.approx((-math.log(2) + math.log(0.5)) / 3)
     # gspo: the sequence's ratio is exp(0) = 1, its advantage 0
     assert loss("gspo") == pytest.approx(0.0)
+    # dr_grpo: 4 rollouts of at most 5 tokens
+    counts = StepCounts(3, 2, 2, 1, num_rollouts=4)
+    assert loss("dr_grpo", sampling=SamplingSettings(max_completion_tokens=5)) == pytest.approx((-1.2 + 0.8) / 20)
     advantages = torch.tensor([[1.0, 1.0]])
     assert loss("gspo") == pytest.approx(-1.0 / 2)
 
@@ -455,3 +466,28 @@ def test_ppo_may_have_groups_of_one(tokenizer):
         "policy/kl_coef", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/kl_k1",
     ):  # fmt: skip
         assert math.isfinite(metrics[name]), name
+
+
+@pytest.mark.parametrize("kind", ["separate", "shared"])
+def test_ppo_trains_adapters_and_the_critic_alone(tokenizer, kind):
+    model = causal_lm.create(
+        ModelSettings(preset="nano", context=32, device="cpu", lora=LoraSettings(rank=2)), tokenizer, 0
+    )
+    trainer = make_trainer(tokenizer, model=model, algorithm="ppo", critic=CriticSettings(kind=kind), epochs=2)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    for _ in range(3):
+        metrics = trainer.step()
+    assert math.isfinite(metrics["value/loss"]) and metrics["policy/sampler_difference_max"] < 1e-4
+    changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed and all("lora" in name or ".head." in name for name in changed)
+    assert any("lora" in name and name.startswith("policy.") for name in changed)
+    assert any(".head." in name for name in changed)
+
+
+def test_ppo_under_autocast_stays_near_float32(tokenizer):
+    plain = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW)
+    cast = make_trainer(tokenizer, algorithm="ppo", epochs=2, curriculum=LOW, autocast="bfloat16")
+    one, two = plain.step(), cast.step()
+    assert two["policy/loss"] == pytest.approx(one["policy/loss"], abs=0.02)
+    assert two["value/loss"] == pytest.approx(one["value/loss"], abs=0.02) and two["value/loss"] != one["value/loss"]
+    assert all(p.dtype == torch.float32 for p in cast.model.parameters())
