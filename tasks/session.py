@@ -32,6 +32,8 @@ __all__ = ["ProgressCallback", "Session", "git_commit"]
 
 logger = logging.getLogger(__name__)
 
+_TRAINED = ("sft", "preference", "policy")  # stages whose model the next one starts from
+
 ProgressCallback = Callable[[str, int, int, str], None]  # stage, done, total, message
 
 
@@ -198,8 +200,10 @@ class Session:
             "code_version": code_version(),
             "base_model": self.settings.model.path or f"preset {self.settings.model.preset}",
         }
-        if "sft" in self.results and stage != "sft":
-            tags["parent_version"] = str(self.results["sft"].summary.get("model_version", ""))
+        before = _TRAINED[: _TRAINED.index(stage)] if stage in _TRAINED else _TRAINED
+        parent = next((self.results[name] for name in reversed(before) if name in self.results), None)
+        if parent is not None:
+            tags["parent_version"] = str(parent.summary.get("model_version", ""))
         version = tracker.log_model(folder, kind, name, metrics=numbers, tags=tags)
         return {"registered_model": name, "model_version": version}
 
