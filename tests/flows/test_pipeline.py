@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rl_core import faults
+from rl_core.faults import InjectedFault
 from rl_core.folders import digest_folder, verify_folder
 from tasks.config import load
 
@@ -194,6 +196,49 @@ def test_a_pipeline_starts_from_the_registered_champion(first):
         float((a - b).detach().abs().max()) for a, b in zip(before.parameters(), after.parameters(), strict=True)
     )
     assert moved < 0.01  # one small step from the champion's weights, which a new model would be far from
+
+
+PREFERENCE = "{num_pairs: 24, group_size: 8, batch_size: 8, max_steps: 3, warmup_steps: 0, checkpoint_every: 1, "
+PREFERENCE += "sampling: {max_completion_tokens: 24, max_turns: 3, slots: 32}}"
+
+
+def test_preference_stage_between_sft_and_what_follows(first, tmp_path):
+    """From the SFT model's rollouts to a registered challenger; a kill and resume gives the same bits."""
+    from flows.single_stage import run_stage
+    from tasks.tracking import Tracking
+
+    output, result = first
+    overrides = [f"stages.preference={PREFERENCE}", "stages.reward_model=null", "stages.policy=null"]
+    again = run(output, *overrides)
+    assert list(again.results) == ["prepare_data", "sft", "preference", "evaluate", "analyze", "promote"]
+    stage = again.results["preference"]
+    assert stage.summary["steps"] == 3
+    losses = [dict(values)["train/loss"] for _, values in metric_rows(stage.folder) if "train/loss" in dict(values)]
+    assert losses[0] == pytest.approx(0.693147, abs=1e-5)  # log 2: the reference is the SFT model
+    assert set(again.results["evaluate"].summary["models"]) == {"sft", "preference"}
+    assert "preference" in again.table(width=120)
+    version = Tracking(None, output, "test").versions("test")[-1]
+    assert version.tags["stage"] == "preference"
+    assert version.tags["parent_version"] == str(result.results["sft"].summary["model_version"])
+    assert again.results["promote"].summary["model_version"] == version.version
+
+    references = stage.path.parent / "references"
+    (entry,) = references.iterdir()
+    written = (entry / "references.safetensors").stat().st_mtime_ns
+    beta = run(output, *overrides, "stages.preference.beta=0.5")
+    assert not beta.results["preference"].cached
+    assert [path.name for path in references.iterdir()] == [entry.name]  # the same start and pairs: not scored again
+    assert (entry / "references.safetensors").stat().st_mtime_ns == written
+
+    faults.configure("loop.stepped:2:raise")
+    settings = load(CONFIG, [f"output={output}", *overrides])
+    with pytest.raises(InjectedFault):
+        run_stage(settings, "preference", fresh=True, quiet=True)
+    faults.configure(None)
+    resumed = run(output, *overrides)
+    assert not resumed.results["preference"].cached
+    assert resumed.results["preference"].digest == stage.digest
+    assert metric_rows(resumed.results["preference"].folder) == metric_rows(stage.folder)
 
 
 def policy_only(tmp_path, name):
