@@ -88,6 +88,8 @@ def _arrows(present: Collection[str]) -> list[tuple[str, str]]:
     passed_by = {("sft", "reward_model"), ("sft", "policy")} if between else set()
     if "policy" in present:
         passed_by.add(("preference", "evaluate"))
+    if "sft" in present:
+        passed_by.add(("prepare_data", "preference"))  # it would run behind the box of sft
     return [arrow for arrow in HANDED_OVER if set(arrow) <= set(present) and arrow not in passed_by]
 
 

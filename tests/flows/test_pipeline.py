@@ -198,7 +198,7 @@ def test_a_pipeline_starts_from_the_registered_champion(first):
     assert moved < 0.01  # one small step from the champion's weights, which a new model would be far from
 
 
-PREFERENCE = "{num_pairs: 24, group_size: 8, batch_size: 8, max_steps: 3, warmup_steps: 0, checkpoint_every: 1, "
+PREFERENCE = "{num_pairs: 24, group_size: 8, batch_size: 1, max_steps: 3, warmup_steps: 0, checkpoint_every: 1, "
 PREFERENCE += "sampling: {max_completion_tokens: 24, max_turns: 3, slots: 32}}"
 
 

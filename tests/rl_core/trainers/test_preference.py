@@ -187,7 +187,7 @@ def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss(
 
 
 def test_observations_carry_no_loss():
-    """What a tool said may be any token: nothing that is learnt from it changes."""
+    """Only what the policy wrote counts; what a tool answered is read, never learnt."""
     pairs = pairs_of(4)
     assert not all(all(pair.rejected.loss_mask) for pair in pairs)
     references = [[sequence_logprob(nano(), side)[0] for side in (pair.chosen, pair.rejected)] for pair in pairs]
