@@ -199,9 +199,9 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 class PreferenceSettings(OptimizerSettings, LoopSettings):
     """Direct preference optimisation on pairs; the reference is the stage's starting model."""
 
-    # Log-probs of a whole completion enter one sigmoid, so a step moves far: a tenth of what SFT takes on small models
-    # made from scratch. Pretrained ones: 5e-6 around 0.5B parameters, 5e-7 for 7B (arXiv:2310.16944).
-    learning_rate: float = setting(1e-4, gt=0, le=1, doc="peak learning rate; 5e-6 to 5e-7 for pretrained models")
+    # As in the policy stage: both move a model that SFT has made, and presets of 0.04M to 3M parameters take about a
+    # tenth of SFT's rate. Pretrained models need far less: 5e-7 at 7B (arXiv:2310.16944), about 5e-6 below 1B.
+    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate; 5e-6 to 5e-7 for pretrained models")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     loss: Literal["dpo", "ipo"] = setting("dpo", doc="dpo (arXiv:2305.18290), or ipo (arXiv:2310.12036)")
     beta: float = setting(0.1, gt=0, doc="how much leaving the reference costs (arXiv:2305.18290)")
