@@ -8,11 +8,11 @@ from typing import Any
 
 __all__ = ["STAGE_NAMES", "build_parser"]
 
-STAGE_NAMES = ("prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote")
+STAGE_NAMES = ("prepare_data", "sft", "preference", "reward_model", "policy", "evaluate", "analyze", "promote")
 
 _ABOUT = """\
-Post-train language-model policies: prepare data, SFT, reward model, policy optimisation, evaluation, analysis,
-promotion. A pipeline is one YAML file.
+Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
+optimisation, evaluation, analysis, promotion. A pipeline is one YAML file.
 """
 
 _START = """\

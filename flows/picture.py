@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,14 @@ __all__ = ["HANDED_OVER", "draw_pipeline"]
 # (from, to), as `_run_stages` in flows/post_training.py passes it.
 HANDED_OVER = (
     ("prepare_data", "sft"),
+    ("prepare_data", "preference"),
     ("prepare_data", "reward_model"),
+    ("sft", "preference"),
     ("sft", "reward_model"),
     ("sft", "policy"),
+    ("preference", "reward_model"),
+    ("preference", "policy"),
+    ("preference", "evaluate"),
     ("reward_model", "policy"),
     ("policy", "evaluate"),
     ("evaluate", "analyze"),
@@ -21,13 +26,14 @@ HANDED_OVER = (
 )
 
 _PLACES = {  # column, row
-    "prepare_data": (0, 0.5),
-    "sft": (1, 1),
-    "reward_model": (1.55, 0),
-    "policy": (2.3, 1),
-    "evaluate": (3.3, 0.5),
-    "analyze": (4.3, 1),
-    "promote": (4.3, 0),
+    "prepare_data": (0.0, 0.5),
+    "sft": (1.0, 1.0),
+    "preference": (2.0, 1.0),
+    "reward_model": (2.55, 0.0),
+    "policy": (3.3, 1.0),
+    "evaluate": (4.3, 0.5),
+    "analyze": (5.3, 1.0),
+    "promote": (5.3, 0.0),
 }
 _WIDTH, _HEIGHT = 0.74, 0.56
 _COLOURS = {"ran": "#d7e8f7", "cached": "#eeeeee"}
@@ -41,15 +47,17 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-    figure = Figure(figsize=(11, 3.6), dpi=130, layout="constrained")
+    present = {row["stage"]: row for row in rows if row["stage"] in _PLACES}
+    places = _places(present)
+    width = 5.3 if "preference" not in present else 6.3
+    figure = Figure(figsize=(2.08 * width, 3.6), dpi=130, layout="constrained")
     axes = figure.add_subplot()
-    axes.set(xlim=(-0.5, 4.8), ylim=(-0.45, 1.45))
+    axes.set(xlim=(-0.5, width - 0.5), ylim=(-0.45, 1.45))
     axes.axis("off")
     axes.set_title(title, loc="left", fontsize=11)
-    present = {row["stage"]: row for row in rows if row["stage"] in _PLACES}
     boxes: dict[str, Any] = {}
     for name, row in present.items():
-        x, y = _PLACES[name]
+        x, y = places[name]
         box = FancyBboxPatch(
             (x - _WIDTH / 2, y - _HEIGHT / 2), _WIDTH, _HEIGHT, boxstyle="round,pad=0.02,rounding_size=0.06",
             facecolor=_COLOURS["cached" if row["cached"] else "ran"], edgecolor="#37607f", linewidth=1.2, zorder=2,
@@ -57,15 +65,32 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
         boxes[name] = axes.add_patch(box)
         axes.text(x, y + 0.16, name.replace("_", " "), ha="center", va="center", fontsize=10, weight="bold", zorder=3)
         axes.text(x, y - 0.08, _lines(row), ha="center", va="center", fontsize=8, linespacing=1.35, zorder=3)
-    for start, end in HANDED_OVER:
-        if start in boxes and end in boxes:
-            arrow = FancyArrowPatch(
-                _PLACES[start], _PLACES[end], patchA=boxes[start], patchB=boxes[end], shrinkA=0, shrinkB=2,
-                arrowstyle="-|>", mutation_scale=13, color="#6b7f8f", linewidth=1.2, zorder=1,
-            )  # fmt: skip
-            axes.add_patch(arrow)
+    for start, end in _arrows(boxes):
+        arrow = FancyArrowPatch(
+            places[start], places[end], patchA=boxes[start], patchB=boxes[end], shrinkA=0, shrinkB=2,
+            arrowstyle="-|>", mutation_scale=13, color="#6b7f8f", linewidth=1.2, zorder=1,
+        )  # fmt: skip
+        axes.add_patch(arrow)
     figure.savefig(path)
     return path
+
+
+def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
+    """Where the boxes stand: without a preference stage, what is right of its column moves up."""
+    if "preference" in present:
+        return dict(_PLACES)
+    return {name: (x - (x > _PLACES["preference"][0]), y) for name, (x, y) in _PLACES.items()}
+
+
+def _arrows(present: Collection[str]) -> list[tuple[str, str]]:
+    """What was handed over in this run: a preference stage stands between the SFT model and what learns from it."""
+    between = "preference" in present
+    passed_by = {("sft", "reward_model"), ("sft", "policy")} if between else set()
+    if "policy" in present:
+        passed_by.add(("preference", "evaluate"))
+    if "sft" in present:
+        passed_by.add(("prepare_data", "preference"))  # it would run behind the box of sft
+    return [arrow for arrow in HANDED_OVER if set(arrow) <= set(present) and arrow not in passed_by]
 
 
 def _lines(row: Mapping[str, Any]) -> str:

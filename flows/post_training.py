@@ -1,4 +1,4 @@
-"""The pipeline as a DAG: prepare data -> SFT -> reward model -> policy -> evaluate -> analyze -> promote.
+"""The pipeline as a DAG: prepare data -> SFT -> preference -> reward model -> policy -> evaluate -> analyze -> promote.
 
 Stages that a config leaves out are skipped; what comes after them starts from what came before them.
 """
@@ -30,6 +30,7 @@ from tasks.analyze import analyze_trajectories  # noqa: E402
 from tasks.evaluate import evaluate_models  # noqa: E402
 from tasks.policy import optimise_policy  # noqa: E402
 from tasks.prefect_task import stage_task  # noqa: E402
+from tasks.preference import optimise_preferences  # noqa: E402
 from tasks.prepare_data import prepare_data  # noqa: E402
 from tasks.promote import promote  # noqa: E402
 from tasks.reward_model import reward_model  # noqa: E402
@@ -142,6 +143,9 @@ def _run_stages(session: Session) -> None:
             raise SettingsError("stages.sft needs stages.prepare_data, which makes or reads the demonstrations")
         models["sft"] = result = stage_task("sft", sft, session)(model, data)
         model = result.model
+    if stages.preference is not None:
+        models["preference"] = result = stage_task("preference", optimise_preferences, session)(model, data)
+        model = result.model
     if stages.reward_model is not None:
         reward = stage_task("reward_model", reward_model, session)(model, data)
     if stages.policy is not None:
@@ -149,13 +153,12 @@ def _run_stages(session: Session) -> None:
         model = result.model
     if stages.evaluate is None:
         return
-    models = models or {"base": model}
-    evaluation = stage_task("evaluate", evaluate_models, session)(models, data)
+    trained = {name: session.results[name] for name in models}  # in the order of the pipeline
+    evaluation = stage_task("evaluate", evaluate_models, session)(models or {"base": model}, data)
     if stages.analyze is not None:
-        training = {name: result for name, result in session.results.items() if name in ("sft", "policy")}
-        stage_task("analyze", analyze_trajectories, session)(evaluation, training, data)
-    challenger = session.results.get("policy") or session.results.get("sft")
-    if stages.promote is not None and challenger is not None:
+        stage_task("analyze", analyze_trajectories, session)(evaluation, trained, data)
+    if stages.promote is not None and trained:
+        challenger = list(trained.values())[-1]
         stage_task("promote", promote, session)(evaluation, challenger.stage, challenger, data)
 
 

@@ -91,7 +91,7 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     """What each stage needs from the ones before it, or from model.path."""
     stages = settings.stages
     path: Key = ("model", "path")
-    trained = stages.sft is not None or stages.policy is not None
+    trained = any(stage is not None for stage in (stages.sft, stages.preference, stages.policy))
     if stages.sft is not None and stages.prepare_data is None and settings.model.path is not None:
         yield _finding(
             ("stages", "sft"),
@@ -102,15 +102,18 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     if stages.evaluate is not None and not trained and settings.model.path is None:
         yield _finding(
             ("stages", "evaluate"),
-            "has no policy to evaluate; add stages.sft or stages.policy, or set model.path",
+            "has no policy to evaluate; add stages.sft, stages.preference or stages.policy, or set model.path",
             path,
             ("stages", "sft"),
+            ("stages", "preference"),
             POLICY,
         )
     has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
-    if stages.reward_model is not None and not has_pairs and stages.sft is None and settings.model.path is None:
+    for name in ("preference", "reward_model"):
+        if getattr(stages, name) is None or has_pairs or stages.sft is not None or settings.model.path is not None:
+            continue
         yield _finding(
-            ("stages", "reward_model"),
+            ("stages", name),
             "has no pairs to learn from; set stages.prepare_data.preferences to a file of them, or give it a policy "
             "whose scored rollouts make them (stages.sft or model.path)",
             path,
@@ -128,14 +131,17 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     if stages.promote is not None and not trained:
         yield _finding(
             ("stages", "promote"),
-            "has no new model to promote; add stages.sft or stages.policy",
+            "has no new model to promote; add stages.sft, stages.preference or stages.policy",
             ("stages", "sft"),
+            ("stages", "preference"),
             POLICY,
         )
 
 
 def _samplings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:
     stages = settings.stages
+    if stages.preference is not None:
+        yield ("stages", "preference", "sampling"), stages.preference.sampling
     if stages.reward_model is not None:
         yield ("stages", "reward_model", "sampling"), stages.reward_model.sampling
     if stages.policy is not None:
@@ -170,7 +176,7 @@ def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
-    for name in ("sft", "reward_model", "policy"):
+    for name in ("sft", "preference", "reward_model", "policy"):
         loop: LoopSettings | None = getattr(settings.stages, name)
         if loop is not None and loop.patience is not None and loop.eval_every == 0:
             yield _finding(

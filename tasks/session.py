@@ -32,6 +32,8 @@ __all__ = ["ProgressCallback", "Session", "git_commit"]
 
 logger = logging.getLogger(__name__)
 
+_TRAINED = ("sft", "preference", "policy")  # stages whose model the next one starts from
+
 ProgressCallback = Callable[[str, int, int, str], None]  # stage, done, total, message
 
 DATA_INPUTS = ("data", "demonstrations", "preferences")  # inputs of stages that are data, not models or results
@@ -211,8 +213,9 @@ class Session:
             "code_version": code_version(),
             "base_model": self.settings.model.path or f"preset {self.settings.model.preset}",
         }
-        if "sft" in self.results and stage != "sft":
-            tags["parent_version"] = str(self.results["sft"].summary.get("model_version", ""))
+        parent = self._start_of(stage)
+        if parent is not None:
+            tags["parent_version"] = str(parent.summary.get("model_version", ""))
         version = tracker.log_model(folder, kind, name, metrics=numbers, tags=tags)
         return {"registered_model": name, "model_version": version}
 
@@ -251,11 +254,17 @@ class Session:
 
     def _parent_model(self, stage: str) -> dict[str, str]:
         """Tag with what a training stage starts from: a registered version, a path, a hub name or a preset."""
-        if stage not in ("sft", "reward_model", "policy"):
+        if stage not in (*_TRAINED, "reward_model"):
             return {}
-        version = self.results["sft"].summary.get("model_version") if "sft" in self.results else None
+        parent = self._start_of(stage)
+        version = parent.summary.get("model_version") if parent is not None else None
         start = f"models:/{self.registered_model}/{version}" if version else self._base_model
         return {"parent_model_version": start}
+
+    def _start_of(self, stage: str) -> StageResult | None:
+        """The stage of this run whose model `stage` starts from; None = the pipeline's base model."""
+        before = _TRAINED[: _TRAINED.index(stage)] if stage in _TRAINED else _TRAINED
+        return next((self.results[name] for name in reversed(before) if name in self.results), None)
 
     def tag_data(self, digests: Mapping[str, str]) -> None:
         """Note on the parent run which data a stage reads, whether the stage runs or was finished before."""

@@ -18,6 +18,7 @@ from rl_core.settings import (
     EvaluationSettings,
     ModelSettings,
     PolicySettings,
+    PreferenceSettings,
     RewardModelSettings,
     Settings,
     SFTSettings,
@@ -34,7 +35,7 @@ __all__ = [
     "TrackingSettings",
 ]
 
-StageName = Literal["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
+StageName = Literal["prepare_data", "sft", "preference", "reward_model", "policy", "evaluate", "analyze", "promote"]
 STAGES: tuple[StageName, ...] = get_args(StageName)  # in the order in which they run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -100,6 +101,7 @@ class StagesSettings(Settings):
 
     prepare_data: DataSettings | None = setting(None, doc="read or make the data, check and split it")
     sft: SFTSettings | None = setting(None, doc="supervised fine-tuning on the demonstrations")
+    preference: PreferenceSettings | None = setting(None, doc="preference optimisation (DPO, IPO) on pairs")
     reward_model: RewardModelSettings | None = setting(None, doc="reward model from preference pairs")
     policy: PolicySettings | None = setting(None, doc="policy optimisation from rewards")
     evaluate: EvaluationSettings | None = setting(None, doc="held-out episodes, for every model of the run")

@@ -10,17 +10,39 @@ import numpy as np
 from rl_core.errors import DataError
 from rl_core.types import Rollout, RolloutGroup
 
-__all__ = ["Pair", "pairs_from_groups"]
+__all__ = ["Pair", "PairSide", "pairs_from_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class PairSide:
+    """One completion of a pair, behind its prompt."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]  # [T] every token after the prompt, observations included
+    loss_mask: list[bool]  # [T] True = the policy wrote this token; False = an observation, which nobody preferred
+
+    @property
+    def ids(self) -> list[int]:
+        """The whole sequence."""
+        return [*self.prompt_ids, *self.completion_ids]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Token ids of two whole sequences (prompt and completion) of one prompt."""
+    """Two completions of one prompt, the first preferred."""
 
-    chosen_ids: list[int]
-    rejected_ids: list[int]
-    chosen: Rollout | None = None  # where the pair came from
-    rejected: Rollout | None = None
+    chosen: PairSide
+    rejected: PairSide
+
+    @property
+    def chosen_ids(self) -> list[int]:
+        """Token ids of the whole chosen sequence: all that a reward model reads."""
+        return self.chosen.ids
+
+    @property
+    def rejected_ids(self) -> list[int]:
+        """Token ids of the whole rejected sequence."""
+        return self.rejected.ids
 
 
 def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int) -> list[Pair]:
@@ -50,6 +72,9 @@ def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int)
                 break
             if tokens not in seen:
                 seen.add(tokens)
-                prompt = list(chosen.prompt_ids)
-                pairs.append(Pair(prompt + list(tokens[0]), prompt + list(tokens[1]), chosen, rejected))
+                pairs.append(Pair(_side(chosen), _side(rejected)))
     return pairs
+
+
+def _side(rollout: Rollout) -> PairSide:
+    return PairSide(list(rollout.prompt_ids), list(rollout.completion_ids), list(rollout.loss_mask))

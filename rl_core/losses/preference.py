@@ -1,4 +1,4 @@
-"""Losses on pairs: Bradley-Terry reward models, DPO, cDPO, IPO; calibration.
+"""Losses on pairs: Bradley-Terry reward models, DPO, cDPO, IPO, the chosen side's likelihood; calibration.
 
 Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the whole optimizer step, so that they add up.
 """
@@ -11,7 +11,7 @@ from torch.nn import functional
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, check_finite
 
-__all__ = ["bradley_terry_loss", "calibration_error", "dpo_loss", "ipo_loss"]
+__all__ = ["bradley_terry_loss", "calibration_error", "chosen_nll", "dpo_loss", "ipo_loss"]
 
 
 def bradley_terry_loss(
@@ -99,6 +99,26 @@ def ipo_loss(
     count = check_count("num_pairs", num_pairs)
     h_B = (rewards[0] - rewards[1]) / beta
     return (h_B - 1 / (2 * beta)).square().sum() / count, _preference_metrics(*rewards, count)
+
+
+def chosen_nll(
+    chosen_logprobs_B: torch.Tensor, num_tokens_B: torch.Tensor, *, num_pairs: float
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Cross-entropy of the chosen completions: mean over pairs of -log p(chosen) / tokens of it.
+
+    DPO alone may lower both sides as long as the rejected one falls faster; this term holds the chosen one up.
+    Args:
+        chosen_logprobs_B: float [B], nats, SUMMED over the completion tokens, with gradient.
+        num_tokens_B: [B], how many tokens that is, at least 1.
+    Returns: scalar loss, nats per token; {"chosen_nll"}.
+    Raises: DataError on shapes, non-finite values, no pairs, or a completion without tokens.
+    Source: Pang et al. 2024, arXiv:2404.19733, eq. 2.
+    """
+    _check_pairs(chosen_logprobs=chosen_logprobs_B, num_tokens=num_tokens_B)
+    if bool((num_tokens_B < 1).any()):
+        raise DataError("num_tokens: a completion without tokens has no likelihood per token")
+    loss = -(chosen_logprobs_B / num_tokens_B).sum() / check_count("num_pairs", num_pairs)
+    return loss, {"chosen_nll": loss.detach()}
 
 
 def calibration_error(margin_B: torch.Tensor, *, num_bins: int = 10) -> float:

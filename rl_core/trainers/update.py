@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
+from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
 from rl_core.trainers.micro_batches import combine_metrics, halve, padded_tokens
 from rl_core.trainers.optimizers import (
@@ -77,12 +78,9 @@ class Updater:
         """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
 
         `apply` runs its loss function in it; a trainer runs its own passes over the model in it, so that log-probs
-        agree. Casts are not cached: each weight is cast once in a pass anyway, and a cast that was cached under no_grad
-        would cut the gradient of a pass that follows in the same context where torch does not guard against it.
+        agree.
         """
-        if self.settings.autocast == "none":
-            return nullcontext()
-        return torch.autocast(self._weights[0].device.type, dtype=torch.bfloat16, cache_enabled=False)
+        return autocast(self.settings.autocast, self._weights[0].device)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

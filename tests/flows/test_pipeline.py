@@ -11,7 +11,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
@@ -218,91 +217,6 @@ def test_a_pipeline_starts_from_the_registered_champion(first):
         float((a - b).detach().abs().max()) for a, b in zip(before.parameters(), after.parameters(), strict=True)
     )
     assert moved < 0.01  # one small step from the champion's weights, which a new model would be far from
-
-
-def test_adapters_go_through_sft_and_policy_and_are_merged_for_the_next_stage(first):
-    output, result = first
-    start = result.results["sft"].model
-    lora = f"model={{path: {start}, lora: {{rank: 4, alpha: 6}}}}"
-    dropped = [f"stages.{stage}=null" for stage in ("reward_model", "analyze", "promote")]
-    short = ["stages.sft.max_steps=3", "stages.policy.iterations=2", "stages.policy.curriculum=[]"]
-    overrides = ["name=lora", "stages.policy.learning_rate=1e-2", lora, *dropped, *short]
-    adapted = run(output, *overrides)
-    assert tags_of(output, adapted.results["sft"].run_id)["parent_model_version"] == str(start)
-    assert set(adapted.results["evaluate"].summary["models"]) == {"sft", "policy"}
-    for stage, base in (("sft", start), ("policy", adapted.results["sft"].model)):
-        model = adapted.results[stage].model
-        weights, before = load_file(model / "model.safetensors"), load_file(base / "model.safetensors")
-        adapter = load_file(model / "adapter" / "adapter_model.safetensors")
-        moved = 0
-        for name in before:
-            place = f"base_model.model.{name.removesuffix('.weight')}"
-            update = torch.zeros(())
-            if f"{place}.lora_A.weight" in adapter:
-                update = 6 / 4 * adapter[f"{place}.lora_B.weight"] @ adapter[f"{place}.lora_A.weight"]
-            torch.testing.assert_close(weights[name], before[name] + update, rtol=0, atol=1e-6)
-            moved += bool(update.any())
-        assert weights.keys() == before.keys()  # a plain model, which peft is not needed for
-        assert moved == len(adapter) / 2 > 0 or stage == "policy"  # few iterations may hold no success to learn from
-    assert all(stage.cached for stage in run(output, *overrides).results.values())
-
-
-@pytest.mark.parametrize("kind", ["bad rows", "too long"])
-def test_bad_data_stops_before_training_with_the_line_and_leaves_nothing(first, tmp_path, monkeypatch, capsys, kind):
-    from flows import cli
-
-    rows = [json.dumps({"prompt": f"{n} plus 1 ?", "completion": f"answer {n + 1}"}) for n in range(30)]
-    data = tmp_path / "mine.jsonl"
-    if kind == "bad rows":
-        rows[3] = '{"prompt": "3 plus 1 ?"}'
-        rows[6] = '{"prompt": "6 plus 1 ?", "completion": 7}'
-        rows[9] = '{"prompt": '
-    else:
-        rows[4] = json.dumps({"prompt": "4 plus 1 ?", "completion": " ".join("5" * 300)})
-    data.write_text("\n".join(rows) + "\n")
-    monkeypatch.setattr(cli, "_prepare", lambda settings: None)  # Prefect is imported and set up here already
-    name = kind.replace(" ", "-")
-    command = ["run", str(CONFIG), "--quiet"]
-    for override in (f"output={first[0]}", f"name={name}", f"stages.prepare_data={{demonstrations: {data}}}"):
-        command += ["--set", override]
-    assert cli.main(command) == 2
-    error = capsys.readouterr().err
-    if kind == "bad rows":
-        assert error.startswith(
-            f"posttrain: {data}: 3 of 30 rows cannot be used:\n"
-            f"  {data}:4: completion: is missing\n"
-            f"  {data}:7: completion: has to be text, found a number (7)\n"
-            f"  {data}:10: is not JSON: "
-        )
-    else:
-        assert error.startswith(f"posttrain: {data}: 1 of 30 rows cannot be used:\n  {data}:5: is ")
-        assert " tokens long, the context holds 128\n" in error
-    assert error.endswith("Mend them, or leave them out with on_bad_row: skip\n")
-    stages = first[0] / name / "stages"
-    assert [folder.name for folder in stages.iterdir()] == ["prepare_data"]
-    kept = [path.suffix for path in (stages / "prepare_data").iterdir()]
-    assert sorted(kept) == [".lock", ".tracking"]  # what it logged, and neither an open nor a finished folder
-
-
-def test_bad_rows_are_left_out_and_counted_where_that_is_asked_for(first, tmp_path):
-    rows = [json.dumps({"prompt": f"{n} plus 1 ?", "completion": f"answer {n + 1}"}) for n in range(30)]
-    rows[3] = '{"prompt": "3 plus 1 ?"}'
-    rows[6] = "[]"
-    rows[9] = json.dumps({"prompt": "9 plus 1 ?", "completion": " ".join("5" * 300)})
-    data = tmp_path / "mine.jsonl"
-    data.write_text("\n".join(rows) + "\n")
-    overrides = [f"stages.{stage}=null" for stage in ("reward_model", "policy", "evaluate", "analyze", "promote")]
-    overrides += [f"stages.prepare_data={{demonstrations: {data}, on_bad_row: skip}}", "stages.sft.max_steps=2"]
-    result = run(first[0], "name=skipped", *overrides)
-    summary = result.results["prepare_data"].summary
-    assert summary["demonstrations_file"] == {"rows": 30, "skipped": 2, "sha256": digest_file(data)}
-    assert summary["demonstrations_too_long"] == 1
-    folder = result.results["prepare_data"].path
-    kept = "".join((folder / f"demonstrations_{split}.jsonl").read_text() for split in ("train", "heldout"))
-    assert sorted(int(json.loads(line)["messages"][0]["content"].split()[0]) for line in kept.splitlines()) == [
-        n for n in range(30) if n not in (3, 6, 9)
-    ]
-    assert result.results["sft"].summary["steps"] == 2
 
 
 def policy_only(tmp_path, name):

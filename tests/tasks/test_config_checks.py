@@ -45,6 +45,8 @@ def condition(**more):
             "stages.reward_model",
             "stages.prepare_data.preferences",
         ),
+        ({"stages": {"preference": {}}}, "stages.preference", "has no pairs to learn from"),
+        ({"stages": {"prepare_data": {}, "preference": {}}}, "stages.preference", "stages.prepare_data.preferences"),
         ({"stages": {"sft": {}, "analyze": {}}}, "stages.analyze", "add `evaluate: {}`"),
         ({"stages": {"sft": {}, "promote": {}}}, "stages.promote", "add `evaluate: {}`"),
         (
@@ -70,6 +72,9 @@ def test_stage_without_what_it_needs(values, key, expected):
         {"model": {"path": "models:/demo@champion"}, "stages": {"reward_model": {}}},
         {"stages": {"prepare_data": {"preferences": "pairs.jsonl"}, "reward_model": {}}},
         {"stages": {"sft": {}, "reward_model": {}}},
+        {"model": {"path": "org/name"}, "stages": {"preference": {}, "evaluate": {}, "promote": {}}},
+        {"stages": {"prepare_data": {"preferences": "pairs.jsonl"}, "preference": {}}},
+        {"stages": {"sft": {}, "preference": {}, "policy": {}}},
         {"stages": {"sft": {}}},
         {"stages": {"policy": {}}},
         {"model": {"path": "org/name", "lora": {}}, "stages": {"prepare_data": {}, "sft": {}}},
@@ -118,13 +123,15 @@ def test_context_of_a_model_folder(tmp_path):
 
 def test_greedy_rollouts_teach_nothing():
     assert "0 is greedy" in policy_problems(sampling={"temperature": 0})["sampling.temperature"]
+    pairs = problems_of(stages={"sft": {}, "preference": {"sampling": {"temperature": 0}}})
+    assert "0 is greedy" in pairs["stages.preference.sampling.temperature"]
     stages = {"sft": {}, "evaluate": {"sampling": {"temperature": 0}}}
     assert problems_of(stages=stages) == {}
     stages["evaluate"]["samples"] = 4
     assert "all alike" in problems_of(stages=stages)["stages.evaluate.samples"]
 
 
-@pytest.mark.parametrize("name", ["sft", "reward_model", "policy"])
+@pytest.mark.parametrize("name", ["sft", "preference", "reward_model", "policy"])
 def test_patience_without_evaluations(name):
     stages = {"sft": {}, name: {"patience": 3}}
     assert "set eval_every" in problems_of(stages=stages)[f"stages.{name}.patience"]

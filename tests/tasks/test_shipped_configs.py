@@ -10,7 +10,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def test_there_are_some():
-    assert {"demo", "gsm8k", "preferences", "test"} <= {path.stem for path in CONFIGS}
+    assert {"demo", "dpo", "gsm8k", "preferences", "test"} <= {path.stem for path in CONFIGS}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -23,6 +23,17 @@ def test_every_success_beats_every_failure_once():
     assert all(pair.chosen_ids[:2] == pair.rejected_ids[:2] == [1, 2] for pair in pairs)
 
 
+def test_both_sides_keep_their_prompt_and_loss_mask():
+    good, bad = rollout("abc", True), rollout("d", False)
+    good.loss_mask = [True, False, True]  # the policy wrote a and c, the environment b
+    (pair,) = pairs_from_groups([RolloutGroup([bad, good])], per_group=1, seed=0)
+    assert (pair.chosen.prompt_ids, pair.chosen.completion_ids, pair.chosen.loss_mask) == (
+        [1, 2], ["a", "b", "c"], [True, False, True],
+    )  # fmt: skip
+    assert (pair.rejected.completion_ids, pair.rejected.loss_mask) == (["d"], [True])
+    assert pair.chosen_ids == [1, 2, "a", "b", "c"]
+
+
 def test_lucky_successes_equal_tokens_and_one_sided_groups_give_none():
     lucky = RolloutGroup([rollout("a", True, grounded=False), rollout("c", False)])
     assert pairs_from_groups([lucky], per_group=4, seed=0) == []

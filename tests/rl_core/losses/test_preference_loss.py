@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.preference import bradley_terry_loss, calibration_error, dpo_loss, ipo_loss
+from rl_core.losses.preference import bradley_terry_loss, calibration_error, chosen_nll, dpo_loss, ipo_loss
 
 
 def t(*values):
@@ -65,6 +65,13 @@ def test_gradcheck(loss_fn):
     chosen, rejected = values[0].requires_grad_(), values[1].requires_grad_()
     assert torch.autograd.gradcheck(lambda a, b: loss_fn(a, b, *values[2:], num_pairs=4)[0], (chosen, rejected))
     assert torch.autograd.gradcheck(lambda a, b: bradley_terry_loss(a, b, num_pairs=4)[0], (chosen, rejected))
+
+
+def test_chosen_nll_by_hand():
+    loss, metrics = chosen_nll(t(-6.0, -2.0), t(3, 4), num_pairs=4)  # 2 and 0.5 nats per token
+    assert loss.item() == metrics["chosen_nll"].item() == pytest.approx(2.5 / 4)
+    with pytest.raises(DataError, match="without tokens"):
+        chosen_nll(t(-6.0), t(0), num_pairs=1)
 
 
 def test_calibration_by_hand():

@@ -15,7 +15,7 @@ from rl_core.environments.arithmetic import Arithmetic
 from rl_core.errors import SettingsError
 from rl_core.faults import InjectedFault
 from rl_core.models import causal_lm
-from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.logprobs import completion_logprobs, token_outputs
 from rl_core.models.lora import add_adapter
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.engine import make_backend
@@ -30,7 +30,7 @@ from rl_core.settings import (
     SFTSettings,
 )
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers import policy_update
+from rl_core.trainers import experience, policy_update
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
@@ -260,14 +260,18 @@ def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monke
 def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch):
     enabled = []
 
-    def spy(*args, **kwargs):
-        enabled.append(torch.is_autocast_enabled("cpu"))
-        return completion_logprobs(*args, **kwargs)
+    def spy(function):
+        def call(*args, **kwargs):
+            enabled.append(torch.is_autocast_enabled("cpu"))
+            return function(*args, **kwargs)
 
-    monkeypatch.setattr(policy_update, "completion_logprobs", spy)
+        return call
+
+    monkeypatch.setattr(experience, "completion_logprobs", spy(completion_logprobs))
+    monkeypatch.setattr(policy_update, "token_outputs", spy(token_outputs))
     trainer = policy_trainer(autocast="bfloat16", kl_coef=0.1, learning_rate=1e-30)  # stands still
     metrics = trainer.step()
-    assert len(enabled) == 5 and all(enabled)  # old; new and reference in each of two epochs
+    assert len(enabled) == 4 and all(enabled)  # old and reference; new in each of two epochs
     assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)  # the same precision on both sides
     assert 0 < metrics["policy/sampler_difference_max"] < 0.1  # the sampler stays in float32
 

@@ -1,0 +1,76 @@
+"""Stage: preference optimisation (DPO, conservative DPO, IPO) on pairs, of a file or of the policy's own rollouts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rl_core.analysis.statistics import wilson_interval
+from rl_core.checkpoint import CheckpointStore
+from rl_core.models import causal_lm
+from rl_core.settings import PreferenceSettings
+from rl_core.trainers.loop import run_loop
+from rl_core.trainers.preference import PreferenceTrainer
+from tasks.policy_model import load_policy
+from tasks.preference_pairs import stage_pairs
+from tasks.reference_cache import cached_references
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, code_version, run_stage
+
+__all__ = ["optimise_preferences"]
+
+logger = logging.getLogger(__name__)
+
+
+def optimise_preferences(session: Session, model: Path | str, data: StageResult | None) -> StageResult:
+    """Run the stage. `model`: where the policy starts, what it is held to, and whose rollouts make the pairs."""
+    inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
+    return run_stage(session, "preference", _body, settings=session.settings.stages.preference, inputs=inputs)
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    settings: PreferenceSettings = context.settings
+    pairs = stage_pairs(context)
+    policy = load_policy(context.inputs["model"], context.pipeline)
+    references = cached_references(
+        context.folder.parent / "references",  # beside the keys: another beta finds them again
+        policy.model,
+        (pairs.train, pairs.heldout),
+        pad_id=policy.renderer.pad_id,
+        max_tokens=settings.micro_batch_tokens,
+        precision=settings.autocast,
+        code=code_version(),
+    )
+    trainer = PreferenceTrainer(
+        policy.model, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, context.seed, references
+    )
+    outcome = run_loop(
+        trainer,
+        settings,
+        iterations=trainer.total_steps,
+        tracker=context.tracker,
+        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
+        best_metric="eval/loss" if settings.patience is not None else None,
+        larger_is_better=False,
+        fingerprint=context.fingerprint,
+        stop_event=context.stop,
+    )
+    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    metrics = outcome.metrics
+    accuracy = metrics["eval/accuracy"]
+    low, high = wilson_interval(round(accuracy * len(pairs.heldout)), len(pairs.heldout))
+    return {
+        "steps": outcome.steps,
+        "stop_reason": outcome.stop_reason,
+        "eval_loss": metrics["eval/loss"],
+        "preference_accuracy": accuracy,
+        "preference_accuracy_low": low,
+        "preference_accuracy_high": high,
+        "train_pairs": len(pairs.train),
+        "heldout_pairs": len(pairs.heldout),
+        "metrics": metrics,
+        "note": f"{settings.loss}, {outcome.steps} steps on {len(pairs.train)} pairs; prefers the chosen side of "
+        f"{accuracy:.1%} of {len(pairs.heldout)} held-out pairs more than its start did [{low:.1%}, {high:.1%}]; "
+        f"{pairs.note}",
+    }

@@ -1,0 +1,131 @@
+"""Preference pairs for the stages that learn from them: of the data stage's file, or made of scored rollouts."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.pairs import Pair, PairSide, pairs_from_groups
+from rl_core.errors import DataError
+from rl_core.models import causal_lm
+from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.settings import PreferenceSettings, RewardModelSettings
+from rl_core.trainers.reward_model import longer_answer_baseline
+from rl_core.types import Message
+from tasks.policy_model import load_policy, make_environment
+from tasks.sft import read_jsonl
+from tasks.stage import StageContext
+
+__all__ = ["StagePairs", "stage_pairs"]
+
+logger = logging.getLogger(__name__)
+
+PAIRS_PER_GROUP = 4  # more of one prompt would mostly repeat each other
+GROUPS_AT_MOST = 16  # a policy that nearly always fails, or succeeds, gives few pairs
+
+
+@dataclass
+class StagePairs:
+    """What a stage learns from and is measured on, split by prompt."""
+
+    train: list[Pair]
+    heldout: list[Pair]
+    longer_baseline: float | None = None  # accuracy of "the longer answer wins" on the held-out pairs
+    note: str = ""
+
+
+def stage_pairs(context: StageContext) -> StagePairs:
+    """The pairs of a stage: those of the preference file where the data stage read one, else of its model's rollouts.
+
+    Raises: DataError where one of the two parts is empty.
+    """
+    data = Path(context.inputs["data"]) if "data" in context.inputs else None
+    if data is not None and (data / "preferences_train.jsonl").is_file():
+        pairs = _pairs_from_files(data, context)
+    else:
+        pairs = _pairs_from_rollouts(data, context)
+    for name, part in (("train", pairs.train), ("heldout", pairs.heldout)):
+        if not part:
+            raise DataError(
+                f"there is no {name} pair for the stage {context.name}: {pairs.note}. A pair needs a success and a "
+                "failure at the same episode; train the policy before it longer, or raise "
+                f"stages.{context.name}.num_pairs or group_size"
+            )
+    return pairs
+
+
+def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
+    """The preference rows that the data stage checked and split by prompt."""
+    policy_tokenizer = causal_lm.load_tokenizer(context.inputs["model"], context.pipeline.model)
+    renderer = ChatRenderer(policy_tokenizer)
+
+    def side(prompt_ids: list[int], answer: str) -> PairSide:
+        completion_ids = renderer.action_ids(answer)
+        return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
+
+    def pair(row: dict[str, Any]) -> Pair:
+        prompt_ids = renderer.prompt_ids([Message(role="user", content=row["prompt"])])
+        return Pair(side(prompt_ids, row["chosen"]), side(prompt_ids, row["rejected"]))
+
+    rows = {split: read_jsonl(data / f"preferences_{split}.jsonl") for split in ("train", "heldout")}
+    # The baseline of people: the answer with more characters.
+    longer = longer_answer_baseline([(row["chosen"], row["rejected"]) for row in rows["heldout"]])
+    prompts = {split: len({row["prompt"] for row in rows[split]}) for split in rows}
+    return StagePairs(
+        train=[pair(row) for row in rows["train"]],
+        heldout=[pair(row) for row in rows["heldout"]],
+        longer_baseline=longer,
+        note=f"{len(rows['train'])} pairs of {prompts['train']} prompts to learn from, "
+        f"{prompts['heldout']} prompts held out",
+    )
+
+
+def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs:
+    """Sample groups of the starting policy; a success is preferred to a failure at the same episode.
+
+    Collects until `num_pairs` are there, at most GROUPS_AT_MOST times the groups that would do if each gave its share.
+    """
+    settings: RewardModelSettings | PreferenceSettings = context.settings
+    environment = make_environment(context.pipeline, data)
+    policy = load_policy(context.inputs["model"], context.pipeline)
+    backend = policy.backend()
+    rng = np.random.default_rng(context.seed)
+    seeds = {level: environment.seeds_of("train", level) for level in environment.levels}
+    levels = [level for level in environment.levels if len(seeds[level])]
+    by_group: list[list[Pair]] = []
+    count = groups_played = successes = 0
+    most_groups = GROUPS_AT_MOST * -(-settings.num_pairs // PAIRS_PER_GROUP)
+    while count < settings.num_pairs and groups_played < most_groups:
+        requests = []
+        for index in range(min(64, most_groups - groups_played)):
+            level = levels[(groups_played + index) % len(levels)]
+            requests.append(EpisodeRequest(level, seeds[level][int(rng.integers(len(seeds[level])))]))
+        groups = collect(
+            environment,
+            backend,
+            policy.renderer,
+            requests,
+            group_size=settings.group_size,
+            sampling=settings.sampling,
+            seed=context.seed + groups_played,
+        )
+        groups_played += len(groups)
+        successes += sum(rollout.success for group in groups for rollout in group.rollouts)
+        for group in groups:
+            pairs = pairs_from_groups([group], PAIRS_PER_GROUP, context.seed)
+            if pairs:
+                by_group.append(pairs)
+                count += len(pairs)
+        context.tracker.progress(min(count, settings.num_pairs), settings.num_pairs, "pairs from rollouts")
+    held = max(1, round(len(by_group) * 0.15)) if len(by_group) > 1 else 0  # by episode: no episode on both sides
+    return StagePairs(
+        train=[pair for pairs in by_group[held:] for pair in pairs],
+        heldout=[pair for pairs in by_group[:held] for pair in pairs],
+        note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
+        f"{successes / (groups_played * settings.group_size):.1%} succeeded",
+    )
