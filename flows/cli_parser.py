@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["STAGE_NAMES", "build_parser"]
 
-STAGE_NAMES = ("prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote")
+STAGE_NAMES = ("prepare_data", "sft", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote")
 
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, reward model, policy optimisation, evaluation, analysis,

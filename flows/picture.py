@@ -16,6 +16,8 @@ HANDED_OVER = (
     ("sft", "policy"),
     ("reward_model", "policy"),
     ("policy", "evaluate"),
+    ("policy", "thoughts"),
+    ("thoughts", "evaluate"),
     ("evaluate", "analyze"),
     ("evaluate", "promote"),
 )

@@ -1,4 +1,5 @@
-"""The pipeline as a DAG: prepare data -> SFT -> reward model -> policy -> evaluate -> analyze -> promote.
+"""The pipeline as a DAG: prepare data -> SFT -> reward model -> policy -> thoughts -> evaluate -> analyze ->
+promote.
 
 Stages that a config leaves out are skipped; what comes after them starts from what came before them.
 """
@@ -36,6 +37,7 @@ from tasks.reward_model import reward_model  # noqa: E402
 from tasks.session import Session  # noqa: E402
 from tasks.sft import sft  # noqa: E402
 from tasks.stage import StageResult  # noqa: E402
+from tasks.thoughts import learn_thoughts  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -147,14 +149,17 @@ def _run_stages(session: Session) -> None:
     if stages.policy is not None:
         models["policy"] = result = stage_task("policy", optimise_policy, session)(model, data, reward)
         model = result.model
+    if stages.thoughts is not None:
+        models["thoughts"] = result = stage_task("thoughts", learn_thoughts, session)(model, data)
+        model = result.model
     if stages.evaluate is None:
         return
     models = models or {"base": model}
     evaluation = stage_task("evaluate", evaluate_models, session)(models, data)
     if stages.analyze is not None:
-        training = {name: result for name, result in session.results.items() if name in ("sft", "policy")}
+        training = {name: result for name, result in session.results.items() if name in models}
         stage_task("analyze", analyze_trajectories, session)(evaluation, training, data)
-    challenger = session.results.get("policy") or session.results.get("sft")
+    challenger = next((session.results[name] for name in reversed(models) if name in session.results), None)
     if stages.promote is not None and challenger is not None:
         stage_task("promote", promote, session)(evaluation, challenger.stage, challenger, data)
 

@@ -74,8 +74,8 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
             models[name] = file
     if not models:
         raise DataError(f"{', '.join(map(str, paths))}: no trajectories*.jsonl there")
-    order = {"base": 0, "sft": 1, "policy": 2}
-    return dict(sorted(models.items(), key=lambda item: order.get(item[0].rstrip("'"), 3)))
+    order = {"base": 0, "sft": 1, "policy": 2, "thoughts": 3}
+    return dict(sorted(models.items(), key=lambda item: order.get(item[0].rstrip("'"), 4)))
 
 
 def _trajectory_files(path: Path) -> list[Path]:
