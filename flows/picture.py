@@ -14,6 +14,7 @@ HANDED_OVER = (
     ("prepare_data", "reward_model"),
     ("sft", "reward_model"),
     ("sft", "policy"),
+    ("sft", "thoughts"),  # where there is no policy stage between them
     ("reward_model", "policy"),
     ("policy", "evaluate"),
     ("policy", "thoughts"),
@@ -27,9 +28,10 @@ _PLACES = {  # column, row
     "sft": (1, 1),
     "reward_model": (1.55, 0),
     "policy": (2.3, 1),
-    "evaluate": (3.3, 0.5),
-    "analyze": (4.3, 1),
-    "promote": (4.3, 0),
+    "thoughts": (2.75, 0),
+    "evaluate": (3.5, 0.5),
+    "analyze": (4.45, 1),
+    "promote": (4.45, 0),
 }
 _WIDTH, _HEIGHT = 0.74, 0.56
 _COLOURS = {"ran": "#d7e8f7", "cached": "#eeeeee"}
@@ -45,7 +47,7 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
 
     figure = Figure(figsize=(11, 3.6), dpi=130, layout="constrained")
     axes = figure.add_subplot()
-    axes.set(xlim=(-0.5, 4.8), ylim=(-0.45, 1.45))
+    axes.set(xlim=(-0.5, 4.95), ylim=(-0.45, 1.45))
     axes.axis("off")
     axes.set_title(title, loc="left", fontsize=11)
     present = {row["stage"]: row for row in rows if row["stage"] in _PLACES}

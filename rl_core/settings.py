@@ -278,7 +278,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     gae_lambda: float = setting(
         0.95, ge=0, le=1, doc="of the advantages over an episode's questions (arXiv:1506.02438)"
     )
-    baseline_learning_rate: float = setting(0.02, gt=0, le=1, doc="AdamW of the value head; constant")
+    baseline_learning_rate: float = setting(0.05, gt=0, le=1, doc="AdamW of the value head; constant")
     entropy_coef: float = setting(0.01, ge=0, doc="weight of the entropy bonus on thought tokens, at the start")
     entropy_decay: float = setting(0.9995, gt=0, le=1, doc="factor of that weight with every episode played")
     entropy_floor: float = setting(0.001, ge=0, doc="what that weight never falls below")
