@@ -14,7 +14,7 @@ HANDED_OVER = (
     ("prepare_data", "reward_model"),
     ("sft", "reward_model"),
     ("sft", "policy"),
-    ("sft", "thoughts"),  # where there is no policy stage between them
+    ("sft", "thoughts"),  # where no policy stage stands between them
     ("reward_model", "policy"),
     ("policy", "evaluate"),
     ("policy", "thoughts"),
@@ -62,6 +62,8 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
         axes.text(x, y + 0.16, name.replace("_", " "), ha="center", va="center", fontsize=10, weight="bold", zorder=3)
         axes.text(x, y - 0.08, _lines(row), ha="center", va="center", fontsize=8, linespacing=1.35, zorder=3)
     for start, end in HANDED_OVER:
+        if (start, end) == ("sft", "thoughts") and "policy" in boxes:
+            continue
         if start in boxes and end in boxes:
             arrow = FancyArrowPatch(
                 _PLACES[start], _PLACES[end], patchA=boxes[start], patchB=boxes[end], shrinkA=0, shrinkB=2,
