@@ -53,7 +53,10 @@ class Demonstration:
 
 
 class Episode(ABC):
-    """One single-use episode. `kind`, `prompt` and `target` describe it for analysis."""
+    """One single-use episode. `kind`, `prompt` and `target` describe it for analysis.
+
+    `target` is the right answer; the stage `thoughts` reads it before every turn, as that turn's right answer.
+    """
 
     def __init__(self, seed: int, level: str) -> None:
         self.seed = seed

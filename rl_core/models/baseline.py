@@ -5,7 +5,8 @@ B rows, S sequence, H hidden, N states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,10 +15,11 @@ from transformers import PreTrainedModel
 
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.errors import DataError
+from rl_core.losses.value import value_loss
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 
-__all__ = ["BaselineHead", "pooled_states"]
+__all__ = ["Baseline", "BaselineHead", "pooled_states"]
 
 
 class BaselineHead(nn.Module):
@@ -36,6 +38,42 @@ class BaselineHead(nn.Module):
         """Values, float32 [N]."""
         size = states_NH.shape[-1]
         return self.linear(functional.layer_norm(states_NH.float(), (size,)) * size**-0.5).squeeze(-1)
+
+
+class Baseline:
+    """The value head with its own AdamW: it sees the trunk's states, but never changes them.
+
+    Its own, because values move in steps of rewards and weights do not; and so the head is no part of the policy.
+    """
+
+    def __init__(self, hidden_size: int, learning_rate: float, device: torch.device) -> None:
+        self.head = BaselineHead(hidden_size).to(device)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
+
+    @torch.no_grad()
+    def values(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """float32 [N]."""
+        return self.head(states_NH)
+
+    def fit(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
+        """One step of AdamW on 1/2 mean((v - R)^2); the loss before it."""
+        mask_1N = torch.ones(1, len(returns_N), dtype=torch.bool, device=returns_N.device)
+        with torch.enable_grad():
+            values_1N = self.head(states_NH)[None]
+            loss, _ = value_loss(values_1N, returns_N[None].float(), mask_1N, num_loss_tokens=len(returns_N))
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and moments."""
+        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 @torch.no_grad()

@@ -24,6 +24,7 @@ from rl_core.errors import DataError, EnvironmentFault
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.collect import Renderer
 from rl_core.types import Rollout, StopReason
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "Span",
     "ThoughtEpisode",
     "ThoughtReader",
+    "ThoughtRenderer",
     "ThoughtStep",
     "answer_rows",
     "read_episode",
@@ -38,16 +40,15 @@ __all__ = [
 ]
 
 
-class Renderer(Protocol):
-    """What reading thoughts needs of `data.chat.ChatRenderer`."""
+class ThoughtRenderer(Renderer, Protocol):
+    """What reading thoughts needs of `data.chat.ChatRenderer`, beside what collection needs."""
 
-    eos_ids: tuple[int, ...]
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
 
     def action_ids(self, text: str) -> list[int]:
         """Token ids of one action and its end of turn."""
-
-    def action_text(self, ids: Sequence[int]) -> str:
-        """Text of sampled ids."""
 
 
 @dataclass(slots=True)
@@ -85,7 +86,7 @@ class ThoughtEpisode:
 class ThoughtReader:
     """Splits turns into thought and answer, and spells out right answers, for one tokenizer."""
 
-    def __init__(self, renderer: Renderer, *, max_thought_tokens: int = 2**20) -> None:
+    def __init__(self, renderer: ThoughtRenderer, *, max_thought_tokens: int = 2**20) -> None:
         self._renderer = renderer
         self._max_thought_tokens = max_thought_tokens
         self._word_ids = renderer.action_ids(ANSWER_WORD)[:-1]

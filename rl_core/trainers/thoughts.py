@@ -35,15 +35,16 @@ from rl_core.losses.masking import fill_masked
 from rl_core.losses.policy import reinforce_loss
 from rl_core.losses.supervised import entropy_bonus, entropy_coef_at, supervised_loss
 from rl_core.losses.thoughts import thought_gain
-from rl_core.losses.value import explained_variance, value_loss
-from rl_core.models.baseline import BaselineHead, pooled_states
+from rl_core.losses.value import explained_variance
+from rl_core.models.baseline import Baseline, pooled_states
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.thoughts import (
     AnswerRows,
     ThoughtEpisode,
     ThoughtReader,
+    ThoughtRenderer,
     answer_rows,
     read_episode,
     span_logprobs,
@@ -53,7 +54,7 @@ from rl_core.trainers.rollout_metrics import rollout_metrics
 from rl_core.trainers.update import Updater
 from rl_core.types import RolloutGroup, TrainBatch
 
-__all__ = ["Baseline", "ThoughtsTrainer"]
+__all__ = ["ThoughtsTrainer"]
 
 
 @dataclass
@@ -67,42 +68,6 @@ class _Batch:
     advantages_BS: torch.Tensor  # float32 [B, S], 0 off the thought
 
 
-class Baseline:
-    """The value head with its own AdamW: it sees the trunk's states, but never changes them.
-
-    Its own, because values move in steps of rewards and weights do not; and so the head is no part of the policy.
-    """
-
-    def __init__(self, hidden_size: int, learning_rate: float, device: torch.device) -> None:
-        self.head = BaselineHead(hidden_size).to(device)
-        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
-
-    @torch.no_grad()
-    def values(self, states_NH: torch.Tensor) -> torch.Tensor:
-        """float32 [N]."""
-        return self.head(states_NH)
-
-    def fit(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
-        """One step of AdamW on 1/2 mean((v - R)^2); the loss before it."""
-        mask_1N = torch.ones(1, len(returns_N), dtype=torch.bool, device=returns_N.device)
-        with torch.enable_grad():
-            values_1N = self.head(states_NH)[None]
-            loss, _ = value_loss(values_1N, returns_N[None].float(), mask_1N, num_loss_tokens=len(returns_N))
-            self.optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-        self.optimizer.step()
-        return float(loss.detach())
-
-    def state_dict(self) -> dict[str, Any]:
-        """Weights and moments."""
-        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
-
-
 class ThoughtsTrainer:
     """A `Trainer` (see `trainers.loop`) that learns to think before it answers.
 
@@ -113,7 +78,7 @@ class ThoughtsTrainer:
     def __init__(
         self,
         model: PreTrainedModel,
-        renderer: Renderer,
+        renderer: ThoughtRenderer,
         environment: Environment,
         settings: ThoughtsSettings,
         seed: int,
@@ -138,7 +103,7 @@ class ThoughtsTrainer:
         self.backend = backend
         self.heldout = list(heldout)
         self.pad_id: int = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
-        self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)  # type: ignore[arg-type]
+        self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
         self.levels = settings.levels or environment.levels
         for level in self.levels:
             environment.check_level(level)
@@ -182,7 +147,7 @@ class ThoughtsTrainer:
         return entropy_coef_at(self.episodes_played, start=s.entropy_coef, decay=s.entropy_decay, floor=s.entropy_floor)
 
     def evaluate(self) -> dict[str, float]:
-        """eval/success_rate, eval/thought_gain (and with what rate thoughts were written) on the held-out episodes."""
+        """eval/success_rate, eval/thought_gain (mean reward of a turn) and eval/thought_rate, held out."""
         if not self.heldout:
             return {}
         groups = self._play(self.heldout, "validation", iteration=0)  # the same numbers every time: less noise
