@@ -35,7 +35,7 @@ def running_values(start: int, numbers: list[int]) -> list[int]:
 
 
 class ReckoningEpisode(Episode):
-    """Some questions about one register. `target` is the right answer of the question that was asked last."""
+    """Some questions about one register. `target` is all right answers, `next_target` that of the one asked last."""
 
     def __init__(self, seed: int, level: str, start: int, questions: list[list[int]]) -> None:
         super().__init__(seed, level)
@@ -46,7 +46,12 @@ class ReckoningEpisode(Episode):
             self.starts.append(running_values(self.starts[-1], numbers)[-1])
         self.asked = 0  # index of the question that waits for its answer
         self.prompt = self._text(0)
-        self.target = str(self.starts[1])
+        self.target = " ".join(map(str, self.starts[1:]))
+
+    @property
+    def next_target(self) -> str:
+        """The right answer of the question that waits."""
+        return str(self.starts[self.asked + 1])
 
     def reset(self) -> list[Message]:
         """The first question, with the register's start."""
@@ -55,13 +60,12 @@ class ReckoningEpisode(Episode):
     def act(self, text: str) -> Step:
         """Judge the answer on the last line; what stands above it is nobody's business but the policy's."""
         answer = read_answer(text)
-        right = answer is not None and same_text(answer, self.target)
+        right = answer is not None and same_text(answer, self.next_target)
         last = self.asked == len(self.questions) - 1
         reward = float(right) / len(self.questions)
         if not right or last:
             return Step(reward=reward, terminated=True, answer=answer, success=right, is_error=answer is None)
         self.asked += 1
-        self.target = str(self.starts[self.asked + 1])
         return Step([Message(role="user", content=self._text(self.asked))], reward=reward, answer=answer)
 
     def _text(self, index: int) -> str:
@@ -144,7 +148,7 @@ class Reckoning(Environment):
         start, numbers = episode.starts[episode.asked], episode.questions[episode.asked]
         tilt = 1 + self.habit if start % 2 == 0 else 1 - self.habit
         if rng.random() < self.direct * tilt:
-            answer = int(episode.target)
+            answer = int(episode.next_target)
             if rng.random() < self.guess:
                 return f"{ANSWER_WORD} {answer}", ""
             return f"{ANSWER_WORD} {_off_by_one(answer, rng)}", "no_thought"
@@ -154,7 +158,7 @@ class Reckoning(Environment):
             if rng.random() < self.slip or not 0 <= start <= TOP:  # an earlier slip may have led out of the range
                 start = _off_by_one(start, rng)
             values.append(start)
-        mistake = "" if str(start) == episode.target else "slip"
+        mistake = "" if str(start) == episode.next_target else "slip"
         return f"{' '.join(map(str, values))}\n{ANSWER_WORD} {start}", mistake
 
 

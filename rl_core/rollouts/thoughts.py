@@ -5,8 +5,8 @@ A turn is a thought and, on its last line, an answer; the thought may be empty:
     history | 7 0 8 \\n | answer 8 <end> | +2 -9 ... | ...
             start      end              stop
 
-The right answer is known from the environment (`Episode.target` before each turn). Whether the word `answer` comes is
-no matter of knowing the answer, so only what follows it is scored. Token ids stay as they were sampled.
+The right answer is known from the environment (`Episode.next_target` before each turn). Whether the word `answer` comes
+is no matter of knowing the answer, so only what follows it is scored. Token ids stay as they were sampled.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ThoughtReader:
         """
         if target not in self._targets:
             if not target.strip():
-                raise DataError("an episode without a right answer (Episode.target) cannot reward thoughts")
+                raise DataError("an episode without a right answer (Episode.next_target) cannot reward thoughts")
             ids = self._renderer.action_ids(f"{ANSWER_WORD} {target}")
             shared = 0
             while shared < len(self._word_ids) and ids[shared] == self._word_ids[shared]:
@@ -147,7 +147,7 @@ def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollo
             place += 1
         stop = place + turn.num_tokens
         action_ids = rollout.completion_ids[place:stop]
-        target_ids, scored_from = reader.target_ids(episode.target)
+        target_ids, scored_from = reader.target_ids(episode.next_target)
         split = reader.split(action_ids)
         end = stop if split is None else place + split
         steps.append(

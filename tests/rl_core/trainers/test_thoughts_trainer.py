@@ -28,15 +28,19 @@ class SecretEpisode(Episode):
     """Two questions whose answer is the digit asked for; any answer goes on."""
 
     def reset(self):
-        self.turn, self.target = 0, str(self.seed % 3)
+        self.turn, self.target = 0, f"{self.seed % 3} {(self.seed + 1) % 3}"
         return [{"role": "user", "content": f"q {self.seed % 3}"}]
 
+    @property
+    def next_target(self):
+        return self.target.split()[self.turn]
+
     def act(self, text):
-        right = text.rpartition("\n")[2] == f"answer {self.target}"
+        right = text.rpartition("\n")[2] == f"answer {self.next_target}"
         if self.turn:
             return Step(reward=float(right), terminated=True, success=right)
-        self.turn, self.target = 1, str((self.seed + 1) % 3)
-        return Step([{"role": "user", "content": f"q {self.target}"}], reward=float(right))
+        self.turn = 1
+        return Step([{"role": "user", "content": f"q {self.next_target}"}], reward=float(right))
 
 
 class Secrets(Environment):
