@@ -8,7 +8,9 @@ from typing import Any
 
 __all__ = ["STAGE_NAMES", "build_parser"]
 
-STAGE_NAMES = ("prepare_data", "sft", "preference", "reward_model", "policy", "evaluate", "analyze", "promote")
+STAGE_NAMES = (
+    "prepare_data", "sft", "preference", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote",
+)  # fmt: skip
 
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy

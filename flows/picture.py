@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["HANDED_OVER", "draw_pipeline"]
+__all__ = ["draw_pipeline"]
 
-# (from, to), as `_run_stages` in flows/post_training.py passes it.
-HANDED_OVER = (
-    ("prepare_data", "sft"),
-    ("prepare_data", "preference"),
-    ("prepare_data", "reward_model"),
-    ("sft", "preference"),
-    ("sft", "reward_model"),
-    ("sft", "policy"),
-    ("preference", "reward_model"),
-    ("preference", "policy"),
-    ("preference", "evaluate"),
-    ("reward_model", "policy"),
-    ("policy", "evaluate"),
-    ("evaluate", "analyze"),
-    ("evaluate", "promote"),
-)
-
-_PLACES = {  # column, row
-    "prepare_data": (0.0, 0.5),
-    "sft": (1.0, 1.0),
-    "preference": (2.0, 1.0),
-    "reward_model": (2.55, 0.0),
-    "policy": (3.3, 1.0),
-    "evaluate": (4.3, 0.5),
-    "analyze": (5.3, 1.0),
-    "promote": (5.3, 0.0),
-}
+# Stages that hand on a policy, in the order in which they run: each starts from the one before it.
+TRUNK = ("sft", "preference", "policy", "thoughts")
+_STAGES = ("prepare_data", *TRUNK, "reward_model", "evaluate", "analyze", "promote")
 _WIDTH, _HEIGHT = 0.74, 0.56
 _COLOURS = {"ran": "#d7e8f7", "cached": "#eeeeee"}
 
@@ -47,12 +24,12 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-    present = {row["stage"]: row for row in rows if row["stage"] in _PLACES}
+    present = {row["stage"]: row for row in rows if row["stage"] in _STAGES}
     places = _places(present)
-    width = 5.3 if "preference" not in present else 6.3
-    figure = Figure(figsize=(2.08 * width, 3.6), dpi=130, layout="constrained")
+    width = 1.0 + max((x for x, _ in places.values()), default=0.0)
+    figure = Figure(figsize=(2.08 * max(width, 3.0), 3.6), dpi=130, layout="constrained")
     axes = figure.add_subplot()
-    axes.set(xlim=(-0.5, width - 0.5), ylim=(-0.45, 1.45))
+    axes.set(xlim=(-0.5, max(width, 3.0) - 0.5), ylim=(-0.45, 1.45))
     axes.axis("off")
     axes.set_title(title, loc="left", fontsize=11)
     boxes: dict[str, Any] = {}
@@ -76,21 +53,36 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
 
 
 def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
-    """Where the boxes stand: without a preference stage, what is right of its column moves up."""
-    if "preference" in present:
-        return dict(_PLACES)
-    return {name: (x - (x > _PLACES["preference"][0]), y) for name, (x, y) in _PLACES.items()}
+    """Where the boxes stand: policies above, the reward model below and between, results on the right."""
+    places: dict[str, tuple[float, float]] = {}
+    column = 0.0
+    if "prepare_data" in present:
+        places["prepare_data"], column = (column, 0.5), column + 1.0
+    for name in TRUNK:
+        if name == "policy" and "reward_model" in present:
+            places["reward_model"] = (column - 0.45 if column else 0.0, 0.0)
+            column += 0.3
+        if name in present:
+            places[name], column = (column, 1.0), column + 1.0
+    if "evaluate" in present:
+        places["evaluate"], column = (column, 0.5), column + 1.0
+    for name, height in (("analyze", 1.0), ("promote", 0.0)):
+        if name in present:
+            places[name] = (column, height)
+    return places
 
 
 def _arrows(present: Collection[str]) -> list[tuple[str, str]]:
-    """What was handed over in this run: a preference stage stands between the SFT model and what learns from it."""
-    between = "preference" in present
-    passed_by = {("sft", "reward_model"), ("sft", "policy")} if between else set()
-    if "policy" in present:
-        passed_by.add(("preference", "evaluate"))
-    if "sft" in present:
-        passed_by.add(("prepare_data", "preference"))  # it would run behind the box of sft
-    return [arrow for arrow in HANDED_OVER if set(arrow) <= set(present) and arrow not in passed_by]
+    """(from, to), as `_run_stages` in flows/post_training.py hands a model or data on; data alone to who starts."""
+    trunk = [name for name in TRUNK if name in present]
+    arrows = list(itertools.pairwise(trunk))
+    if "prepare_data" in present:
+        arrows += [("prepare_data", name) for name in (*trunk[:1], "reward_model")]
+    before = [name for name in trunk if TRUNK.index(name) < TRUNK.index("policy")]
+    arrows += [(name, "reward_model") for name in before[-1:]]
+    arrows += [("reward_model", "policy"), ("evaluate", "analyze"), ("evaluate", "promote")]
+    arrows += [(name, "evaluate") for name in trunk[-1:] or ["prepare_data"]]
+    return [arrow for arrow in arrows if set(arrow) <= set(present)]
 
 
 def _lines(row: Mapping[str, Any]) -> str:

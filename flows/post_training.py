@@ -1,4 +1,4 @@
-"""The pipeline as a DAG: prepare data -> SFT -> preference -> reward model -> policy -> evaluate -> analyze -> promote.
+"""The pipeline as a DAG, from data to promotion: see `tasks.settings.STAGES` for the stages and their order.
 
 Stages that a config leaves out are skipped; what comes after them starts from what came before them.
 """
@@ -37,6 +37,7 @@ from tasks.reward_model import reward_model  # noqa: E402
 from tasks.session import Session  # noqa: E402
 from tasks.sft import sft  # noqa: E402
 from tasks.stage import StageResult  # noqa: E402
+from tasks.thoughts import learn_thoughts  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +151,9 @@ def _run_stages(session: Session) -> None:
         reward = stage_task("reward_model", reward_model, session)(model, data)
     if stages.policy is not None:
         models["policy"] = result = stage_task("policy", optimise_policy, session)(model, data, reward)
+        model = result.model
+    if stages.thoughts is not None:
+        models["thoughts"] = result = stage_task("thoughts", learn_thoughts, session)(model, data)
         model = result.model
     if stages.evaluate is None:
         return

@@ -33,12 +33,12 @@ def _up_to(settings: PipelineSettings, name: str, model: str | None) -> Pipeline
     """The pipeline without what comes after a stage, and without what a given model replaces."""
     order: list[str] = list(STAGES)
     needed = set(order[: order.index(name) + 1])
-    if name in ("sft", "preference", "policy"):
+    if name in ("sft", "preference", "policy", "thoughts"):
         needed -= {"evaluate", "analyze"}
     if name != "reward_model" and not (settings.stages.policy and "learned" in settings.stages.policy.rewards):
         needed.discard("reward_model")
     if model is not None:
-        needed -= {stage for stage in ("sft", "preference", "policy") if stage != name}
+        needed -= {stage for stage in ("sft", "preference", "policy", "thoughts") if stage != name}
         settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=model))
     kept = {stage: getattr(settings.stages, stage) if stage in needed else None for stage in order}
     return dataclasses.replace(settings, stages=StagesSettings(**kept))

@@ -14,6 +14,7 @@
     |-- RewardError                     a reward function raised, hung, or returned the wrong thing
     |-- NonFiniteError                  too many non-finite steps in a row; the first bad tensor is named
     |-- OutOfMemory                     a single row does not fit
+    |-- CheckFailed                     training ended, but a check of what it learned does not hold
     |-- BackendError                    a rollout backend or tracking store did not answer (transient: worth a retry)
     |-- StageTimeout                    a stage ran past the limit that the settings give it; it can be resumed
     `-- Stopped                         a stop signal arrived; state was saved and the run can be resumed
@@ -28,6 +29,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BackendError",
+    "CheckFailed",
     "CheckpointError",
     "CorruptError",
     "DataError",
@@ -102,6 +104,10 @@ class NonFiniteError(PosttrainError):
 
 class OutOfMemory(PosttrainError):
     """A single row does not fit into the device's memory."""
+
+
+class CheckFailed(PosttrainError):
+    """Training ended, but a check of what it learned does not hold; the message gives the numbers."""
 
 
 class BackendError(PosttrainError):

@@ -34,6 +34,7 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "Settings",
+    "ThoughtsSettings",
     "setting",
 ]
 
@@ -434,6 +435,53 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThoughtsSettings(OptimizerSettings, LoopSettings):
+    """Thoughts before answers, learned by REINFORCE from what they add (in the manner of arXiv:2403.09629)."""
+
+    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = setting("cosine", doc="shape after the warm-up")
+    weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
+    eval_every: int = setting(20, ge=0, doc="iterations between validations; 0 = only at the end")
+    patience: int | None = setting(5, ge=1, doc="validations without improvement before stopping; none = never stop")
+    iterations: int = setting(200, ge=1, doc="rounds of playing and updating at most")
+    episodes_per_iteration: int = setting(32, ge=1, doc="episodes of one round")
+    levels: tuple[str, ...] = setting((), doc="levels of the episodes, drawn equally often; () = all")
+    reward: Literal["logprob_gain", "correctness_gain"] = setting(
+        "logprob_gain",
+        doc="what a thought adds to the right answer's log-probability (nats), or to its probability, over no thought",
+    )
+    gain_clip: float = setting(3.0, gt=0, doc="a gain lies within +-this; a turn without an answer earns minus this")
+    max_thought_tokens: int = setting(64, ge=1, doc="a longer thought counts as a turn without an answer")
+    gamma: float = setting(0.99, ge=0, le=1, doc="discount from one question of an episode to the next")
+    gae_lambda: float = setting(
+        0.95, ge=0, le=1, doc="of the advantages over an episode's questions (arXiv:1506.02438)"
+    )
+    baseline_learning_rate: float = setting(0.05, gt=0, le=1, doc="AdamW of the value head; constant")
+    entropy_coef: float = setting(0.01, ge=0, doc="weight of the entropy bonus on thought tokens, at the start")
+    entropy_decay: float = setting(0.9995, gt=0, le=1, doc="factor of that weight with every episode played")
+    entropy_floor: float = setting(0.001, ge=0, doc="what that weight never falls below")
+    answer_coef: float = setting(
+        1.0, ge=0, doc="weight of the right answers' negative log-likelihood, with and without the thought"
+    )
+    validation_episodes: int = setting(100, ge=2, doc="held-out episodes of one validation")
+    select_by: Literal["success_rate", "thought_gain"] = setting(
+        "success_rate", doc="validation metric that picks the best model and counts for patience"
+    )
+    check_episodes: int = setting(200, ge=2, doc="held-out episodes on which thoughts are tested for being genuine")
+    min_dependence: float = setting(
+        0.5, ge=0, le=1, doc="share of the gain that has to go when thoughts are shuffled or replaced by filler"
+    )
+    bootstrap_samples: int = setting(2000, ge=100, doc="resamples of the test's intervals")
+    require_genuine: bool = setting(True, doc="fail the stage when the test says that thoughts are not genuine")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
+
+    def check(self) -> None:
+        """The entropy weight falls towards its floor."""
+        if self.entropy_floor > self.entropy_coef:
+            raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")
 
 
 @dataclass(frozen=True, kw_only=True)

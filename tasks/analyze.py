@@ -74,7 +74,7 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
             models[name] = file
     if not models:
         raise DataError(f"{', '.join(map(str, paths))}: no trajectories*.jsonl there")
-    order = {"base": 0, "sft": 1, "preference": 2, "policy": 3}
+    order = {"base": 0, "sft": 1, "preference": 2, "policy": 3, "thoughts": 4}
     return dict(sorted(models.items(), key=lambda item: order.get(item[0].rstrip("'"), 4)))
 
 

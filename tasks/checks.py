@@ -91,7 +91,7 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     """What each stage needs from the ones before it, or from model.path."""
     stages = settings.stages
     path: Key = ("model", "path")
-    trained = any(stage is not None for stage in (stages.sft, stages.preference, stages.policy))
+    trained = any(stage is not None for stage in (stages.sft, stages.preference, stages.policy, stages.thoughts))
     if stages.sft is not None and stages.prepare_data is None and settings.model.path is not None:
         yield _finding(
             ("stages", "sft"),
@@ -102,7 +102,7 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     if stages.evaluate is not None and not trained and settings.model.path is None:
         yield _finding(
             ("stages", "evaluate"),
-            "has no policy to evaluate; add stages.sft, stages.preference or stages.policy, or set model.path",
+            "has no policy to evaluate; add stages.sft, preference, policy or thoughts, or set model.path",
             path,
             ("stages", "sft"),
             ("stages", "preference"),
@@ -131,7 +131,7 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     if stages.promote is not None and not trained:
         yield _finding(
             ("stages", "promote"),
-            "has no new model to promote; add stages.sft, stages.preference or stages.policy",
+            "has no new model to promote; add stages.sft, preference, policy or thoughts",
             ("stages", "sft"),
             ("stages", "preference"),
             POLICY,
@@ -146,6 +146,8 @@ def _samplings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettin
         yield ("stages", "reward_model", "sampling"), stages.reward_model.sampling
     if stages.policy is not None:
         yield (*POLICY, "sampling"), stages.policy.sampling
+    if stages.thoughts is not None:
+        yield ("stages", "thoughts", "sampling"), stages.thoughts.sampling
     if stages.evaluate is not None:
         yield ("stages", "evaluate", "sampling"), stages.evaluate.sampling
 
@@ -176,7 +178,7 @@ def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
-    for name in ("sft", "preference", "reward_model", "policy"):
+    for name in ("sft", "preference", "reward_model", "policy", "thoughts"):
         loop: LoopSettings | None = getattr(settings.stages, name)
         if loop is not None and loop.patience is not None and loop.eval_every == 0:
             yield _finding(
@@ -229,6 +231,8 @@ def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[
     if stages.policy is not None:
         for index, stage in enumerate(stages.policy.curriculum):
             yield (*POLICY, "curriculum", index, "levels"), stage.levels
+    if stages.thoughts is not None:
+        yield ("stages", "thoughts", "levels"), stages.thoughts.levels
     if stages.evaluate is not None:
         yield ("stages", "evaluate", "levels"), stages.evaluate.levels
 

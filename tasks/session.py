@@ -32,7 +32,7 @@ __all__ = ["ProgressCallback", "Session", "git_commit"]
 
 logger = logging.getLogger(__name__)
 
-_TRAINED = ("sft", "preference", "policy")  # stages whose model the next one starts from
+_TRAINED = ("sft", "preference", "policy", "thoughts")  # stages whose model the next one starts from
 
 ProgressCallback = Callable[[str, int, int, str], None]  # stage, done, total, message
 

@@ -22,6 +22,7 @@ from rl_core.settings import (
     RewardModelSettings,
     Settings,
     SFTSettings,
+    ThoughtsSettings,
     setting,
 )
 
@@ -35,7 +36,9 @@ __all__ = [
     "TrackingSettings",
 ]
 
-StageName = Literal["prepare_data", "sft", "preference", "reward_model", "policy", "evaluate", "analyze", "promote"]
+StageName = Literal[
+    "prepare_data", "sft", "preference", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote"
+]
 STAGES: tuple[StageName, ...] = get_args(StageName)  # in the order in which they run
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -104,6 +107,7 @@ class StagesSettings(Settings):
     preference: PreferenceSettings | None = setting(None, doc="preference optimisation (DPO, IPO) on pairs")
     reward_model: RewardModelSettings | None = setting(None, doc="reward model from preference pairs")
     policy: PolicySettings | None = setting(None, doc="policy optimisation from rewards")
+    thoughts: ThoughtsSettings | None = setting(None, doc="thoughts before answers, rewarded by what they add")
     evaluate: EvaluationSettings | None = setting(None, doc="held-out episodes, for every model of the run")
     analyze: AnalysisSettings | None = setting(None, doc="what the evaluated trajectories show")
     promote: PromotionSettings | None = setting(None, doc="compare with the champion and promote, or not")

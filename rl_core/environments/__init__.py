@@ -19,6 +19,7 @@ __all__ = ["SHIPPED", "Demonstration", "Environment", "Episode", "Step", "Tool",
 SHIPPED = {
     "pixel_grid": "rl_core.environments.pixel_grid:PixelGrid",
     "arithmetic": "rl_core.environments.arithmetic:Arithmetic",
+    "reckoning": "rl_core.environments.reckoning:Reckoning",
     "gsm8k": "rl_core.environments.gsm8k:GSM8K",
 }
 

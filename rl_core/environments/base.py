@@ -53,7 +53,7 @@ class Demonstration:
 
 
 class Episode(ABC):
-    """One single-use episode. `kind`, `prompt` and `target` describe it for analysis."""
+    """One single-use episode. `kind`, `prompt` and `target` describe it for analysis, whatever is played."""
 
     def __init__(self, seed: int, level: str) -> None:
         self.seed = seed
@@ -62,6 +62,11 @@ class Episode(ABC):
         self.prompt = ""
         self.target = ""
         self._ended = False
+
+    @property
+    def next_target(self) -> str:
+        """The right answer of the turn that waits; episodes of several questions override it."""
+        return self.target
 
     @abstractmethod
     def reset(self) -> list[Message]:

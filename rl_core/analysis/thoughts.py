@@ -1,0 +1,106 @@
+"""Whether thoughts are genuine: their gain, what is left of it in the controls, and the verdict. Pure functions.
+
+Suffix: E episodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from rl_core.analysis.statistics import Difference, paired_bootstrap
+from rl_core.errors import DataError
+
+__all__ = ["ThoughtVerdict", "judge_thoughts"]
+
+MUST_LOSE = ("shuffled", "filler")  # controls that keep nothing of what the thought says about its question
+
+
+@dataclass(frozen=True)
+class ThoughtVerdict:
+    """Mean gain over episodes, in each condition, with bootstrap intervals."""
+
+    gains: dict[str, Difference]  # "own" and each control
+    drops: dict[str, Difference]  # own minus control, paired by episode
+    lost: dict[str, float]  # share of the own gain that each control loses; above 1 where it does harm
+    failures: list[str]  # why the thoughts are not genuine; [] = they are
+    episodes: int
+
+    @property
+    def genuine(self) -> bool:
+        """Whether the gain is real and depends on what the thoughts say."""
+        return not self.failures
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict."""
+        row = asdict(self) | {"genuine": self.genuine}
+        for name in ("gains", "drops"):
+            row[name] = {key: value._asdict() for key, value in getattr(self, name).items()}
+        return row
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars for tracking, named `thoughts/...`."""
+        found = {"thoughts/genuine": float(self.genuine)}
+        for name, gain in self.gains.items():
+            found |= {f"thoughts/gain_{name}{suffix}": value for suffix, value in _bounds(gain)}
+        for name, drop in self.drops.items():
+            found |= {f"thoughts/drop_{name}{suffix}": value for suffix, value in _bounds(drop)}
+        return found
+
+    def note(self) -> str:
+        """One sentence with all numbers."""
+        texts = [
+            f"{name} {gain.difference:+.2f} [{gain.low:+.2f}, {gain.high:+.2f}]" for name, gain in self.gains.items()
+        ]
+        verdict = "genuine" if self.genuine else "NOT genuine: " + "; ".join(self.failures)
+        return f"gain by thoughts: {', '.join(texts)}; {verdict}"
+
+
+def judge_thoughts(
+    gains: Mapping[str, Sequence[Sequence[float]]],
+    *,
+    min_dependence: float = 0.5,
+    bootstrap_samples: int = 2000,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> ThoughtVerdict:
+    """Thoughts are genuine when they help, and when they help by what they say.
+
+    That is: the lower bound of the own gain is above 0; the lower bound of (own - control), paired by episode, is above
+    0 for every control; and the shuffled and the filler thoughts lose at least `min_dependence` of the own gain.
+    A truncated thought may keep more: its first half can be worth something.
+
+    Args:
+        gains: "own" and each control -> episode -> turns, in one order. Turns of an episode are averaged first, since
+            episodes are what is drawn independently.
+    Raises: DataError when conditions do not fit together or "own" is missing.
+    """
+    if "own" not in gains or len(gains) < 2:
+        raise DataError(f"gains: needs 'own' and at least one control, found {', '.join(gains) or 'nothing'}")
+    shapes = {name: [len(turns) for turns in episodes] for name, episodes in gains.items()}
+    if any(shape != shapes["own"] for shape in shapes.values()) or not shapes["own"] or 0 in shapes["own"]:
+        raise DataError("gains: every condition needs the same episodes, each with the same turns, at least one")
+    means_E = {name: np.array([np.mean(turns) for turns in episodes]) for name, episodes in gains.items()}
+    options: dict[str, Any] = {"samples": bootstrap_samples, "seed": seed, "confidence": confidence}
+    zeros_E = np.zeros_like(means_E["own"])
+    found = {name: paired_bootstrap(values_E, zeros_E, **options) for name, values_E in means_E.items()}
+    controls = [name for name in gains if name != "own"]
+    drops = {name: paired_bootstrap(means_E["own"], means_E[name], **options) for name in controls}
+    own = found["own"]
+    lost = {name: drop.difference / own.difference if own.difference > 0 else 0.0 for name, drop in drops.items()}
+    failures = []
+    if own.low <= 0:
+        failures.append(f"the gain {own.difference:.3f} is not above 0 for sure (lower bound {own.low:.3f})")
+    for name in controls:
+        if drops[name].low <= 0:
+            failures.append(f"{name} thoughts do not lose for sure (lower bound of the loss {drops[name].low:.3f})")
+        elif name in MUST_LOSE and own.low > 0 and lost[name] < min_dependence:
+            failures.append(f"{name} thoughts lose {lost[name]:.0%} of the gain, less than {min_dependence:.0%}")
+    return ThoughtVerdict(found, drops, lost, failures, len(zeros_E))
+
+
+def _bounds(value: Difference) -> list[tuple[str, float]]:
+    return [("", value.difference), ("_low", value.low), ("_high", value.high)]

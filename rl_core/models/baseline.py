@@ -1,0 +1,111 @@
+"""A learned baseline: the value of a state from the policy's hidden states, pooled over all tokens before it.
+
+B rows, S sequence, H hidden, N states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rl_core.data.batches import micro_batches, pad_rows
+from rl_core.errors import DataError
+from rl_core.losses.value import value_loss
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.lora import unwrap
+
+__all__ = ["Baseline", "BaselineHead", "pooled_states"]
+
+
+class BaselineHead(nn.Module):
+    """A linear value head on pooled hidden states; 0 everywhere at the start.
+
+    States are normalised and divided by sqrt(H), so that one learning rate suits models of every width.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, 1)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """Values, float32 [N]."""
+        size = states_NH.shape[-1]
+        return self.linear(functional.layer_norm(states_NH.float(), (size,)) * size**-0.5).squeeze(-1)
+
+
+class Baseline:
+    """The value head with its own AdamW: it sees the trunk's states, but never changes them.
+
+    Its own, because values move in steps of rewards and weights do not; and so the head is no part of the policy.
+    """
+
+    def __init__(self, hidden_size: int, learning_rate: float, device: torch.device) -> None:
+        self.head = BaselineHead(hidden_size).to(device)
+        self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=learning_rate, weight_decay=0.0)
+
+    @torch.no_grad()
+    def values(self, states_NH: torch.Tensor) -> torch.Tensor:
+        """float32 [N]."""
+        return self.head(states_NH)
+
+    def fit(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
+        """One step of AdamW on 1/2 mean((v - R)^2); the loss before it."""
+        mask_1N = torch.ones(1, len(returns_N), dtype=torch.bool, device=returns_N.device)
+        with torch.enable_grad():
+            values_1N = self.head(states_NH)[None]
+            loss, _ = value_loss(values_1N, returns_N[None].float(), mask_1N, num_loss_tokens=len(returns_N))
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and moments."""
+        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.head.load_state_dict(state["head"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@torch.no_grad()
+def pooled_states(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    ends: Sequence[Sequence[int]],
+    *,
+    pad_id: int,
+    max_tokens: int = 16384,
+) -> list[torch.Tensor]:
+    """Mean of the last hidden states over the first `end` tokens of a row, for each of its ends; no gradient.
+
+    Attention is causal, so one pass over the whole row gives the states of all its prefixes.
+
+    Args:
+        ends: for each row, prefix lengths within 1..len(row).
+    Returns: for each row, float32 [len(ends), H] on the model's device.
+    Raises: DataError for an end outside its row.
+    """
+    for index, (row, places) in enumerate(zip(rows, ends, strict=True)):
+        if any(not 1 <= place <= len(row) for place in places):
+            raise DataError(f"row {index}: ends {list(places)} must lie in 1..{len(row)}")
+    base = unwrap(model)
+    device = next(base.parameters()).device
+    pooled: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+    with evaluating(model):
+        for group in micro_batches([len(row) for row in rows], max_tokens):
+            ids_BS = pad_rows([rows[index] for index in group], pad_id).to(device)
+            hidden_BSH = base.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+            sums_BSH = hidden_BSH.float().cumsum(1)
+            for b, index in enumerate(group):
+                ends_N = torch.tensor(list(ends[index]), dtype=torch.int64, device=device)
+                pooled[index] = sums_BSH[b, ends_N - 1] / ends_N[:, None]
+    return pooled

@@ -1,0 +1,238 @@
+"""Thoughts in rollouts: which sampled tokens were one, and how likely the right answer is after it.
+
+A turn is a thought and, on its last line, an answer; the thought may be empty:
+
+    history | 7 0 8 \\n | answer 8 <end> | +2 -9 ... | ...
+            start      end              stop
+
+The right answer is known from the environment (`Episode.next_target` before each turn). Whether the word `answer` comes
+is no matter of knowing the answer, so only what follows it is scored. Token ids stay as they were sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_core.environments.base import Environment
+from rl_core.environments.question import ANSWER_WORD, read_answer
+from rl_core.errors import DataError, EnvironmentFault
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.collect import Renderer
+from rl_core.types import Rollout, StopReason
+
+__all__ = [
+    "AnswerRows",
+    "Span",
+    "ThoughtEpisode",
+    "ThoughtReader",
+    "ThoughtRenderer",
+    "ThoughtStep",
+    "answer_rows",
+    "read_episode",
+    "span_logprobs",
+]
+
+
+class ThoughtRenderer(Renderer, Protocol):
+    """What reading thoughts needs of `data.chat.ChatRenderer`, beside what collection needs."""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Tokens that end a turn."""
+
+    def action_ids(self, text: str) -> list[int]:
+        """Token ids of one action and its end of turn."""
+
+
+@dataclass(slots=True)
+class ThoughtStep:
+    """One turn of an episode; positions count the tokens of the episode from its first one."""
+
+    start: int  # first token of the turn
+    end: int  # first token of the answer; the thought is [start, end)
+    stop: int  # one past the turn's last token
+    target_ids: list[int]  # the right answer as a turn of its own: word, answer, end of turn
+    scored_from: int  # target_ids before it are the word `answer`, which is not scored
+    answered: bool  # False = no answer, or too long a thought; then [start, end) is the whole turn
+
+    @property
+    def num_thought_tokens(self) -> int:
+        """0 = answered without a thought."""
+        return self.end - self.start if self.answered else 0
+
+    @property
+    def choices(self) -> range:
+        """Positions that the thought's credit goes to: its tokens and the one that ends it."""
+        return range(self.start, self.end + 1) if self.answered else range(self.start, self.stop)
+
+
+@dataclass(slots=True)
+class ThoughtEpisode:
+    """One episode as a row of tokens, with its turns."""
+
+    ids: list[int]  # prompt and completion, as sampled
+    steps: list[ThoughtStep]
+    level: str
+    is_truncated: bool  # True = the environment would have gone on, so what would have come has a value
+
+
+class ThoughtReader:
+    """Splits turns into thought and answer, and spells out right answers, for one tokenizer."""
+
+    def __init__(self, renderer: ThoughtRenderer, *, max_thought_tokens: int = 2**20) -> None:
+        self._renderer = renderer
+        self._max_thought_tokens = max_thought_tokens
+        self._word_ids = renderer.action_ids(ANSWER_WORD)[:-1]
+        self._targets: dict[str, tuple[list[int], int]] = {}
+
+    def target_ids(self, target: str) -> tuple[list[int], int]:
+        """Token ids of the right answer as a turn without a thought, and how many of them are the word `answer`.
+
+        Raises: DataError where there is no right answer to score.
+        """
+        if target not in self._targets:
+            if not target.strip():
+                raise DataError("an episode without a right answer (Episode.next_target) cannot reward thoughts")
+            ids = self._renderer.action_ids(f"{ANSWER_WORD} {target}")
+            shared = 0
+            while shared < len(self._word_ids) and ids[shared] == self._word_ids[shared]:
+                shared += 1
+            self._targets[target] = ids, shared
+        return self._targets[target]
+
+    def split(self, action_ids: Sequence[int]) -> int | None:
+        """Number of tokens before the answer; None when the turn has no answer that begins with a token of its own."""
+        if not action_ids or action_ids[-1] not in self._renderer.eos_ids:
+            return None
+        text = self._renderer.action_text(action_ids)
+        if not read_answer(text):
+            return None
+        place = text.rindex(text.rstrip().splitlines()[-1].lstrip())
+        length = 0
+        while length < len(action_ids) and len(self._renderer.action_text(action_ids[:length])) < place:
+            length += 1
+        aligned = self._renderer.action_text(action_ids[:length]) == text[:place]
+        return length if aligned and length <= self._max_thought_tokens else None
+
+    def separator_length(self, thought_ids: Sequence[int]) -> int:
+        """Tokens at a thought's end that are blank: they part it from the answer and say nothing."""
+        count = 0
+        while count < len(thought_ids) and not self._renderer.action_text(thought_ids[-count - 1 :]).strip():
+            count += 1
+        return count
+
+
+def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollout) -> ThoughtEpisode:
+    """The thoughts of one rollout. The episode is replayed, action by action, to learn each turn's right answer.
+
+    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a right answer.
+    """
+    played = rollout.trajectory
+    episode = environment.episode(seed=played.seed, level=played.level)
+    episode.reset()
+    steps: list[ThoughtStep] = []
+    offset, place = len(rollout.prompt_ids), 0
+    ended = False
+    for index, turn in enumerate(played.turns):
+        if ended:
+            raise EnvironmentFault(f"episode {played.level}/{played.seed} ended earlier when it was played again")
+        while not rollout.loss_mask[place]:  # what the environment said
+            place += 1
+        stop = place + turn.num_tokens
+        action_ids = rollout.completion_ids[place:stop]
+        target_ids, scored_from = reader.target_ids(episode.next_target)
+        split = reader.split(action_ids)
+        end = stop if split is None else place + split
+        steps.append(
+            ThoughtStep(offset + place, offset + end, offset + stop, target_ids, scored_from, split is not None)
+        )
+        place = stop
+        if index < len(played.turns) - 1:
+            step = episode.step(turn.action)
+            ended = step.terminated or step.truncated
+    return ThoughtEpisode(
+        ids=[*rollout.prompt_ids, *rollout.completion_ids],
+        steps=steps,
+        level=played.level,
+        is_truncated=played.stop_reason in (StopReason.ENVIRONMENT, StopReason.MAX_TURNS),
+    )
+
+
+class Span(NamedTuple):
+    """Tokens [start, stop) of one row."""
+
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class AnswerRows:
+    """Rows in which right answers are scored: first the episodes themselves, then what they do not hold."""
+
+    rows: list[list[int]]
+    steps: list[tuple[int, int]] = field(default_factory=list)  # (episode, turn) of each answered turn
+    with_thought: list[Span] = field(default_factory=list)  # one for each of `steps`
+    without: list[Span] = field(default_factory=list)  # the same span where the thought is empty
+
+
+def answer_rows(episodes: Sequence[ThoughtEpisode]) -> AnswerRows:
+    """Where the right answer of every answered turn can be scored, with its thought and without.
+
+    Both follow the same history. A right answer that was sampled is scored where it stands; others get a row.
+    """
+    found = AnswerRows(rows=[episode.ids for episode in episodes])
+
+    def add(ids: list[int], target_ids: list[int], scored_from: int) -> Span:
+        found.rows.append(ids + target_ids)
+        return Span(len(found.rows) - 1, len(ids) + scored_from, len(ids) + len(target_ids))
+
+    for index, episode in enumerate(episodes):
+        for turn, step in enumerate(episode.steps):
+            if not step.answered:
+                continue
+            if episode.ids[step.end : step.stop] == step.target_ids:
+                span = Span(index, step.end + step.scored_from, step.stop)
+            else:
+                span = add(episode.ids[: step.end], step.target_ids, step.scored_from)
+            empty = step.end == step.start
+            without = span if empty else add(episode.ids[: step.start], step.target_ids, step.scored_from)
+            found.steps.append((index, turn))
+            found.with_thought.append(span)
+            found.without.append(without)
+    return found
+
+
+@torch.no_grad()
+def span_logprobs(
+    model: PreTrainedModel,
+    rows: Sequence[Sequence[int]],
+    spans: Sequence[Span],
+    *,
+    pad_id: int,
+    max_tokens: int = 16384,
+) -> torch.Tensor:
+    """log p(tokens of the span | tokens before it in its row), float64 [number of spans], nats, on the CPU.
+
+    Rows without a span are not run.
+    """
+    masks = {span.row: [False] * len(rows[span.row]) for span in spans}
+    for span in spans:
+        masks[span.row][span.start : span.stop] = [True] * (span.stop - span.start)
+    used = sorted(masks)
+    train_rows = [TrainRow(rows[i][:1], rows[i][1:], masks[i][1:]) for i in used]
+    sums: dict[int, torch.Tensor] = {}
+    device = next(model.parameters()).device
+    with evaluating(model):
+        for batch in make_batches(train_rows, max_tokens, pad_id) if train_rows else []:
+            logprobs_BS = completion_logprobs(model, batch.to(device))[0].double().cpu()
+            for b, index in enumerate(batch.rows):
+                sums[used[index]] = logprobs_BS[b]
+    return torch.stack([sums[span.row][span.start : span.stop].sum() for span in spans]) if spans else torch.empty(0)

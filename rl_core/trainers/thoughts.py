@@ -1,0 +1,327 @@
+"""Thoughts before answers, by REINFORCE on what they add: in the manner of Quiet-STaR.
+
+One iteration: play episodes; score every right answer after its thought and without one; reward each thought with the
+difference; take advantages over the questions of an episode against a learned baseline; update thoughts, and right
+answers, in one optimizer step.
+
+    L = - sum over thought tokens of A log pi / thought tokens       A = GAE over the episode's questions (gamma .99)
+        - entropy_coef entropy of the thought tokens                 falls with every episode played
+        - answer_coef log p(right answer) / answer tokens            with the thought and without it
+
+The answer term is Quiet-STaR's likelihood of the text. It is taken without the thought as well: otherwise a policy
+could raise its reward by forgetting what it can answer at once. The choice not to think is a thought of length 0: its
+credit goes to the token that ends the thought, as it always does, and its reward is 0.
+
+Suffixes: B rows of a micro-batch or episodes, K questions of an episode, S sequence, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from rl_core.data.batches import attention_mask, micro_batches, pad_rows
+from rl_core.environments.base import Environment
+from rl_core.errors import SettingsError
+from rl_core.losses.advantages import gae
+from rl_core.losses.masking import fill_masked
+from rl_core.losses.policy import reinforce_loss
+from rl_core.losses.supervised import entropy_bonus, entropy_coef_at, supervised_loss
+from rl_core.losses.thoughts import thought_gain
+from rl_core.losses.value import explained_variance
+from rl_core.models.baseline import Baseline, pooled_states
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.sampling import RolloutBackend, session_seed
+from rl_core.rollouts.thoughts import (
+    AnswerRows,
+    ThoughtEpisode,
+    ThoughtReader,
+    ThoughtRenderer,
+    answer_rows,
+    read_episode,
+    span_logprobs,
+)
+from rl_core.settings import ThoughtsSettings
+from rl_core.trainers.rollout_metrics import rollout_metrics
+from rl_core.trainers.update import Updater
+from rl_core.types import RolloutGroup, TrainBatch
+
+__all__ = ["ThoughtsTrainer"]
+
+
+@dataclass
+class _Batch:
+    """Some rows; every tensor has one row each, so that the updater can cut a batch that does not fit."""
+
+    input_ids_BS: torch.Tensor  # int64 [B, S], right-padded
+    lengths_B: torch.Tensor  # int64 [B], real tokens
+    thought_mask_BS: torch.Tensor  # bool [B, S], True = a choice of the thought
+    answer_mask_BS: torch.Tensor  # bool [B, S], True = token of a right answer
+    advantages_BS: torch.Tensor  # float32 [B, S], 0 off the thought
+
+
+class ThoughtsTrainer:
+    """A `Trainer` (see `trainers.loop`) that learns to think before it answers.
+
+    Levels, seeds and sampling follow from the seed and the iteration's number; the state is that number, the episodes
+    played, and the baseline.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        renderer: ThoughtRenderer,
+        environment: Environment,
+        settings: ThoughtsSettings,
+        seed: int,
+        backend: RolloutBackend,
+        *,
+        heldout: Sequence[EpisodeRequest] = (),
+        pad_id: int | None = None,
+    ) -> None:
+        """Build everything; nothing is played yet.
+
+        Args:
+            backend: samples from `model`'s own weights.
+            heldout: episodes of the validation; () = `evaluate` gives no metrics.
+            pad_id: None = the renderer's.
+        Raises: SettingsError for a level that the environment has not got, or that has no training episodes.
+        """
+        self.model = model
+        self.renderer = renderer
+        self.environment = environment
+        self.settings = settings
+        self.seed = seed
+        self.backend = backend
+        self.heldout = list(heldout)
+        self.pad_id: int = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
+        self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
+        self.levels = settings.levels or environment.levels
+        for level in self.levels:
+            environment.check_level(level)
+            if not len(environment.seeds_of("train", level)):
+                raise SettingsError(f"levels: environment '{environment.name}' has no training episodes of '{level}'")
+        self.iteration = 0
+        self.episodes_played = 0  # what the entropy coefficient depends on
+        self.device = next(model.parameters()).device
+        self.baseline = Baseline(model.config.hidden_size, settings.baseline_learning_rate, self.device)
+        self.updater = Updater(model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite)
+        self._counts = (0, 0)  # thought and answer tokens of the optimizer step at hand
+        self._entropy_coef = settings.entropy_coef
+
+    def step(self) -> dict[str, float]:
+        """One iteration: play, score, compare with the baseline, update both."""
+        started = time.perf_counter()
+        rng = np.random.default_rng([self.seed, self.iteration])  # nothing to save: the iteration says it all
+        groups = self._play([self._draw(rng) for _ in range(self.settings.episodes_per_iteration)], "rollouts")
+        played = time.perf_counter()
+        episodes = self._read(groups)
+        plan = answer_rows(episodes)
+        rewards, metrics = self._rewards(episodes, plan)
+        advantages, more = self._advantages(episodes, rewards)
+        metrics |= more | rollout_metrics(groups)
+        self._entropy_coef = self.entropy_coef
+        metrics |= {"train/entropy_coef": self._entropy_coef} | self._update(episodes, plan, advantages)
+        self.iteration += 1
+        self.episodes_played += len(episodes)
+        seconds = max(time.perf_counter() - started, 1e-9)
+        sampled = sum(rollout.trajectory.num_action_tokens for group in groups for rollout in group.rollouts)
+        return metrics | {
+            "perf/rollout_seconds": played - started,
+            "perf/tokens_per_second": sampled / seconds,
+            "perf/rollout_tokens_per_second": sampled / max(played - started, 1e-9),
+        }
+
+    @property
+    def entropy_coef(self) -> float:
+        """max(floor, start decay^episodes played)."""
+        s = self.settings
+        return entropy_coef_at(self.episodes_played, start=s.entropy_coef, decay=s.entropy_decay, floor=s.entropy_floor)
+
+    def evaluate(self) -> dict[str, float]:
+        """eval/success_rate, eval/thought_gain (mean reward of a turn) and eval/thought_rate, held out."""
+        if not self.heldout:
+            return {}
+        groups = self._play(self.heldout, "validation", iteration=0)  # the same numbers every time: less noise
+        episodes = self._read(groups)
+        _, metrics = self._rewards(episodes, answer_rows(episodes))
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return {
+            "eval/success_rate": sum(rollout.success for rollout in rollouts) / len(rollouts),
+            "eval/thought_gain": metrics["reward/mean"],
+            "eval/thought_rate": metrics["thoughts/rate"],
+        }
+
+    def heldout_episodes(self, requests: Sequence[EpisodeRequest]) -> list[ThoughtEpisode]:
+        """Episodes of the present policy with their thoughts, to be examined."""
+        return self._read(self._play(requests, "check", iteration=0))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything besides weights and optimizer."""
+        return {
+            "iteration": self.iteration,
+            "episodes_played": self.episodes_played,
+            "baseline": self.baseline.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.iteration = int(state["iteration"])
+        self.episodes_played = int(state["episodes_played"])
+        self.baseline.load_state_dict(state["baseline"])
+
+    # Playing and scoring
+
+    def _draw(self, rng: np.random.Generator) -> EpisodeRequest:
+        level = self.levels[int(rng.integers(len(self.levels)))]
+        seeds = self.environment.seeds_of("train", level)
+        return EpisodeRequest(level=level, seed=int(seeds[int(rng.integers(len(seeds)))]))
+
+    def _play(
+        self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int | None = None
+    ) -> list[RolloutGroup]:
+        self.backend.refresh()
+        return collect(
+            self.environment,
+            self.backend,
+            self.renderer,
+            requests,
+            group_size=1,
+            sampling=self.settings.sampling,
+            seed=session_seed(self.seed, purpose, self.iteration if iteration is None else iteration),
+            policy_version=self.updater.step,
+        )
+
+    def _read(self, groups: Sequence[RolloutGroup]) -> list[ThoughtEpisode]:
+        return [read_episode(self.environment, self.reader, group.rollouts[0]) for group in groups]
+
+    def _rewards(
+        self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows
+    ) -> tuple[list[list[float]], dict[str, float]]:
+        """One reward for each turn: its thought's gain; minus the clip where no answer was given."""
+        settings = self.settings
+        spans = [*plan.with_thought, *plan.without]
+        logprobs = span_logprobs(
+            self.model, plan.rows, spans, pad_id=self.pad_id, max_tokens=settings.micro_batch_tokens
+        )
+        with_thought, without = logprobs[: len(plan.steps)], logprobs[len(plan.steps) :]
+        gains = thought_gain(with_thought, without, kind=settings.reward, clip=settings.gain_clip)
+        rewards = [[-settings.gain_clip] * len(episode.steps) for episode in episodes]
+        for (index, turn), gain in zip(plan.steps, gains.tolist(), strict=True):
+            rewards[index][turn] = gain
+        flat = [reward for episode in rewards for reward in episode]
+        steps = [step for episode in episodes for step in episode.steps]
+        answered = max(1, len(plan.steps))
+        return rewards, {
+            "reward/mean": math.fsum(flat) / len(flat),
+            "reward/std": float(np.std(flat)),
+            "thoughts/gain": float(gains.sum()) / answered,  # of the turns with an answer
+            "thoughts/logprob": float(with_thought.sum()) / answered,
+            "thoughts/logprob_without": float(without.sum()) / answered,
+            "thoughts/rate": sum(step.num_thought_tokens > 0 for step in steps) / len(steps),
+            "thoughts/tokens": sum(step.num_thought_tokens for step in steps) / len(steps),
+            "thoughts/unanswered_rate": 1 - len(plan.steps) / len(steps),
+        }
+
+    def _advantages(
+        self, episodes: Sequence[ThoughtEpisode], rewards: Sequence[Sequence[float]]
+    ) -> tuple[list[list[float]], dict[str, float]]:
+        """GAE over the turns of each episode; the baseline then learns their returns."""
+        ends = [[step.start for step in episode.steps] + [len(episode.ids)] for episode in episodes]
+        pooled = pooled_states(
+            self.model,
+            [episode.ids for episode in episodes],
+            ends,
+            pad_id=self.pad_id,
+            max_tokens=self.settings.micro_batch_tokens,
+        )
+        counts = [len(episode.steps) for episode in episodes]
+        values_N = self.baseline.values(torch.cat(pooled)).cpu()
+        by_episode = values_N.split([count + 1 for count in counts])
+        mask_BK = attention_mask(counts)
+        values_BK = pad_rows([values[:-1].tolist() for values in by_episode], 0.0, dtype=torch.float32)
+        rewards_BK = pad_rows(rewards, 0.0, dtype=torch.float32)
+        # What follows an episode that only a limit cut off has a value; after any other end there is nothing.
+        bootstrap_B = torch.stack([v[-1] for v in by_episode]) * torch.tensor([e.is_truncated for e in episodes])
+        advantages_BK, returns_BK = gae(
+            rewards_BK,
+            values_BK,
+            mask_BK,
+            gamma=self.settings.gamma,
+            gae_lambda=self.settings.gae_lambda,
+            bootstrap_B=bootstrap_B,
+        )
+        explained = explained_variance(values_BK, returns_BK, mask_BK)
+        states_NH = torch.cat([states[:-1] for states in pooled])
+        loss = self.baseline.fit(states_NH, returns_BK[mask_BK].to(self.device))
+        return [row[:count].tolist() for row, count in zip(advantages_BK, counts, strict=True)], {
+            "train/baseline_loss": loss,
+            "train/explained_variance": explained,
+            "train/value_mean": float(values_BK[mask_BK].mean()),
+            "train/advantages_mean": float(advantages_BK[mask_BK].mean()),
+            "train/advantages_std": float(advantages_BK[mask_BK].std(correction=0)),
+        }
+
+    # Updating
+
+    def _update(
+        self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows, advantages: Sequence[Sequence[float]]
+    ) -> dict[str, float]:
+        """One optimizer step over all thoughts and answers."""
+        thought = [[False] * len(row) for row in plan.rows]
+        answer = [[False] * len(row) for row in plan.rows]
+        weights = [[0.0] * len(row) for row in plan.rows]
+        for index, (episode, values) in enumerate(zip(episodes, advantages, strict=True)):
+            for step, advantage in zip(episode.steps, values, strict=True):
+                for place in step.choices:
+                    thought[index][place], weights[index][place] = True, advantage
+        if self.settings.answer_coef > 0:
+            for span in (*plan.with_thought, *plan.without):
+                answer[span.row][span.start : span.stop] = [True] * (span.stop - span.start)
+        used = [i for i in range(len(plan.rows)) if any(thought[i]) or any(answer[i])]
+        self._counts = (sum(map(sum, thought)), sum(map(sum, answer)))
+        lengths = [len(plan.rows[i]) for i in used]
+        batches = []
+        for group in micro_batches(lengths, self.settings.micro_batch_tokens):
+            picked = [used[i] for i in group]
+            batches.append(
+                _Batch(
+                    input_ids_BS=pad_rows([plan.rows[i] for i in picked], self.pad_id),
+                    lengths_B=torch.tensor([len(plan.rows[i]) for i in picked]),
+                    thought_mask_BS=pad_rows([thought[i] for i in picked], False, dtype=torch.bool),
+                    answer_mask_BS=pad_rows([answer[i] for i in picked], False, dtype=torch.bool),
+                    advantages_BS=pad_rows([weights[i] for i in picked], 0.0, dtype=torch.float32),
+                )
+            )
+        return self.updater.apply(batches, self.loss)
+
+    def loss(self, batch: _Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Loss of one micro-batch over the denominators of the whole optimizer step."""
+        num_thought, num_answer = self._counts
+        thought_BS, answer_BS = batch.thought_mask_BS.to(self.device), batch.answer_mask_BS.to(self.device)
+        train = TrainBatch(
+            input_ids_BS=batch.input_ids_BS.to(self.device),
+            attention_mask_BS=attention_mask(batch.lengths_B.tolist(), batch.input_ids_BS.shape[1]).to(self.device),
+            loss_mask_BS=thought_BS | answer_BS,
+        )
+        logprobs_BS, entropy_BS = completion_logprobs(self.model, train, with_entropy=True)
+        assert entropy_BS is not None
+        loss, parts = reinforce_loss(
+            logprobs_BS, batch.advantages_BS.to(self.device), thought_BS, num_loss_tokens=num_thought
+        )
+        bonus, entropy = entropy_bonus(fill_masked(entropy_BS, thought_BS), thought_BS, num_loss_tokens=num_thought)
+        metrics = {f"policy/{name}": value for name, value in (parts | entropy).items()}
+        loss = loss + self._entropy_coef * bonus
+        if num_answer:
+            nll, answers = supervised_loss(logprobs_BS, answer_BS, num_loss_tokens=num_answer)
+            loss = loss + self.settings.answer_coef * nll
+            metrics["train/answer_nll"] = answers["nll"]
+        return loss, metrics

@@ -1,0 +1,106 @@
+"""Stage: thoughts before answers, learned by REINFORCE, and the test of whether they are genuine."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from rl_core.analysis.thoughts import ThoughtVerdict, judge_thoughts
+from rl_core.checkpoint import CheckpointStore
+from rl_core.errors import CheckFailed
+from rl_core.evaluation import heldout_requests
+from rl_core.folders import write_json_atomic
+from rl_core.models import causal_lm
+from rl_core.rollouts.thought_controls import measure_gains
+from rl_core.settings import EvaluationSettings, ThoughtsSettings
+from rl_core.trainers.loop import run_loop
+from rl_core.trainers.thoughts import ThoughtsTrainer
+from tasks.policy_model import Policy, load_policy, make_environment
+from tasks.session import Session
+from tasks.stage import StageContext, StageResult, run_stage
+
+__all__ = ["learn_thoughts"]
+
+logger = logging.getLogger(__name__)
+
+FILLER = "."  # its token stands for every token of a thought in the filler control
+
+
+def learn_thoughts(session: Session, model: Path | str, data: StageResult | None) -> StageResult:
+    """Run the stage. `model`: the policy that learns to think."""
+    inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
+    return run_stage(session, "thoughts", _body, settings=session.settings.stages.thoughts, inputs=inputs)
+
+
+def _body(context: StageContext) -> dict[str, Any]:
+    settings: ThoughtsSettings = context.settings
+    data = Path(context.inputs["data"]) if "data" in context.inputs else None
+    environment = make_environment(context.pipeline, data)
+    policy = load_policy(context.inputs["model"], context.pipeline)
+    episodes = EvaluationSettings(episodes=settings.validation_episodes, levels=settings.levels)
+    trainer = ThoughtsTrainer(
+        policy.model,
+        policy.renderer,
+        environment,
+        settings,
+        context.seed,
+        policy.backend(),
+        heldout=heldout_requests(environment, episodes, context.seed),
+    )
+    outcome = run_loop(
+        trainer,
+        settings,
+        iterations=settings.iterations,
+        tracker=context.tracker,
+        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
+        best_metric=f"eval/{settings.select_by}",
+        fingerprint=context.fingerprint,
+        stop_event=context.stop,
+    )
+    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    verdict = _examine(context, trainer, policy)
+    context.tracker.log_metrics(verdict.metrics(), outcome.steps + 1)
+    write_json_atomic(context.folder / "thoughts.json", verdict.to_json())
+    context.tracker.log_artifact(context.folder / "thoughts.json")
+    logger.info("thoughts: %s", verdict.note())
+    if settings.require_genuine and not verdict.genuine:
+        raise CheckFailed(
+            f"stages.thoughts: on {verdict.episodes} held-out episodes, {verdict.note()}. Train longer or with more "
+            "entropy, or keep the model all the same with require_genuine: false"
+        )
+    return {
+        "steps": outcome.steps,
+        "iterations": outcome.iterations,
+        "best_iteration": outcome.best_iteration,
+        "stop_reason": outcome.stop_reason,
+        "genuine": verdict.genuine,
+        "thoughts": verdict.to_json(),
+        "metrics": {**outcome.metrics, **verdict.metrics()},
+        "note": f"{outcome.iterations} iterations ({outcome.stop_reason}), best {outcome.best_iteration}; "
+        f"{verdict.note()}",
+    }
+
+
+def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) -> ThoughtVerdict:
+    """Controls on held-out episodes that validation did not use to pick the model."""
+    settings: ThoughtsSettings = context.settings
+    choice = EvaluationSettings(episodes=settings.check_episodes, levels=settings.levels)
+    requests = heldout_requests(trainer.environment, choice, context.seed + 1)
+    gains = measure_gains(
+        policy.model,
+        trainer.reader,
+        trainer.heldout_episodes(requests),
+        kind=settings.reward,
+        clip=settings.gain_clip,
+        filler_id=policy.renderer.action_ids(FILLER)[0],
+        pad_id=policy.renderer.pad_id,
+        seed=context.seed,
+        max_tokens=settings.micro_batch_tokens,
+    )
+    return judge_thoughts(
+        gains,
+        min_dependence=settings.min_dependence,
+        bootstrap_samples=settings.bootstrap_samples,
+        seed=context.seed,
+    )

@@ -1,0 +1,113 @@
+"""The stage `thoughts` by itself: what it writes, and that thoughts which are not genuine fail it."""
+
+import dataclasses
+import json
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments import make
+from rl_core.errors import CheckFailed
+from rl_core.models import causal_lm
+from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
+from tasks import thoughts
+from tasks.config import from_dict
+
+SETTINGS = ThoughtsSettings(
+    iterations=2,
+    episodes_per_iteration=4,
+    eval_every=1,
+    validation_episodes=6,
+    check_episodes=12,
+    bootstrap_samples=100,
+    max_thought_tokens=200,
+    sampling=SamplingSettings(max_completion_tokens=100),
+    require_genuine=False,
+)
+
+
+class Tracker:
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.rows, self.artifacts = [], []
+
+    def log_metrics(self, metrics, step):
+        self.rows.append(metrics)
+
+    def log_artifact(self, path, folder=""):
+        self.artifacts.append(path.name)
+
+    def progress(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """An untrained policy, which never thinks and hardly ever answers."""
+    environment = make("reckoning")
+    texts = [m["content"] for seed in range(50) for m in environment.demonstration(seed, "easy").messages]
+    tokenizer = train_tokenizer(texts, 300)
+    folder = tmp_path_factory.mktemp("base")
+    causal_lm.save(causal_lm.create(ModelSettings(preset="nano", context=128), tokenizer, 0), tokenizer, folder)
+    return folder
+
+
+def context_of(base, folder, settings=SETTINGS):
+    pipeline = from_dict(
+        {
+            "name": "t",
+            "environment": {"name": "reckoning"},
+            "model": {"device": "cpu", "path": str(base)},
+            "stages": {"thoughts": {}},
+        }
+    )
+    return SimpleNamespace(
+        settings=settings,
+        inputs={"model": base},
+        pipeline=pipeline,
+        seed=1,
+        tracker=Tracker(),
+        folder=folder,
+        checkpoints=folder / "checkpoints",
+        fingerprint={},
+        stop=threading.Event(),
+    )
+
+
+GAINS = {
+    "own": [[1.0], [1.1], [0.9]],
+    "shuffled": [[-1.0], [-0.9], [-1.2]],
+    "filler": [[0.0], [0.1], [0.0]],
+    "truncated": [[0.2], [0.4], [0.3]],
+}
+
+
+def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(thoughts, "measure_gains", lambda *a, **k: GAINS)
+    context = context_of(base, tmp_path)
+    summary = thoughts._body(context)
+    assert summary["genuine"] is True and summary["iterations"] == 2
+    for text in ("own +1.00 [", "shuffled -1.03 [", "filler +0.03 [", "truncated +0.30 [", "genuine"):
+        assert text in summary["note"]
+    for name in ("own", "shuffled", "filler", "truncated"):
+        assert f"thoughts/gain_{name}_low" in summary["metrics"]
+    assert any("thoughts/drop_filler_low" in row for row in context.tracker.rows)
+    stored = json.loads((tmp_path / "thoughts.json").read_text())
+    assert stored["genuine"] is True and stored["gains"]["own"]["difference"] == pytest.approx(1.0)
+    assert context.tracker.artifacts == ["thoughts.json"]
+    model, _ = causal_lm.load(tmp_path / "model", ModelSettings(device="cpu"))
+    assert not any("baseline" in name for name in model.state_dict())
+
+
+def test_thoughts_that_are_not_genuine_fail_the_stage(base, tmp_path, monkeypatch):
+    found = {**GAINS, "filler": GAINS["own"]}  # filler helps as much: it was the length
+    monkeypatch.setattr(thoughts, "measure_gains", lambda *a, **k: found)
+    settings = dataclasses.replace(SETTINGS, require_genuine=True)
+    context = context_of(base, tmp_path / "strict", settings)
+    with pytest.raises(CheckFailed, match=r"filler \+1\.00 .*filler thoughts do not lose for sure"):
+        thoughts._body(context)
+    assert context.tracker.artifacts == ["thoughts.json"]  # the numbers are kept all the same
+    assert thoughts._body(context_of(base, tmp_path / "lenient"))["genuine"] is False
