@@ -1,6 +1,6 @@
 """The typed settings of a pipeline, beside those of rl_core: tracking, promotion, stages, retries.
 
-Ranges and meanings are declared once, in `setting(...)`, as in rl_core/settings.py.
+Ranges and meanings are declared once, in `setting(...)`, as in rl_core/settings.
 """
 
 from __future__ import annotations

@@ -1,256 +1,25 @@
-"""Typed settings: one frozen dataclass per algorithm and part.
-
-Every default is the field's, with its source beside it where it is not common knowledge. Ranges are declared once, in
-`setting(...)`; they are checked here on construction and read by the configuration loader for its messages and forms.
-"""
+"""Settings of policy optimisation: algorithms, curriculum, critic, replay; and of learning to think."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rl_core.errors import SettingsError
+from rl_core.settings.base import Settings, setting
+from rl_core.settings.parts import SamplingSettings
+from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 __all__ = [
     "GROUP_ALGORITHMS",
     "Algorithm",
-    "AnalysisSettings",
     "CriticSettings",
     "CurriculumStage",
-    "DataSettings",
-    "EnvironmentSettings",
-    "EvaluationSettings",
     "ExitCondition",
-    "LoopSettings",
-    "LoraSettings",
-    "ModelSettings",
-    "OptimizerSettings",
     "PolicySettings",
-    "PreferenceSettings",
     "ReplaySettings",
-    "RewardModelSettings",
-    "SFTSettings",
-    "SamplingSettings",
-    "Settings",
     "ThoughtsSettings",
-    "setting",
 ]
-
-
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    doc: str,
-    gt: float | None = None,
-    ge: float | None = None,
-    lt: float | None = None,
-    le: float | None = None,
-) -> Any:
-    """A dataclass field with its meaning and its range."""
-    limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
-    metadata = {"doc": doc, **{name: limit for name, limit in limits.items() if limit is not None}}
-    if isinstance(default, dict):
-        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, kw_only=True)
-    return dataclasses.field(default=default, metadata=metadata, kw_only=True)
-
-
-_CHECKS = {
-    "gt": (lambda value, limit: value > limit, "greater than"),
-    "ge": (lambda value, limit: value >= limit, "at least"),
-    "lt": (lambda value, limit: value < limit, "less than"),
-    "le": (lambda value, limit: value <= limit, "at most"),
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """Base of every settings class: checks each field's declared range."""
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, bool) or not isinstance(number, int | float):
-                    continue
-                if not math.isfinite(number):
-                    raise SettingsError(f"{field.name}: {number} is not a finite number")
-                for name, limit in field.metadata.items():
-                    if name in _CHECKS and not _CHECKS[name][0](number, limit):
-                        raise SettingsError(f"{field.name}: {number} must be {_CHECKS[name][1]} {limit}")
-        self.check()
-
-    def check(self) -> None:
-        """Raise SettingsError for combinations of settings that cannot work; overridden where there are any."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoraSettings(Settings):
-    """Low-rank adapters (arXiv:2106.09685), through peft."""
-
-    rank: int = setting(16, ge=1, doc="rank of the update matrices")
-    alpha: float = setting(32.0, gt=0, doc="scale; the update is alpha / rank * B A")
-    dropout: float = setting(0.0, ge=0, lt=1, doc="dropout on the adapter's input")
-    target_modules: tuple[str, ...] = setting(
-        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        doc="names of the linear layers that get an adapter",
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSettings(Settings):
-    """Where the starting policy comes from: a path, a hub name, a registered model, or a preset made from scratch."""
-
-    path: str | None = setting(
-        None, doc="model folder, hub name, or models:/NAME@ALIAS; leave out to start from a preset"
-    )
-    preset: Literal["nano", "tiny", "small"] = setting("tiny", doc="size of a from-scratch model; used without a path")
-    vocab_size: int = setting(512, ge=300, doc="size of the byte-level BPE vocabulary trained for a preset")
-    context: int = setting(256, ge=16, doc="longest sequence (tokens) of a preset")
-    dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", doc="type of the weights in memory")
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", doc="auto: a GPU where there is one")
-    lora: LoraSettings | None = setting(None, doc="train adapters instead of all weights")
-    trust_remote_code: bool = setting(False, doc="run Python code that comes with a hub model")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EnvironmentSettings(Settings):
-    """Which environment the policy acts in."""
-
-    name: str = setting("pixel_grid", doc="a shipped environment's name, or an import path 'package.module:Class'")
-    options: dict[str, Any] = setting({}, doc="keyword arguments of the environment's class")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingSettings(Settings):
-    """How completions are drawn."""
-
-    temperature: float = setting(1.0, ge=0, le=5, doc="0 = greedy")
-    max_completion_tokens: int = setting(64, ge=1, doc="tokens after the prompt, observations included")
-    max_turns: int = setting(6, ge=1, doc="actions of one episode")
-    slots: int = setting(128, ge=1, doc="episodes decoded at once")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSettings(Settings):
-    """What the data stage reads or makes, checks and splits."""
-
-    demonstrations: str | None = setting(
-        None, doc="JSONL/Parquet of {messages} or {prompt, completion}; left out: the environment's demonstrator"
-    )
-    num_demonstrations: int = setting(4000, ge=1, doc="how many the demonstrator writes")
-    preferences: str | None = setting(None, doc="JSONL/Parquet of {prompt, chosen, rejected}")
-    levels: tuple[str, ...] = setting(
-        (), doc="levels that the demonstrator shows in turn; twice = twice as often; () = all"
-    )
-    heldout_fraction: float = setting(0.1, gt=0, lt=1, doc="share of prompts kept out of training")
-    max_rows: int | None = setting(None, ge=1, doc="read at most this many rows of each file")
-    on_bad_row: Literal["stop", "skip"] = setting(
-        "stop", doc="stop: refuse the file; skip: leave bad rows out, counted"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSettings(Settings):
-    """The optimizer, its schedule, and in which precision and memory the model computes."""
-
-    optimizer: Literal["adamw", "muon"] = setting(
-        "adamw", doc="muon: for hidden matrices (arXiv:2502.16982) and adapters; AdamW for embeddings, heads, vectors"
-    )
-    learning_rate: float = setting(1e-3, gt=0, le=1, doc="peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = setting("constant", doc="shape after the warm-up")
-    warmup_steps: int = setting(10, ge=0, doc="optimizer steps of linear warm-up from 0")
-    min_lr_ratio: float = setting(0.1, ge=0, le=1, doc="floor of the schedule, as a share of the peak")
-    weight_decay: float = setting(0.01, ge=0, doc="decoupled, on matrices only (arXiv:1711.05101)")
-    betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1, doc="AdamW moments")
-    eps: float = setting(1e-8, gt=0, doc="AdamW epsilon")
-    muon_momentum: float = setting(0.95, ge=0, lt=1, doc="Muon's momentum (Nesterov)")
-    max_grad_norm: float = setting(1.0, gt=0, doc="clip by global norm")
-    grokfast_lambda: float = setting(
-        0.0, ge=0, doc="weight of the average gradient that is added to each gradient; 0 = off, arXiv:2405.20233 uses 2"
-    )
-    grokfast_alpha: float = setting(0.98, ge=0, lt=1, doc="decay of that average (arXiv:2405.20233)")
-    ema_decay: float | None = setting(
-        None, gt=0, lt=1, doc="evaluate and keep a moving average of the weights, of about 1 / (1 - ema_decay) steps"
-    )
-    micro_batch_tokens: int = setting(16384, ge=1, doc="padded tokens of one forward pass; larger batches accumulate")
-    autocast: Literal["none", "bfloat16"] = setting(
-        "none", doc="bfloat16: the model computes in it (faster, less memory); weights and losses stay as they are"
-    )
-    activation_checkpointing: bool = setting(
-        False, doc="compute activations again in backward: less memory, about a third slower"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopSettings(Settings):
-    """The training loop: evaluation, checkpoints, early stopping, guards."""
-
-    eval_every: int = setting(0, ge=0, doc="iterations between evaluations; 0 = only at the end")
-    checkpoint_every: int = setting(50, ge=0, doc="iterations between checkpoints; 0 = only when stopped")
-    keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
-    patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
-    min_improvement: float = setting(0.0, ge=0, doc="what counts as an improvement")
-    max_nonfinite: int = setting(5, ge=1, doc="non-finite steps in a row that stop the run")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTSettings(OptimizerSettings, LoopSettings):
-    """Supervised fine-tuning on completions."""
-
-    epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
-    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
-    batch_size: int = setting(64, ge=1, doc="demonstrations of one optimizer step")
-    # On a CPU no faster than length-sorted micro-batches (tests/benchmarks/RESULTS.md), hence off.
-    packing: bool = setting(
-        False, doc="several demonstrations in one row, each attending to itself alone; saves padding of unequal lengths"
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardModelSettings(OptimizerSettings, LoopSettings):
-    """Bradley-Terry reward model on preference pairs."""
-
-    epochs: float = setting(3.0, gt=0, doc="passes over the pairs")
-    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
-    batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
-    center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
-    num_pairs: int = setting(2000, ge=10, doc="pairs made from scored rollouts, when no preference file is given")
-    group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
-    sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreferenceSettings(OptimizerSettings, LoopSettings):
-    """Direct preference optimisation on pairs; the reference is the stage's starting model."""
-
-    # As in the policy stage: both move a model that SFT has made, and presets of 0.04M to 3M parameters take about a
-    # tenth of SFT's rate. Pretrained models need far less: 5e-7 at 7B (arXiv:2310.16944), about 5e-6 below 1B.
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate; 5e-6 to 5e-7 for pretrained models")
-    weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
-    loss: Literal["dpo", "ipo"] = setting("dpo", doc="dpo (arXiv:2305.18290), or ipo (arXiv:2310.12036)")
-    beta: float = setting(0.1, gt=0, doc="how much leaving the reference costs (arXiv:2305.18290)")
-    label_smoothing: float = setting(
-        0.0, ge=0, lt=0.5, doc="share of pairs taken to be the wrong way round; above 0 is conservative DPO"
-    )
-    sft_coef: float = setting(
-        0.0, ge=0, doc="weight of the chosen completions' cross-entropy per token (RPO, arXiv:2404.19733)"
-    )
-    epochs: float = setting(1.0, gt=0, doc="passes over the pairs; more than a few only fit the pairs themselves")
-    max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
-    batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
-    num_pairs: int = setting(2000, ge=10, doc="pairs made from scored rollouts, when no preference file is given")
-    group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
-    sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
-
-    def check(self) -> None:
-        """Smoothing belongs to the sigmoid loss."""
-        if self.loss == "ipo" and self.label_smoothing > 0:
-            raise SettingsError(
-                f"label_smoothing: {self.label_smoothing} has no place in ipo, which bounds the margin itself; "
-                "use loss dpo, or remove it"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -482,22 +251,3 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
         """The entropy weight falls towards its floor."""
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationSettings(Settings):
-    """Held-out evaluation."""
-
-    episodes: int = setting(500, ge=2, doc="held-out episodes, the same for every model")
-    levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
-    samples: int = setting(1, ge=1, doc="rollouts of each episode; above 1 gives pass@k")
-    greedy: bool = setting(True, doc="also report greedy decoding")
-    sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
-
-
-@dataclass(frozen=True, kw_only=True)
-class AnalysisSettings(Settings):
-    """Trajectory analysis."""
-
-    bootstrap_samples: int = setting(2000, ge=100, doc="resamples of each interval")
-    side_by_side: int = setting(5, ge=0, doc="episodes shown under each model in the report")

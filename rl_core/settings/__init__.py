@@ -1,0 +1,58 @@
+"""Typed settings: one frozen dataclass per algorithm and part.
+
+Every default is the field's, with its source beside it where it is not common knowledge. Ranges are declared once, in
+`setting(...)`; they are checked on construction and read by the configuration loader for its messages and forms.
+"""
+
+from rl_core.settings.base import Settings, setting
+from rl_core.settings.parts import (
+    AnalysisSettings,
+    DataSettings,
+    EnvironmentSettings,
+    EvaluationSettings,
+    LoraSettings,
+    ModelSettings,
+    SamplingSettings,
+)
+from rl_core.settings.policy import (
+    GROUP_ALGORITHMS,
+    Algorithm,
+    CriticSettings,
+    CurriculumStage,
+    ExitCondition,
+    PolicySettings,
+    ReplaySettings,
+    ThoughtsSettings,
+)
+from rl_core.settings.training import (
+    LoopSettings,
+    OptimizerSettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SFTSettings,
+)
+
+__all__ = [
+    "GROUP_ALGORITHMS",
+    "Algorithm",
+    "AnalysisSettings",
+    "CriticSettings",
+    "CurriculumStage",
+    "DataSettings",
+    "EnvironmentSettings",
+    "EvaluationSettings",
+    "ExitCondition",
+    "LoopSettings",
+    "LoraSettings",
+    "ModelSettings",
+    "OptimizerSettings",
+    "PolicySettings",
+    "PreferenceSettings",
+    "ReplaySettings",
+    "RewardModelSettings",
+    "SFTSettings",
+    "SamplingSettings",
+    "Settings",
+    "ThoughtsSettings",
+    "setting",
+]
