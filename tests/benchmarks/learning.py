@@ -207,11 +207,11 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
 def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     """DPO and IPO: the same number of episodes of the SFT model, made into pairs."""
     import numpy as np
-    from rl_core.trainers.preference import PreferenceTrainer
 
     from rl_core.data.pairs import pairs_from_groups
     from rl_core.rollouts.collect import EpisodeRequest, collect
     from rl_core.settings import PreferenceSettings
+    from rl_core.trainers.preference import PreferenceTrainer
 
     rng = np.random.default_rng(job.seed)
     started = time.perf_counter()
@@ -223,12 +223,13 @@ def train_pairs(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
             bench.environment, bench.policy.backend(), bench.policy.renderer, requests[start : start + 64],
             group_size=8, sampling=bench.sampling, seed=job.seed * 1000 + start,
         )  # fmt: skip
-    pairs = pairs_from_groups(groups, per_group=4, rng=rng)
+    pairs = pairs_from_groups(groups, 4, job.seed)
     curve = [(0, statistics.fmean(bench.success(bench.validation, job.seed)))]
     beta = 0.1 if job.settings["loss"] == "dpo" else 0.5
     settings = PreferenceSettings(
-        loss=job.settings["loss"], beta=beta, epochs=2, batch_size=32, learning_rate=1e-4, warmup_steps=10
-    )
+        loss=job.settings["loss"], beta=beta, sft_coef=1.0, epochs=2, batch_size=64, learning_rate=1e-3,
+        warmup_steps=10, schedule="linear",
+    )  # fmt: skip
     trainer = PreferenceTrainer(bench.policy.model, bench.policy.renderer.pad_id, pairs, [], settings, job.seed)
     for index in range(trainer.total_steps):
         trainer.step()
