@@ -93,11 +93,34 @@ class MetricHistory:
                 self._series.pop(name, None)
                 self._counts.pop(name, None)
 
-    def export(self, path: Path | str) -> None:
-        """Write everything as JSON, {"metrics": {name: [[step, value], ...]}}; readers see the old file or the new."""
+    def summary(self, window: int) -> dict[str, dict[str, Any]]:
+        """Of each metric's newest `window` observations: last, mean, slope (per step), p10, p50, p90, is_full."""
+        with self._lock:
+            found = {}
+            for name in self.names:
+                values = self.values(name, window)
+                low, middle, high = (float(value) for value in np.quantile(values, (0.1, 0.5, 0.9)))
+                found[name] = {
+                    "last": values[-1],
+                    "mean": self.mean(name, window),
+                    "slope": self.slope(name, window),
+                    "p10": low,
+                    "p50": middle,
+                    "p90": high,
+                    "is_full": self.is_full(name, window),
+                }
+            return found
+
+    def export(self, path: Path | str, *, window: int = 10) -> None:
+        """Write everything as JSON for a dashboard; readers see the old file or the new, never half of one.
+
+        {"window": 10, "summary": {name: see `summary`}, "metrics": {name: [[step, value], ...]}}
+        """
         with self._lock:
             series = {name: [list(point) for point in points] for name, points in sorted(self._series.items())}
-        write_text_atomic(path, json.dumps({"metrics": series}, allow_nan=False) + "\n")
+            window = min(window, self.limit)
+            values = {"window": window, "summary": self.summary(window), "metrics": series}
+        write_text_atomic(path, json.dumps(values, allow_nan=False) + "\n")
 
     def state_dict(self) -> dict[str, Any]:
         """Everything observed and kept."""

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.curriculum.conditions import metric_name
-from rl_core.curriculum.manager import END
 from rl_core.errors import PosttrainError, nearest
-from rl_core.settings import ExitCondition, LoopSettings, PolicySettings, SamplingSettings
+from rl_core.settings import LoopSettings, SamplingSettings
+from tasks.curriculum_checks import METRICS, POLICY, curriculum_problems
 from tasks.files import context_of
 from tasks.problems import Key, Problem, overlap
 from tasks.settings import PipelineSettings
 
 __all__ = ["METRICS", "check_combinations"]
-
-# What an exit condition may watch: the metrics that every iteration of the policy stage has, with the range of their
-# values. `success_rate` is short for `train/success_rate`.
-METRICS: dict[str, tuple[float, float]] = {
-    "train/success_rate": (0.0, 1.0),
-    "train/truncation_rate": (0.0, 1.0),
-    "train/completion_tokens": (0.0, math.inf),
-    "train/action_tokens": (0.0, math.inf),
-    "train/turns": (0.0, math.inf),
-    "tool/calls": (0.0, math.inf),
-    "tool/misuse_rate": (0.0, 1.0),
-    "policy/mean_logprob": (-math.inf, 0.0),
-    "reward/mean": (-math.inf, math.inf),
-    "reward/std": (0.0, math.inf),
-}
-
-POLICY: Key = ("stages", "policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +39,7 @@ def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ())
         *_loops(settings),
         *_environment(settings),
         *_rewards(settings),
-        *_curriculum(settings),
+        *(_Finding(problem, about) for problem, about in curriculum_problems(settings.stages.policy)),
     ]
     return [
         finding.problem
@@ -258,85 +239,4 @@ def _rewards(settings: PipelineSettings) -> Iterator[_Finding]:
             (*key, "learned"),
             "needs a reward model; add `reward_model: {}` to the stages, or remove this reward",
             ("stages", "reward_model"),
-        )
-
-
-def _curriculum(settings: PipelineSettings) -> Iterator[_Finding]:
-    policy = settings.stages.policy
-    if policy is None:
-        return
-    stages, key = policy.curriculum, (*POLICY, "curriculum")
-    metrics = METRICS | {f"reward/{name.replace(':', '.')}": (-math.inf, math.inf) for name in policy.rewards}
-    metrics |= {f"train/success_rate_by_level/{level}": (0.0, 1.0) for stage in stages for level in stage.levels}
-    for index, stage in enumerate(stages):
-        here: Key = (*key, index)
-        last = index == len(stages) - 1
-        if not last and not stage.exit_conditions and stage.max_iterations is None:
-            text = f"stage '{stage.name}' has no way out, so '{stages[index + 1].name}' is never reached"
-            yield _finding(here, f"{text}; add exit_conditions or max_iterations")
-        for number, condition in enumerate(stage.exit_conditions):
-            limit = policy.iterations if stage.max_iterations is None else min(stage.max_iterations, policy.iterations)
-            yield from _condition(condition, (*here, "exit_conditions", number), limit, metrics)
-    for name, count in Counter(stage.name for stage in stages).items():
-        if count > 1:
-            yield _finding(key, f"{count} stages are named '{name}'; give each its own name")
-        if name == END or not name.strip():
-            yield _finding(key, f"a stage cannot be named '{name}'; give it another name")
-    yield from _reachable(policy, key)
-    if policy.early_stop is not None:
-        yield from _condition(policy.early_stop, (*POLICY, "early_stop"), policy.iterations, metrics)
-
-
-def _reachable(policy: PolicySettings, key: Key) -> Iterator[_Finding]:
-    """Enough iterations to reach the last stage at the earliest."""
-    needed = [
-        _least(stage.min_iterations, stage.exit_conditions, stage.require == "any") for stage in policy.curriculum
-    ]
-    before_last = sum(needed[:-1])
-    if needed and before_last >= policy.iterations:
-        yield _finding(
-            (*POLICY, "iterations"),
-            f"{policy.iterations} never reach the last stage of the curriculum: the ones before it take at least "
-            f"{before_last} (min_iterations and full windows); raise iterations or shorten those",
-            key,
-        )
-
-
-def _least(min_iterations: int, conditions: Sequence[ExitCondition], any_is_enough: bool) -> int:
-    """Iterations that a stage takes at the least: a condition holds only once its window is full."""
-    windows = [condition.window for condition in conditions]
-    if not windows:
-        return min_iterations
-    return max(min_iterations, min(windows) if any_is_enough else max(windows))
-
-
-def _condition(
-    condition: ExitCondition, key: Key, iterations: int, metrics: Mapping[str, tuple[float, float]]
-) -> Iterator[_Finding]:
-    """The metric exists, the threshold can be met, the window can fill."""
-    name = metric_name(condition.metric)
-    if name not in metrics:
-        known = [*metrics, *(metric.removeprefix("train/") for metric in metrics if metric.startswith("train/"))]
-        yield _finding((*key, "metric"), f"no such metric '{condition.metric}'; {nearest(condition.metric, known)}")
-        return
-    low, high = metrics[name]
-    threshold = condition.threshold
-    never = {
-        ">=": threshold > high,
-        ">": threshold >= high,
-        "<=": threshold < low,
-        "<": threshold <= low,
-    }[condition.comparison]
-    if never:
-        bounds = f"from {low:g} to {high:g}"
-        text = f"{condition.metric} {condition.comparison} {threshold:g} can never hold: {condition.metric} is {bounds}"
-        yield _finding(
-            (*key, "threshold"), f"{text}; choose a threshold inside", (*key, "metric"), (*key, "comparison")
-        )
-    if condition.window > iterations:
-        yield _finding(
-            (*key, "window"),
-            f"{condition.window} iterations never fill within the {iterations} of its stage, so it never holds",
-            (*POLICY, "iterations"),
-            key[:-2],
         )

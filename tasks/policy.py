@@ -62,6 +62,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         policy.backend(),
         evaluator=_evaluator(context, policy, environment) if settings.eval_every else None,
     )
+    trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = run_loop(
         trainer,
         settings,
@@ -71,10 +72,11 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric="eval/success_rate" if settings.patience is not None else None,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
+        history=context.metrics_history,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     history = trainer.curriculum.history_json()
-    context.tracker.log_dict({"history": history}, "curriculum.json")
+    _show_curriculum(context, history)
     return {
         "steps": outcome.steps,
         "iterations": outcome.iterations,
@@ -115,5 +117,21 @@ def _recent_metrics(context: StageContext) -> dict[str, float]:
     return {name: sum(found) / len(found) for name, found in values.items()}
 
 
+def _show_curriculum(context: StageContext, history: list[dict[str, Any]]) -> None:
+    """The moves so far as an artifact and tags, so that they are seen while the stage trains."""
+    context.tracker.log_dict({"history": history}, "curriculum.json")
+    rollbacks = sum(row["kind"] == "rollback" for row in history)
+    stages = context.settings.curriculum
+    present = history[-1]["to"] if history else (stages[0].name if stages else "all")
+    context.tracker.set_tag("curriculum.stage", present)
+    context.tracker.set_tag("curriculum.moves", _curriculum_note(history)[:4000])
+    context.tracker.set_tag("curriculum.rollbacks", str(rollbacks))
+
+
 def _curriculum_note(history: list[dict[str, Any]]) -> str:
-    return ", ".join(f"{row['to']} from iteration {row['iteration']}" for row in history) or "one stage"
+    return ", ".join(_move_note(row) for row in history) or "one stage"
+
+
+def _move_note(row: dict[str, Any]) -> str:
+    text = f"{row['to']} from iteration {row['iteration']}"
+    return text if row["kind"] == "advance" else f"{text} ({row['kind']})"

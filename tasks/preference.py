@@ -55,6 +55,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         larger_is_better=False,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
+        history=context.metrics_history,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     metrics = outcome.metrics

@@ -43,6 +43,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric="eval/accuracy" if settings.patience is not None else None,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
+        history=context.metrics_history,
     )
     causal_lm.save(model, tokenizer, context.folder / "model")
     return _summary(context, pairs, outcome.metrics, outcome.steps)

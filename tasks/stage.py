@@ -2,6 +2,7 @@
 
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
+                          (after training also metrics_history.json, which is replaced every few seconds meanwhile)
         <key>.open/       being written; checkpoints/ inside survive a kill and are resumed
         <key>.tracking/   the journal of metrics and what was shipped of it
         <key>.lock        held while the stage runs
@@ -41,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 # Files that hold timings: they are part of a stage's folder but not of its content digest, so that a stage that was
 # run again to the same result does not make the ones after it run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl"})
+TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", "metrics_history.json"})
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,11 @@ class StageContext:
     def checkpoints(self) -> Path:
         """Where the stage keeps its checkpoints; removed when it has finished."""
         return self.folder / "checkpoints"
+
+    @property
+    def metrics_history(self) -> Path:
+        """For dashboards: the newest values of every metric while the stage trains, replaced at once."""
+        return self.folder / "metrics_history.json"
 
 
 @functools.cache

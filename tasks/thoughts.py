@@ -57,6 +57,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric=f"eval/{settings.select_by}",
         fingerprint=context.fingerprint,
         stop_event=context.stop,
+        history=context.metrics_history,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     verdict = _examine(context, trainer, policy)

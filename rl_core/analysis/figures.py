@@ -40,7 +40,7 @@ PANELS = (
 )
 SHARES = frozenset({"Success", "Held-out accuracy"})  # drawn on the whole scale from 0 to 1
 LEVEL_PREFIXES = ("train/success_rate_by_level/",)
-WANTED = frozenset({name for _, _, names in PANELS for name in names} | {"curriculum/stage"})
+WANTED = frozenset({name for _, _, names in PANELS for name in names} | {"curriculum/stage", "curriculum/rollbacks"})
 
 
 def success_by_group(path: Path, rates: Mapping[str, Mapping[str, Rate]], title: str) -> Path:
@@ -173,10 +173,14 @@ def reward_parts(path: Path, parts: Mapping[str, Mapping[str, float]]) -> Path:
 
 
 def training(path: Path, runs: TrainingCurves, name: str) -> Path | None:
-    """Curves of one training run, with bands for its curriculum stages. None where it logged nothing to draw."""
+    """Curves of one training run, with bands for its curriculum stages and dashed lines where it was rolled back.
+
+    None where it logged nothing to draw.
+    """
     panels = [(title, unit, curve) for title, unit, names in PANELS if (curve := runs.named(*names)) is not None]
     by_level = {metric: curve for metric, curve in runs.curves.items() if metric.startswith(LEVEL_PREFIXES)}
-    total = len(panels) + bool(by_level) + (len(runs.stages) > 1)
+    has_curriculum = len(runs.stages) > 1 or bool(runs.stages and runs.rollbacks)
+    total = len(panels) + bool(by_level) + has_curriculum
     if not total:
         return None
     columns = 2 if total == 4 else min(3, total)
@@ -205,7 +209,7 @@ def training(path: Path, runs: TrainingCurves, name: str) -> Path | None:
             _finish(axes, "Success by level", "", "moving average", grid="y")
             place += 1
         last = max((curve.steps[-1] for curve in runs.curves.values() if curve.steps), default=0.0)
-        if len(runs.stages) > 1:
+        if has_curriculum:
             axes = grid[place]
             steps = [step for step, _ in runs.stages]
             axes.stairs([stage for _, stage in runs.stages], [*steps, max(last, steps[-1] + 1)], baseline=None,
@@ -215,12 +219,15 @@ def training(path: Path, runs: TrainingCurves, name: str) -> Path | None:
             _finish(axes, "Curriculum", "", "stage", grid="y")
         for axes in grid[:total]:
             _bands(axes, runs.stages, last)
+            for step in runs.rollbacks:
+                axes.axvline(step, color=COLORS[4], linestyle="--", linewidth=1.1, zorder=1)
             axes.set_xlabel("optimizer step")
         for axes in grid[total:]:
             axes.set_visible(False)
         figure.suptitle(
             f"Training of {_short(name, 40)}  (thin: as logged, thick: moving average"
-            f"{', bands: curriculum stages' if len(runs.stages) > 1 else ''})",
+            f"{', bands: curriculum stages' if len(runs.stages) > 1 else ''}"
+            f"{', dashed: rollbacks' if runs.rollbacks else ''})",
             x=0.01, ha="left", fontsize=12, fontweight="bold",
         )  # fmt: skip
     return path

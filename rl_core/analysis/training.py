@@ -44,11 +44,12 @@ class Curve:
 
 @dataclass
 class TrainingCurves:
-    """The curves of one run, and where its curriculum stages began."""
+    """The curves of one run, and where its curriculum stages began or were rolled back."""
 
     curves: dict[str, Curve]
     stages: list[tuple[float, int]]  # (step, number of the stage that began there)
     skipped: int  # rows that were torn or no metrics
+    rollbacks: list[float] = field(default_factory=list)  # steps at which the curriculum was rolled back
 
     def named(self, *names: str) -> Curve | None:
         """The curve of the first of these names that the run logged."""
@@ -66,6 +67,8 @@ def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str,
     curves: dict[str, Curve] = {}
     latest: dict[str, float] = {}
     stages: list[tuple[float, int]] = []
+    rollbacks: list[float] = []
+    rolled_back = 0.0  # times so far
     skipped = 0
     try:
         with path.open("rb") as file:
@@ -81,6 +84,9 @@ def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str,
                     if not (name in wanted or name.startswith(prefixes)) or step <= latest.get(name, -math.inf):
                         continue
                     latest[name] = step
+                    if name == "curriculum/rollbacks" and value > rolled_back:
+                        rolled_back = value
+                        rollbacks.append(step)
                     if name == "curriculum/stage" and (not stages or stages[-1][1] != int(value)):
                         stages.append((step, int(value)))
                     curves.setdefault(name, Curve()).add(step, value)
@@ -88,7 +94,7 @@ def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str,
         raise DataError(f"{path}: training metrics cannot be read ({error.strerror})") from error
     for curve in curves.values():
         curve.flush()
-    return TrainingCurves(curves, stages, skipped)
+    return TrainingCurves(curves, stages, skipped, rollbacks)
 
 
 def _row(line: bytes) -> tuple[float, dict[str, float]] | None:

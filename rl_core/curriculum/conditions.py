@@ -1,4 +1,4 @@
-"""Exit conditions: a moving average against a threshold, once its window is full."""
+"""Exit conditions: a moving average or a slope against a threshold, once its window is full, for long enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_core.errors import SettingsError, nearest
 from rl_core.metrics import MetricHistory
 from rl_core.settings import ExitCondition
 
-__all__ = ["ConditionStatus", "check_condition", "metric_name"]
+__all__ = ["ConditionStatus", "check_condition", "check_metric", "metric_name"]
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -25,14 +25,26 @@ class ConditionStatus:
     """Where one condition stands."""
 
     condition: ExitCondition
-    average: float | None  # of what the window holds so far; None = never observed
+    value: float | None  # mean or slope of what the window holds so far; None = nothing, or no slope yet
     filled: float  # share of the window that is filled; 1.0 = full
     holds: bool  # the window is full and the comparison true
+    streak: int = 0  # iterations in a row, up to this one, in which it held
+
+    @property
+    def is_met(self) -> bool:
+        """Whether it has held for its patience."""
+        return self.streak >= self.condition.patience
+
+    @property
+    def label(self) -> str:
+        """What is compared: success_rate, or slope of success_rate."""
+        return ("slope of " if self.condition.statistic == "slope" else "") + self.condition.metric
 
     def __str__(self) -> str:
         condition = self.condition
-        value = "not observed" if self.average is None else f"{self.average:.4g}"
-        return f"{condition.metric} {value} {condition.comparison} {condition.threshold:g} over {condition.window}"
+        value = "not observed" if self.value is None else f"{self.value:.4g}"
+        long = f", {self.streak} times in a row" if condition.patience > 1 else ""
+        return f"{self.label} {value} {condition.comparison} {condition.threshold:g} over {condition.window}{long}"
 
 
 def metric_name(name: str) -> str:
@@ -40,23 +52,38 @@ def metric_name(name: str) -> str:
     return name if "/" in name else f"train/{name}"
 
 
-def check_condition(condition: ExitCondition, history: MetricHistory, known: Iterable[str] = ()) -> ConditionStatus:
+def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ()) -> str:
+    """The metric's full name.
+
+    Args:
+        known: names of metrics that may come later, though they were not observed yet.
+    Raises: SettingsError when the metric was never observed and is not known: nothing could ever be said about it.
+    """
+    name, observed = metric_name(metric), history.names
+    candidates = {*observed, *known}
+    if observed and name not in candidates:
+        raise SettingsError(f"metric: '{metric}' is no metric of this stage; {nearest(name, candidates)}")
+    return name
+
+
+def check_condition(
+    condition: ExitCondition, history: MetricHistory, known: Iterable[str] = (), *, streak: int = 0
+) -> ConditionStatus:
     """Where the condition stands.
 
     Args:
         history: of the current stage alone, so that what was learned on easier levels counts for nothing.
-        known: names of metrics that may come later, though they were not observed yet.
-    Raises: SettingsError when the metric was never observed and is not known: the condition could never hold.
+        known: see `check_metric`.
+        streak: iterations in a row, up to the one before this, in which the condition held.
+    Raises: SettingsError when the condition could never hold.
     """
-    name, observed = metric_name(condition.metric), history.names
-    candidates = {*observed, *known}
-    if observed and name not in candidates:
-        raise SettingsError(f"metric: '{condition.metric}' is no metric of this stage; {nearest(name, candidates)}")
-    average = history.mean(name, condition.window)
+    name = check_metric(condition.metric, history, known)
+    measure = history.slope if condition.statistic == "slope" else history.mean
+    value = measure(name, condition.window)
     filled = min(1.0, history.count(name) / condition.window)
     holds = (
-        average is not None
+        value is not None
         and history.is_full(name, condition.window)
-        and _COMPARISONS[condition.comparison](average, condition.threshold)
+        and _COMPARISONS[condition.comparison](value, condition.threshold)
     )
-    return ConditionStatus(condition, average, filled, holds)
+    return ConditionStatus(condition, value, filled, holds, streak + 1 if holds else 0)

@@ -1,17 +1,18 @@
-"""The curriculum: stages of level mixes, left when the policy is ready."""
+"""The curriculum: stages of level mixes, left when the policy is ready, begun again when it has lost what it could."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import numpy as np
 
-from rl_core.curriculum.conditions import ConditionStatus, check_condition
+from rl_core.curriculum.conditions import ConditionStatus, check_condition, metric_name
+from rl_core.curriculum.rollback import RollbackWatch
 from rl_core.errors import ResumeRefused, SettingsError
 from rl_core.metrics import MetricHistory
-from rl_core.settings import CurriculumStage, ExitCondition
+from rl_core.settings import CurriculumStage, ExitCondition, RollbackSettings
 
 __all__ = ["END", "CurriculumManager"]
 
@@ -19,19 +20,32 @@ logger = logging.getLogger(__name__)
 
 END = "(end)"  # where leaving the last stage leads
 
+# advance: on to the next stage; rollback: begun again; unwatched: fallen after its last rollback, and goes on; stop: so
+# it ends.
+Kind = Literal["advance", "rollback", "unwatched", "stop"]
+
 
 class CurriculumManager:
     """Draws levels, watches the metrics of the present stage, and moves on.
 
     A stage is left when all (or any) of its exit conditions hold, not before min_iterations, and at max_iterations
     whatever the metrics say. Windows are filled within the stage: its history starts empty. Leaving the last stage, or
-    `early_stop` holding there, finishes the curriculum (`finished`).
+    `early_stop` holding there, finishes the curriculum (`finished`). Where a rollback is set, a stage whose watched
+    metric has fallen too far is begun again, or the one before it (see `rollback`).
     """
 
     def __init__(
-        self, stages: Sequence[CurriculumStage], levels: Sequence[str], *, early_stop: ExitCondition | None = None
+        self,
+        stages: Sequence[CurriculumStage],
+        levels: Sequence[str],
+        *,
+        early_stop: ExitCondition | None = None,
+        rollback: RollbackSettings | None = None,
     ) -> None:
-        """`levels`: those of the environment; without stages, they form one stage with equal weights."""
+        """`levels`: those of the environment; without stages, they form one stage with equal weights.
+
+        rollback: of the stages that have none of their own.
+        """
         self.stages = tuple(stages) or (CurriculumStage(name="all", levels=dict.fromkeys(levels, 1.0)),)
         names = [stage.name for stage in self.stages]
         if len(set(names)) < len(names):
@@ -43,10 +57,13 @@ class CurriculumManager:
         self.iteration = 0  # iterations observed in all
         self.stage_iterations = 0  # of these, in the present stage
         self.finished: str | None = None  # why there is nothing left to practise
-        self.history: list[dict[str, Any]] = []  # moves: iteration, from, to, why, metrics
+        self.history: list[dict[str, Any]] = []  # moves: kind, iteration, from, to, why, metrics
+        self.on_move: Callable[[list[dict[str, Any]]], None] | None = None  # told the history after each move
+        self.watch = RollbackWatch([stage.rollback or rollback for stage in self.stages])
+        self._streaks: list[int] = []  # of the conditions that are watched now: iterations in a row that each held
         conditions = [condition for stage in self.stages for condition in stage.exit_conditions]
         windows = [condition.window for condition in [*conditions, *([early_stop] if early_stop else [])]]
-        self._window = MetricHistory(limit=max(windows, default=1))
+        self._window = MetricHistory(limit=max([*windows, self.watch.longest_window]))
 
     @property
     def stage(self) -> CurriculumStage:
@@ -64,27 +81,32 @@ class CurriculumManager:
         weights = np.array([self.stage.levels[name] for name in names], dtype=np.float64)
         return names[int(rng.choice(len(names), p=weights / weights.sum()))]
 
-    def observe(self, metrics: Mapping[str, float], *, known: Iterable[str] = ()) -> None:
-        """Take in one iteration's metrics; move on when the stage is done.
+    @property
+    def restorable(self) -> set[int]:
+        """Stages whose state at entry has to be kept."""
+        return self.watch.reachable(self.index)
+
+    def observe(self, metrics: Mapping[str, float], *, known: Iterable[str] = ()) -> int | None:
+        """Take in one iteration's metrics; move on when the stage is done, back when too much was lost.
 
         Args:
             known: metrics that other iterations have (a level that was not drawn in this one).
+        Returns: the index of a stage whose state at entry has to be restored now; None = none.
         Raises: SettingsError when a condition names a metric that does not exist.
         """
         if self.finished is not None:
-            return
+            return None
         self.iteration += 1
         self.stage_iterations += 1
         self._window.observe(metrics, self.iteration)
+        if self.watch.cooldown:
+            self.watch.cooldown -= 1
+            return None
         names = [*metrics, *known]
-        statuses = [check_condition(condition, self._window, names) for condition in self.stage.exit_conditions]
-        why = self._why_leave(statuses)
-        if why is None and self.is_last and self.early_stop is not None:
-            status = check_condition(self.early_stop, self._window, names)
-            statuses = [status]
-            why = f"early_stop: {status}" if status.holds else None
-        if why is not None:
-            self._leave(why, statuses)
+        target = self._fall_back(names)
+        if target is None:
+            self._advance(metrics, names)
+        return target
 
     def metrics(self) -> dict[str, float]:
         """Where the curriculum stands, named `curriculum/...`; averages are those that the next move depends on."""
@@ -93,19 +115,17 @@ class CurriculumManager:
             "curriculum/stage_iterations": float(self.stage_iterations),
             "curriculum/moves": float(len(self.history)),
         }
-        conditions = list(self.stage.exit_conditions)
-        if self.is_last and self.early_stop is not None:
-            conditions.append(self.early_stop)
-        statuses = [check_condition(condition, self._window, [condition.metric]) for condition in conditions]
+        statuses = [check_condition(condition, self._window, [condition.metric]) for condition in self._conditions()]
         if statuses:
             values["curriculum/window_filled"] = min(status.filled for status in statuses)
         for status in statuses:
-            if status.average is not None:
-                values[f"curriculum/average/{status.condition.metric}"] = status.average
-        return values
+            if status.value is not None:
+                kind = "slope" if status.condition.statistic == "slope" else "average"
+                values[f"curriculum/{kind}/{status.condition.metric}"] = status.value
+        return values | self.watch.metrics(self.index)
 
     def history_json(self) -> list[dict[str, Any]]:
-        """Every move: at which iteration, from and to which stage, why, and the averages at that moment."""
+        """Every move and rollback: at which iteration, from and to which stage, why, and the values at that moment."""
         return [dict(move) for move in self.history]
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,6 +138,8 @@ class CurriculumManager:
             "finished": self.finished,
             "history": self.history_json(),
             "window": self._window.state_dict(),
+            "streaks": list(self._streaks),
+            "rollback": self.watch.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,6 +153,56 @@ class CurriculumManager:
         self.finished = state["finished"]
         self.history = [dict(move) for move in state["history"]]
         self._window.load_state_dict(state["window"])
+        self._streaks = [int(streak) for streak in state["streaks"]]
+        self.watch.load_state_dict(state["rollback"])
+
+    def _conditions(self) -> list[ExitCondition]:
+        """Those of the present stage; early_stop after them, in the last one."""
+        last = [self.early_stop] if self.is_last and self.early_stop is not None else []
+        return [*self.stage.exit_conditions, *last]
+
+    def _fall_back(self, names: Sequence[str]) -> int | None:
+        """Index of the stage to restore, where the watch says so."""
+        verdict = self.watch.judge(self.index, self._window, names)
+        if verdict is None:
+            return None
+        here = self.stage.name
+        if verdict.action == "unwatched":
+            self._record("unwatched", here, here, verdict.why, verdict.metrics)
+            return None
+        if verdict.action == "stop":
+            self._record("stop", here, END, verdict.why, verdict.metrics)
+            self.finished = f"curriculum stopped in stage '{here}': {verdict.why}"
+            return verdict.target
+        self._record("rollback", here, self.stages[verdict.target].name, verdict.why, verdict.metrics)
+        self.index = verdict.target
+        self._begin()
+        return verdict.target
+
+    def _advance(self, metrics: Mapping[str, float], names: Sequence[str]) -> None:
+        """Leave the stage when its conditions say so."""
+        statuses = self._judge(metrics, names)
+        count = len(self.stage.exit_conditions)
+        why = self._why_leave(statuses[:count])
+        if why is not None:
+            statuses = statuses[:count]
+        elif len(statuses) > count and statuses[-1].is_met:
+            statuses, why = statuses[-1:], f"early_stop: {statuses[-1]}"
+        if why is not None:
+            self._leave(why, statuses)
+
+    def _judge(self, metrics: Mapping[str, float], names: Sequence[str]) -> list[ConditionStatus]:
+        """Where every condition stands. A streak waits while its metric is not observed (a level not drawn)."""
+        conditions = self._conditions()
+        streaks = self._streaks or [0] * len(conditions)
+        statuses = [
+            check_condition(
+                condition, self._window, names, streak=streak - (metric_name(condition.metric) not in metrics)
+            )
+            for condition, streak in zip(conditions, streaks, strict=True)
+        ]
+        self._streaks = [status.streak for status in statuses]
+        return statuses
 
     def _why_leave(self, statuses: Sequence[ConditionStatus]) -> str | None:
         stage = self.stage
@@ -138,20 +210,31 @@ class CurriculumManager:
             return f"max_iterations: {stage.max_iterations} reached"
         if not statuses or self.stage_iterations < stage.min_iterations:
             return None
-        holding = [status for status in statuses if status.holds]
-        enough = len(holding) == len(statuses) if stage.require == "all" else bool(holding)
-        return "; ".join(str(status) for status in holding) if enough else None
+        met = [status for status in statuses if status.is_met]
+        enough = len(met) == len(statuses) if stage.require == "all" else bool(met)
+        return "; ".join(str(status) for status in met) if enough else None
 
     def _leave(self, why: str, statuses: Sequence[ConditionStatus]) -> None:
-        source, target = self.stage.name, END if self.is_last else self.stages[self.index + 1].name
-        averages = {status.condition.metric: status.average for status in statuses}
-        self.history.append(
-            {"iteration": self.iteration, "from": source, "to": target, "why": why, "metrics": averages}
-        )
-        logger.info("curriculum: %s -> %s after iteration %d (%s)", source, target, self.iteration, why)
+        values = {status.label: status.value for status in statuses}
+        target = END if self.is_last else self.stages[self.index + 1].name
+        self._record("advance", self.stage.name, target, why, values)
         if self.is_last:
             self.finished = f"curriculum finished: {why}"
             return
         self.index += 1
+        self.watch.enter(self.index, self._window)
+        self._begin()
+
+    def _begin(self) -> None:
+        """Windows and patience are filled within the stage."""
         self.stage_iterations = 0
+        self._streaks = []
         self._window.clear()
+
+    def _record(self, kind: Kind, source: str, target: str, why: str, values: Mapping[str, float | None]) -> None:
+        move = {"kind": kind, "iteration": self.iteration, "from": source, "to": target, "why": why}
+        self.history.append({**move, "metrics": dict(values)})
+        log = logger.info if kind == "advance" else logger.warning
+        log("curriculum: %s: %s -> %s after iteration %d (%s)", kind, source, target, self.iteration, why)
+        if self.on_move is not None:
+            self.on_move(self.history_json())

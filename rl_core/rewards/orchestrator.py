@@ -42,6 +42,16 @@ class RewardOrchestrator:
         self.weights = dict(weights)
         self.components: dict[str, Component] = {name: self._component(name, scorer) for name in weights}
 
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Weigh the components otherwise from now on; those not named keep their weight.
+
+        Raises: SettingsError for a component that this orchestrator was not made with.
+        """
+        for name in weights:
+            if name not in self.components:
+                raise SettingsError(f"rewards.{name}: is no component of this run; {nearest(name, self.components)}")
+        self.weights = {**self.weights, **weights}
+
     def score(self, groups: Iterable[RolloutGroup]) -> dict[str, float]:
         """Set `trajectory.rewards` (raw parts), `trajectory.reward` and `rollout.reward` of every rollout.
 

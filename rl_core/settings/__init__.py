@@ -5,6 +5,7 @@ Every default is the field's, with its source beside it where it is not common k
 """
 
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.parts import (
     AnalysisSettings,
     DataSettings,
@@ -18,8 +19,6 @@ from rl_core.settings.policy import (
     GROUP_ALGORITHMS,
     Algorithm,
     CriticSettings,
-    CurriculumStage,
-    ExitCondition,
     PolicySettings,
     ReplaySettings,
     ThoughtsSettings,
@@ -50,6 +49,7 @@ __all__ = [
     "PreferenceSettings",
     "ReplaySettings",
     "RewardModelSettings",
+    "RollbackSettings",
     "SFTSettings",
     "SamplingSettings",
     "Settings",

@@ -1,12 +1,14 @@
-"""Settings of policy optimisation: algorithms, curriculum, critic, replay; and of learning to think."""
+"""Settings of policy optimisation: algorithms, critic, replay; and of learning to think."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
@@ -14,41 +16,10 @@ __all__ = [
     "GROUP_ALGORITHMS",
     "Algorithm",
     "CriticSettings",
-    "CurriculumStage",
-    "ExitCondition",
     "PolicySettings",
     "ReplaySettings",
     "ThoughtsSettings",
 ]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExitCondition(Settings):
-    """One test on a moving average; it can only hold when its window is full."""
-
-    metric: str = setting("success_rate", doc="name of a metric of the policy stage")
-    window: int = setting(10, ge=1, doc="iterations averaged")
-    comparison: Literal[">=", ">", "<=", "<"] = setting(">=", doc="average on the left, threshold on the right")
-    threshold: float = setting(0.8, doc="what the average is compared with")
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurriculumStage(Settings):
-    """One stage of the curriculum."""
-
-    name: str = setting(doc="shown in logs and metrics")
-    levels: dict[str, float] = setting(doc="environment levels and their weights in the mix")
-    exit_conditions: tuple[ExitCondition, ...] = setting((), doc="() = stay until the iterations end")
-    require: Literal["all", "any"] = setting("all", doc="how many exit conditions must hold")
-    min_iterations: int = setting(1, ge=1, doc="stay at least this long")
-    max_iterations: int | None = setting(None, ge=1, doc="leave after this many, whatever the metrics say")
-
-    def check(self) -> None:
-        """Levels need positive weights; limits must not cross."""
-        if not self.levels or any(weight <= 0 for weight in self.levels.values()):
-            raise SettingsError(f"levels: {self.levels} must name at least one level, each with a weight above 0")
-        if self.max_iterations is not None and self.max_iterations < self.min_iterations:
-            raise SettingsError(f"max_iterations: {self.max_iterations} is below min_iterations {self.min_iterations}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +110,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     rewards: dict[str, float] = setting({"task": 1.0}, doc="reward components and their weights")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
     curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels at once, equally")
+    rollback: RollbackSettings | None = setting(
+        None, doc="go back to how a curriculum stage was entered when it loses what it could do; left out: never"
+    )
     early_stop: ExitCondition | None = setting(None, doc="end the stage when this holds in the last curriculum stage")
     eval_episodes: int = setting(
         100, ge=2, doc="validation episodes of one evaluation (eval_every), neither trained nor reported on"
@@ -174,6 +148,15 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         own = max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
         return own if self.overlong_buffer is None else self.overlong_buffer
 
+    def within(self, stage: CurriculumStage) -> PolicySettings:
+        """These settings with what a curriculum stage overrides; the very same object where it overrides nothing."""
+        changes: dict[str, Any] = {}
+        if stage.group_size is not None:
+            changes["group_size"] = stage.group_size
+        if stage.temperature is not None:
+            changes["sampling"] = dataclasses.replace(self.sampling, temperature=stage.temperature)
+        return dataclasses.replace(self, **changes, curriculum=()) if changes else self
+
     def check(self) -> None:
         """Combinations that cannot learn, or of which one part would be ignored."""
         if self.group_size == 1 and self.algorithm in GROUP_ALGORITHMS:
@@ -204,6 +187,11 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
+        for stage in self.curriculum:
+            try:
+                self.within(stage)
+            except SettingsError as error:
+                raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

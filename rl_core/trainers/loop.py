@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import SettingsError, Stopped, nearest
 from rl_core.faults import fault
+from rl_core.metrics import MetricHistory
 from rl_core.settings import LoopSettings
 from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.trainers.memory import peak_memory_gb
@@ -40,6 +42,8 @@ __all__ = ["LoopOutcome", "Trainer", "run_loop"]
 
 logger = logging.getLogger(__name__)
 
+HISTORY = 500  # newest values of each metric that are kept
+EXPORT_SECONDS = 5.0  # between two exports of them while training
 # The first of these that an iteration reports stands in the progress message.
 HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
 
@@ -115,6 +119,7 @@ def run_loop(
     fingerprint: Mapping[str, Any] | None = None,
     allow_changed: bool = False,
     stop_event: threading.Event | None = None,
+    history: Path | str | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoopOutcome:
     """Train until `iterations`, patience or the trainer's own end; resume from `checkpoints` where they hold a state.
@@ -127,6 +132,8 @@ def run_loop(
             count, torch version and device are added here.
         allow_changed: resume although the fingerprint differs; logged as a warning.
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
+        history: a JSON file with the newest values of every metric (see `MetricHistory.export`), replaced every few
+            seconds at most while training, and at the end.
     Raises: Stopped after a stop request (state saved); ResumeRefused; NonFiniteError; CheckpointError; FolderBusy.
     """
     loop = _Loop(
@@ -139,6 +146,7 @@ def run_loop(
         sign=1.0 if larger_is_better else -1.0,
         fingerprint={**(fingerprint or {}), "runtime": runtime_fingerprint(trainer.model)},
         stop=StopRequests(stop_event),
+        export_to=history,
         clock=clock,
     )
     with contextlib.ExitStack() as stack:
@@ -160,6 +168,9 @@ class _Loop:
     fingerprint: dict[str, Any]
     stop: StopRequests
     clock: Callable[[], float]
+    export_to: Path | str | None = None
+    exported: float | None = None  # when, by `clock`
+    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))
     state: _Progress = field(default_factory=_Progress)
     best_weights: dict[str, torch.Tensor] | None = None
     saved: tuple[int, int] | None = None  # (iteration, evaluated_iteration) of the newest checkpoint
@@ -178,6 +189,7 @@ class _Loop:
             self._evaluate()
         if self.settings.checkpoint_every:
             self._save()
+        self._export()
         fault("loop.finished")
         self._leave_best()
         return LoopOutcome(
@@ -223,7 +235,16 @@ class _Loop:
         if self.state.nonfinite_metrics:
             finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
         self.tracker.log_metrics(finite, self.trainer.updater.step)
+        self.history.observe(finite, self.trainer.updater.step)
+        self._export(EXPORT_SECONDS)
         return finite
+
+    def _export(self, after: float = 0.0) -> None:
+        """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
+        if self.export_to is None or (self.exported is not None and self.clock() - self.exported < after):
+            return
+        self.history.export(self.export_to)
+        self.exported = self.clock()
 
     def _evaluate_when_due(self) -> None:
         every, state = self.settings.eval_every, self.state
@@ -294,6 +315,7 @@ class _Loop:
                 "updater": self.trainer.updater.state_dict(),
                 "trainer": self.trainer.state_dict(),
                 "loop": asdict(self.state),
+                "history": self.history.state_dict(),
                 "fingerprint": self.fingerprint,
                 "rng": rng_state(),
             }
@@ -311,6 +333,7 @@ class _Loop:
         self.trainer.updater.load_state_dict(state["updater"])
         self.trainer.load_state_dict(state["trainer"])
         self.state = _Progress(**state["loop"])
+        self.history.load_state_dict(state["history"])
         self.saved = (self.state.iteration, self.state.evaluated_iteration)
         restore_rng(state["rng"])  # last: building or loading anything may have drawn from the generators
         logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.updater.step)

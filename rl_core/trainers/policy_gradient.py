@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.data.batches import DataOrder
 from rl_core.environments.base import Environment
-from rl_core.errors import SettingsError
+from rl_core.errors import SettingsError, nearest
 from rl_core.losses.advantages import overlong_penalty
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
 from rl_core.losses.supervised import entropy_coef_at
@@ -30,11 +30,12 @@ from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, h
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
-from rl_core.settings import PolicySettings
+from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.trainers.experience import Learner
 from rl_core.trainers.policy_update import PolicyUpdate
 from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
 from rl_core.trainers.rollout_metrics import rollout_metrics
+from rl_core.trainers.snapshots import StageEntries
 from rl_core.trainers.update import Updater
 from rl_core.types import RolloutGroup
 
@@ -48,7 +49,8 @@ BAND = 0.2  # half-width of the banded controller's band, as a share of kl_targe
 class PolicyGradientTrainer:
     """A `Trainer` (see `trainers.loop`) that learns from the rewards of its own rollouts.
 
-    Its own state is small: levels, seeds and sampling follow from the seed and the iteration's number.
+    Its own state is small: levels, seeds and sampling follow from the seed and the iteration's number. Where the
+    curriculum may be rolled back, it also holds how the stages were entered, each as large as model and optimizer.
     """
 
     def __init__(
@@ -72,7 +74,8 @@ class PolicyGradientTrainer:
             backend: samples from `model`'s own weights (a benchmark may hand in one that lags behind).
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
-        Raises: SettingsError for a level that the environment has not got, or a KL term without a reference.
+        Raises: SettingsError for a level that the environment has not got, a KL term without a reference, or a
+            curriculum stage that weighs a reward which is not among `rewards`.
         """
         if settings.kl_coef > 0 and reference_model is None:
             raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
@@ -88,16 +91,22 @@ class PolicyGradientTrainer:
         self.rollouts_played = 0
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # what the last iteration learnt from, for whoever wants to look at it
-        self.curriculum = CurriculumManager(settings.curriculum, environment.levels, early_stop=settings.early_stop)
+        self.curriculum = CurriculumManager(
+            settings.curriculum, environment.levels, early_stop=settings.early_stop, rollback=settings.rollback
+        )
         self.levels = sorted({level for stage in self.curriculum.stages for level in stage.levels})
         for level in self.levels:
             environment.check_level(level)
+        self._reward_weights = _reward_weights(self.curriculum, rewards)
+        self._practised = [settings.within(stage) for stage in self.curriculum.stages]
         self._orders: dict[str, DataOrder] = {}  # of the levels whose seeds are few
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
         pad = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
         self.learner = _make_learner(model, reference_model, settings, pad)
+        updaters = [updater for updater in (self.learner.updater, self.learner.critic_updater) if updater is not None]
+        self._entries = StageEntries(self.model, updaters)
 
     @property
     def model(self) -> nn.Module:
@@ -108,6 +117,11 @@ class PolicyGradientTrainer:
     def updater(self) -> Updater:
         """Owner of the policy's optimizer."""
         return self.learner.updater
+
+    @property
+    def practised(self) -> PolicySettings:
+        """The settings with what the present curriculum stage overrides."""
+        return self._practised[self.curriculum.index]
 
     @property
     def finished(self) -> str | None:
@@ -121,8 +135,11 @@ class PolicyGradientTrainer:
         return entropy_coef_at(self.rollouts_played, start=start, decay=decay, floor=floor) if start else 0.0
 
     def step(self) -> dict[str, float]:
-        """One iteration: play, score, give credit, update, move the curriculum on."""
+        """One iteration: play, score, give credit, update, move the curriculum on, or back."""
         started = time.perf_counter()
+        self._entries.keep(self.curriculum.index, self.curriculum.restorable, self._changed_by_learning)
+        if self._reward_weights:
+            self.rewards.set_weights(self._reward_weights[self.curriculum.index])
         rng = np.random.default_rng([self.seed, self.iteration])  # nothing to save: the iteration says it all
         played, self.groups, metrics = self._play_and_score(rng)
         metrics |= rollout_metrics(played)
@@ -140,7 +157,10 @@ class PolicyGradientTrainer:
             "perf/rollout_tokens_per_second": sampled / max(playing, 1e-9),
         }
         self.iteration += 1
-        self.curriculum.observe(metrics, known=[f"train/success_rate_by_level/{level}" for level in self.levels])
+        left = self.curriculum.index
+        target = self.curriculum.observe(metrics, known=[f"train/success_rate_by_level/{lv}" for lv in self.levels])
+        if target is not None:
+            self._go_back(target, self.curriculum.watch.settings[left])
         return metrics | self.curriculum.metrics()
 
     def evaluate(self) -> dict[str, float]:
@@ -160,6 +180,7 @@ class PolicyGradientTrainer:
             "orders": {level: order.state_dict() for level, order in self._orders.items()},
             "replay": self._replay.state_dict() if self._replay is not None else None,
             "critic_updater": critic.state_dict() if critic is not None else None,
+            "entries": self._entries.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,6 +197,23 @@ class PolicyGradientTrainer:
             self._replay.load_state_dict(state["replay"])
         if self.learner.critic_updater is not None:
             self.learner.critic_updater.load_state_dict(state["critic_updater"])
+        self._entries.load_state_dict(state["entries"])
+
+    # Going back
+
+    def _changed_by_learning(self) -> dict[str, Any]:
+        """What goes back with weights and optimizers."""
+        replay = self._replay.state_dict() if self._replay is not None else None
+        return {"kl_coef": self.kl_coef, "rewards": self.rewards.state_dict(), "replay": replay}
+
+    def _go_back(self, target: int, rollback: RollbackSettings | None) -> None:
+        """Everything that learning changed, as it was when the stage `target` was entered."""
+        factor = rollback.learning_rate_factor if rollback is not None else 1.0
+        extra = self._entries.restore(target, learning_rate_factor=factor)
+        self.kl_coef = float(extra["kl_coef"])
+        self.rewards.load_state_dict(extra["rewards"])
+        if self._replay is not None:
+            self._replay.load_state_dict(extra["replay"])
 
     # Playing
 
@@ -187,7 +225,7 @@ class PolicyGradientTrainer:
         With dynamic sampling, groups whose rewards are all equal are left out and played again with new episodes, a
         bounded number of times; what is measured (success, rewards) is measured on all that was played.
         """
-        wanted, tries = self.settings.prompts_per_iteration, self.settings.sampling_tries
+        wanted, tries = self.practised.prompts_per_iteration, self.practised.sampling_tries
         played: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
         scored: list[dict[str, float]] = []
@@ -220,8 +258,8 @@ class PolicyGradientTrainer:
             self.backend,
             self.renderer,
             requests,
-            group_size=self.settings.group_size,
-            sampling=self.settings.sampling,
+            group_size=self.practised.group_size,
+            sampling=self.practised.sampling,
             seed=session_seed(self.seed, *parts),
             policy_version=self.updater.step,
         )
@@ -261,7 +299,7 @@ class PolicyGradientTrainer:
 
     def _update(self, rng: np.random.Generator) -> dict[str, float]:
         """Learn from the groups at hand, and from replayed ones."""
-        settings = self.settings
+        settings = self.practised
         fresh = samples_of(self.groups)
         samples = fresh + (self._replay.draw(rng, len(self.groups)) if self._replay is not None else [])
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
@@ -288,7 +326,7 @@ class PolicyGradientTrainer:
 
     def _write_advantages(self, fresh: list[Sample]) -> None:
         """Into the groups, where rollouts were compared."""
-        size = self.settings.group_size
+        size = self.practised.group_size
         for index, group in enumerate(self.groups):
             advantages = [sample.advantage for sample in fresh[index * size : (index + 1) * size]]
             group.advantages = [a for a in advantages if a is not None] or None
@@ -315,7 +353,7 @@ class PolicyGradientTrainer:
 
     def _control_kl(self, metrics: Mapping[str, float]) -> None:
         """Move kl_coef towards where the KL to the reference is kl_target."""
-        settings, kl = self.settings, metrics.get("policy/ref_kl")
+        settings, kl = self.practised, metrics.get("policy/ref_kl")
         if settings.kl_controller == "fixed" or kl is None:
             return
         if settings.kl_controller == "banded":
@@ -327,6 +365,20 @@ class PolicyGradientTrainer:
         self.kl_coef = adaptive_kl_coef(
             self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played
         )
+
+
+def _reward_weights(curriculum: CurriculumManager, rewards: RewardOrchestrator) -> list[dict[str, float]]:
+    """All weights in each stage; [] where no stage has its own."""
+    if all(stage.rewards is None for stage in curriculum.stages):
+        return []
+    for stage in curriculum.stages:
+        for name in stage.rewards or {}:
+            if name not in rewards.weights:
+                raise SettingsError(
+                    f"curriculum: stage '{stage.name}' weighs the reward '{name}', which the run has not got; "
+                    f"{nearest(name, rewards.weights)}"
+                )
+    return [{**rewards.weights, **(stage.rewards or {})} for stage in curriculum.stages]
 
 
 def _make_learner(

@@ -51,6 +51,7 @@ class Updater:
         self.step = 0  # updates tried, skipped ones included: the x axis of every metric
         self.skipped_steps = 0  # updates skipped because something was not finite
         self.skipped_in_row = 0
+        self.learning_rate_scale = 1.0  # of the whole schedule; a rollback makes it smaller
         self.max_tokens: int | None = None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -72,7 +73,7 @@ class Updater:
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
-        return learning_rate_at(self.step, self.settings, self.total_steps)
+        return self.learning_rate_scale * learning_rate_at(self.step, self.settings, self.total_steps)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
@@ -267,6 +268,7 @@ class Updater:
             "step": self.step,
             "skipped_steps": self.skipped_steps,
             "skipped_in_row": self.skipped_in_row,
+            "learning_rate_scale": self.learning_rate_scale,
             "max_tokens": self.max_tokens,
         }
 
@@ -292,4 +294,5 @@ class Updater:
         self.step = state["step"]
         self.skipped_steps = state["skipped_steps"]
         self.skipped_in_row = state["skipped_in_row"]
+        self.learning_rate_scale = state["learning_rate_scale"]
         self.max_tokens = state["max_tokens"]

@@ -83,8 +83,31 @@ def test_export_replaces_the_file(tmp_path):
     path = tmp_path / "history.json"
     path.write_text("old")
     history(1.0, 2.5).export(path)
-    assert json.loads(path.read_text()) == {"metrics": {"x": [[0.0, 1.0], [1.0, 2.5]]}}
+    assert json.loads(path.read_text()) == {
+        "window": 10,
+        "summary": {
+            "x": {"last": 2.5, "mean": 1.75, "slope": 1.5, "p10": 1.15, "p50": 1.75, "p90": 2.35, "is_full": False}
+        },
+        "metrics": {"x": [[0.0, 1.0], [1.0, 2.5]]},
+    }
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_summary_is_of_the_newest_window():
+    made = history(100.0, 1.0, 2.0, 6.0)
+    made.observe({"y": 5.0}, 9)
+    summary = made.summary(3)
+    # (-1 1 + 0 2 + 1 6) / 2 = 2.5; a quantile q lies at 2 q of the three in order
+    assert summary["x"] == {
+        "last": 6.0,
+        "mean": 3.0,
+        "slope": 2.5,
+        "p10": pytest.approx(1.2),
+        "p50": 2.0,
+        "p90": pytest.approx(5.2),
+        "is_full": True,
+    }
+    assert summary["y"]["slope"] is None and summary["y"]["is_full"] is False
 
 
 def test_threads_lose_nothing():

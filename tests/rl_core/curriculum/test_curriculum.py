@@ -74,6 +74,7 @@ def test_history_says_when_from_where_and_why():
     feed(manager, 0.0, 0.7, 0.9, 0.3)
     assert manager.history_json() == [
         {
+            "kind": "advance",
             "iteration": 3,
             "from": "one",
             "to": "two",
@@ -164,3 +165,48 @@ def test_mistakes_are_named():
     assert manager.finished is None
     with pytest.raises(ResumeRefused, match="saved with stages"):
         CurriculumManager([stage("two")], LEVELS).load_state_dict(manager.state_dict())
+
+
+def test_a_plateau_is_a_slope():
+    flat = ExitCondition(statistic="slope", window=3, comparison="<=", threshold=0.1)
+    manager = CurriculumManager([stage("one", exit_conditions=(flat,)), stage("two")], LEVELS)
+    # slopes of three: (v3 - v1) / 2 = .2, .2, .15, .05
+    assert feed(manager, 0.1, 0.3, 0.5, 0.7, 0.8) == "one"
+    assert manager.metrics()["curriculum/slope/success_rate"] == pytest.approx(0.15)
+    assert feed(manager, 0.8) == "two"
+    assert manager.history[0]["why"] == "slope of success_rate 0.05 <= 0.1 over 3"
+    assert manager.history[0]["metrics"] == {"slope of success_rate": pytest.approx(0.05)}
+
+
+def test_a_slope_needs_its_full_window():
+    flat = ExitCondition(statistic="slope", window=3, comparison="<=", threshold=0.1)
+    manager = CurriculumManager([stage("one", exit_conditions=(flat,)), stage("two")], LEVELS)
+    assert feed(manager, 0.5, 0.5) == "one"
+    assert feed(manager, 0.5) == "two"
+    with pytest.raises(SettingsError, match="window: 1 point has no slope"):
+        ExitCondition(statistic="slope", window=1)
+
+
+def test_patience_counts_iterations_in_a_row():
+    long = (ExitCondition(window=2, threshold=0.8, patience=2),)
+    manager = CurriculumManager([stage("one", exit_conditions=long), stage("two", exit_conditions=long)], LEVELS)
+    # means .8 (1st), .5 (none), .8 (1st), .9 (2nd)
+    assert feed(manager, 0.6, 1.0, 0.0, 1.6) == "one"
+    assert feed(manager, 0.2) == "two"
+    assert manager.history[0]["iteration"] == 5
+    assert manager.history[0]["why"] == "success_rate 0.9 >= 0.8 over 2, 2 times in a row"
+    feed(manager, 1.0, 1.0)  # the patience begins anew with the stage
+    assert manager.finished is None
+    feed(manager, 1.0)
+    assert manager.finished is not None
+
+
+def test_patience_waits_while_a_metric_is_not_observed():
+    name = "train/success_rate_by_level/hard"
+    hard = (ExitCondition(metric=name, window=1, threshold=0.8, patience=2),)
+    manager = CurriculumManager([stage("one", exit_conditions=hard), stage("two")], LEVELS)
+    for metrics in ({name: 1.0}, {}, {}):
+        manager.observe({"train/success_rate": 0.0, **metrics}, known=[name])
+    assert manager.index == 0
+    manager.observe({name: 1.0})
+    assert manager.index == 1

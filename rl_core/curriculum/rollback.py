@@ -1,0 +1,142 @@
+"""When a stage of the curriculum has lost what it could do: its level at entry, the fall below it, the cool-down.
+
+What keeps it from going back and forth: the fall has to be larger than a margin and last for a patience; a stage that
+is begun again is held against the level of its first entry, not against the fallen one; after a rollback nothing is
+judged for a cool-down; and each stage causes a bounded number of rollbacks in all, however often it is entered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rl_core.curriculum.conditions import check_metric, metric_name
+from rl_core.metrics import MetricHistory
+from rl_core.settings import RollbackSettings
+
+__all__ = ["RollbackWatch", "Verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What has to happen because the present stage has lost what it could do."""
+
+    action: Literal["rollback", "unwatched", "stop"]
+    target: int  # stage whose entry is restored; for `unwatched` the present one, and nothing is restored
+    why: str
+    metrics: dict[str, float]  # the watched metric now, and its level at entry
+
+
+class RollbackWatch:
+    """Watches one metric of the present stage against its level at entry."""
+
+    def __init__(self, settings: Sequence[RollbackSettings | None]) -> None:
+        """`settings`: of each stage of the curriculum; None = it is not watched."""
+        self.settings = tuple(settings)
+        self.levels: dict[int, float] = {}  # by stage: the level at the entry that would be restored
+        self.rollbacks = [0] * len(self.settings)  # that each stage caused
+        self.unwatched: list[int] = []  # stages that went on after their last rollback
+        self.below = 0  # iterations in a row that the present stage was too far below its level
+        self.cooldown = 0  # iterations that are not judged any more
+
+    @property
+    def longest_window(self) -> int:
+        """Observations that a history must keep."""
+        return max((settings.window for settings in self.settings if settings is not None), default=1)
+
+    def reachable(self, index: int) -> set[int]:
+        """Stages whose entry may still have to be restored, as seen from the stage at `index`."""
+        own, following = self.settings[index], self.settings[index + 1] if index + 1 < len(self.settings) else None
+        is_needed = own is not None and (own.max_rollbacks > 0 or own.on_exhausted == "stop")
+        places = {index} if is_needed or _goes_to_previous(following) else set()
+        while index > 0 and _goes_to_previous(self.settings[index]):
+            index -= 1
+            places.add(index)
+        return places
+
+    def enter(self, index: int, before: MetricHistory) -> None:
+        """Another stage begins, for a later one with a new level. `before`: the history of the stage that was left."""
+        self.below = 0
+        self.levels.pop(index, None)
+        settings = self.settings[index]
+        if settings is None or settings.level != "before":
+            return
+        name = metric_name(settings.metric)
+        if before.is_full(name, settings.window):
+            level = before.mean(name, settings.window)
+            assert level is not None
+            self.levels[index] = level
+
+    def judge(self, index: int, history: MetricHistory, known: Iterable[str] = ()) -> Verdict | None:
+        """Take in one iteration of the stage at `index`; what has to happen, None = nothing.
+
+        Args:
+            history: of this stage since it was entered or begun again.
+        Raises: SettingsError when the watched metric does not exist.
+        """
+        settings = self.settings[index]
+        if settings is None or index in self.unwatched:
+            return None
+        name = check_metric(settings.metric, history, known)
+        value = history.mean(name, settings.window)
+        if value is None or not history.is_full(name, settings.window):
+            return None
+        level = self.levels.setdefault(index, value)
+        self.below = self.below + 1 if value < level - settings.margin else 0
+        if self.below < settings.patience:
+            return None
+        self.below = 0
+        why = (
+            f"{settings.metric} {value:.4g} over {settings.window} is more than {settings.margin:g} below "
+            f"{level:.4g} at entry, {settings.patience} times in a row"
+        )
+        return self._decide(index, settings, why, {settings.metric: value, f"{settings.metric} at entry": level})
+
+    def _decide(self, index: int, settings: RollbackSettings, why: str, metrics: dict[str, float]) -> Verdict:
+        if self.rollbacks[index] < settings.max_rollbacks:
+            self.rollbacks[index] += 1
+            self.cooldown = settings.cooldown
+            target = index - 1 if settings.to == "previous" and index > 0 else index
+            number = f"rollback {self.rollbacks[index]} of {settings.max_rollbacks}"
+            return Verdict("rollback", target, f"{why} ({number})", metrics)
+        self.unwatched.append(index)
+        after = f"after {self.rollbacks[index]} rollbacks"
+        if settings.on_exhausted == "stop":
+            return Verdict("stop", index, f"{why}, {after}", metrics)
+        return Verdict("unwatched", index, f"{why}, {after}: going on", metrics)
+
+    def metrics(self, index: int) -> dict[str, float]:
+        """What a page shows; {} for a curriculum that is never rolled back."""
+        if not any(self.settings):
+            return {}
+        values = {
+            "curriculum/rollbacks": float(sum(self.rollbacks)),
+            "curriculum/below_entry": float(self.below),
+            "curriculum/cooldown": float(self.cooldown),
+        }
+        if index in self.levels:
+            values["curriculum/entry_level"] = self.levels[index]
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that later verdicts depend on."""
+        return {
+            "levels": [[index, level] for index, level in sorted(self.levels.items())],
+            "rollbacks": list(self.rollbacks),
+            "unwatched": list(self.unwatched),
+            "below": self.below,
+            "cooldown": self.cooldown,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.levels = {int(index): float(level) for index, level in state["levels"]}
+        self.rollbacks = [int(count) for count in state["rollbacks"]]
+        self.unwatched = [int(index) for index in state["unwatched"]]
+        self.below = int(state["below"])
+        self.cooldown = int(state["cooldown"])
+
+
+def _goes_to_previous(settings: RollbackSettings | None) -> bool:
+    return settings is not None and settings.to == "previous" and settings.max_rollbacks > 0

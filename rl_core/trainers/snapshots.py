@@ -1,0 +1,85 @@
+"""How stages of the curriculum were entered, kept so that training can go back there: all that learning changed.
+
+That is weights, optimizer (moments, float32 masters, averages), whatever the trainer adds (KL controller, reward
+normalisers, replay) and the global random generators. What only counts goes on over a rollback: iterations, optimizer
+steps and with them the learning-rate schedule, and the draws of episodes, which follow from the iteration's number; so
+the iterations after a rollback play other rollouts than those that were thrown away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_core.errors import CheckpointError
+from rl_core.trainers.resume import load_trainable_weights, restore_rng, rng_state, trainable_weights
+from rl_core.trainers.update import Updater
+
+__all__ = ["StageEntries"]
+
+
+class StageEntries:
+    """Snapshots by the index of the stage that was entered, on the CPU, each as large as model and optimizer."""
+
+    def __init__(self, model: nn.Module, updaters: Sequence[Updater]) -> None:
+        """`model`: whatever trains, the critic included. `updaters`: of the policy, and of a critic with its own."""
+        self.model = model
+        self.updaters = tuple(updaters)
+        self._entries: dict[int, dict[str, Any]] = {}
+
+    def keep(self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]) -> None:
+        """Before an iteration of the stage `index`: remember how it is entered, once, and forget what is not needed.
+
+        Args:
+            restorable: stages that may have to be begun again; only they are kept.
+            extra: gives what else goes back, as `state_dict`s.
+        """
+        self._entries = {place: entry for place, entry in self._entries.items() if place in restorable}
+        if index in restorable and index not in self._entries:
+            self._entries[index] = {
+                "model": trainable_weights(self.model, copy=True),
+                "updaters": [_copied(updater.state_dict()) for updater in self.updaters],
+                "extra": _copied(extra()),
+                "rng": rng_state(),
+            }
+
+    def restore(self, index: int, *, learning_rate_factor: float = 1.0) -> dict[str, Any]:
+        """Put weights, optimizers and random generators back, in place; the snapshot stays for another time.
+
+        The learning rate is multiplied by the factor on top of what earlier rollbacks took off it.
+        Returns: a copy of what `extra` gave, for the trainer to load.
+        """
+        if index not in self._entries:
+            raise CheckpointError(f"curriculum stage {index} has to be begun again, but its entry was not kept")
+        entry = self._entries[index]
+        load_trainable_weights(self.model, entry["model"])
+        for updater, state in zip(self.updaters, entry["updaters"], strict=True):
+            step, skipped, max_tokens = updater.step, updater.skipped_steps, updater.max_tokens
+            scale = updater.learning_rate_scale * learning_rate_factor
+            updater.load_state_dict(_copied(state))  # a copy: an optimizer works on in the tensors that it loads
+            updater.step, updater.skipped_steps, updater.max_tokens = step, skipped, max_tokens
+            updater.learning_rate_scale = scale
+        restore_rng(entry["rng"])
+        return dict(_copied(entry["extra"]))
+
+    def state_dict(self) -> dict[int, Any]:
+        """All that is kept."""
+        return dict(self._entries)
+
+    def load_state_dict(self, state: Mapping[int, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self._entries = {int(index): dict(entry) for index, entry in state.items()}
+
+
+def _copied(value: Any) -> Any:
+    """The same nested state with every tensor copied to the CPU."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_copied(item) for item in value)
+    return value

@@ -1,0 +1,194 @@
+"""What a curriculum's settings mean together: metrics exist, thresholds can be met, stages are reached."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from rl_core.curriculum.conditions import metric_name
+from rl_core.curriculum.manager import END
+from rl_core.errors import nearest
+from rl_core.settings import CurriculumStage, ExitCondition, PolicySettings, RollbackSettings
+from tasks.problems import Key, Problem
+
+__all__ = ["METRICS", "POLICY", "curriculum_problems"]
+
+# What an exit condition may watch: the metrics that every iteration of the policy stage has, with the range of their
+# values. `success_rate` is short for `train/success_rate`.
+METRICS: dict[str, tuple[float, float]] = {
+    "train/success_rate": (0.0, 1.0),
+    "train/truncation_rate": (0.0, 1.0),
+    "train/completion_tokens": (0.0, math.inf),
+    "train/action_tokens": (0.0, math.inf),
+    "train/turns": (0.0, math.inf),
+    "tool/calls": (0.0, math.inf),
+    "tool/misuse_rate": (0.0, 1.0),
+    "policy/mean_logprob": (-math.inf, 0.0),
+    "reward/mean": (-math.inf, math.inf),
+    "reward/std": (0.0, math.inf),
+}
+
+POLICY: Key = ("stages", "policy")
+
+Ranges = Mapping[str, tuple[float, float]]  # least and largest value of each metric
+Found = tuple[Problem, tuple[Key, ...]]  # a problem, and the other keys that it rests on
+
+
+def _found(key: Key, text: str, *about: Key) -> Found:
+    return Problem(key, text), about
+
+
+def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
+    """Everything that cannot work, each with the other keys that it rests on."""
+    if policy is None:
+        return
+    stages, key = policy.curriculum, (*POLICY, "curriculum")
+    metrics = METRICS | {f"reward/{name.replace(':', '.')}": (-math.inf, math.inf) for name in policy.rewards}
+    metrics |= {f"train/success_rate_by_level/{level}": (0.0, 1.0) for stage in stages for level in stage.levels}
+    for index, stage in enumerate(stages):
+        here: Key = (*key, index)
+        last = index == len(stages) - 1
+        if not last and not stage.exit_conditions and stage.max_iterations is None:
+            text = f"stage '{stage.name}' has no way out, so '{stages[index + 1].name}' is never reached"
+            yield _found(here, f"{text}; add exit_conditions or max_iterations")
+        limit = policy.iterations if stage.max_iterations is None else min(stage.max_iterations, policy.iterations)
+        for number, condition in enumerate(stage.exit_conditions):
+            yield from _condition(condition, (*here, "exit_conditions", number), limit, metrics)
+        yield from _rewards(stage, policy, here)
+        if stage.rollback is not None:
+            yield from _rollback(stage.rollback, (*here, "rollback"), limit, metrics)
+            if stage.rollback.to == "previous" and index == 0:
+                text = "previous: there is no stage before the first one; use entry"
+                yield _found((*here, "rollback", "to"), text)
+    for name, count in Counter(stage.name for stage in stages).items():
+        if count > 1:
+            yield _found(key, f"{count} stages are named '{name}'; give each its own name")
+        if name == END or not name.strip():
+            yield _found(key, f"a stage cannot be named '{name}'; give it another name")
+    yield from _reachable(policy, key)
+    if policy.early_stop is not None:
+        yield from _condition(policy.early_stop, (*POLICY, "early_stop"), policy.iterations, metrics)
+    if policy.rollback is not None:
+        yield from _rollback(policy.rollback, (*POLICY, "rollback"), policy.iterations, metrics)
+        if policy.rollback.to == "previous" and len(stages) < 2:
+            text = "previous: there is but one curriculum stage; use entry, or add stages to curriculum"
+            yield _found((*POLICY, "rollback", "to"), text, key)
+
+
+def _rewards(stage: CurriculumStage, policy: PolicySettings, here: Key) -> Iterator[Found]:
+    """Only rewards that the policy stage has, not all of weight 0."""
+    if stage.rewards is None:
+        return
+    rewards: Key = (*POLICY, "rewards")
+    for name in stage.rewards:
+        if name not in policy.rewards:
+            yield _found(
+                (*here, "rewards", name),
+                f"stages.policy.rewards has no '{name}'; {nearest(name, policy.rewards)} "
+                "A reward that only later stages use stands there with weight 0",
+                rewards,
+            )
+    if not any({**policy.rewards, **stage.rewards}.values()):
+        yield _found((*here, "rewards"), "leaves every reward at weight 0, so there is nothing to learn", rewards)
+
+
+def _rollback(rollback: RollbackSettings, key: Key, iterations: int, metrics: Ranges) -> Iterator[Found]:
+    """The metric exists, can fall by the margin, and there is time to see it."""
+    name = metric_name(rollback.metric)
+    if name not in metrics:
+        yield _unknown(rollback.metric, key, metrics)
+        return
+    low, high = metrics[name]
+    if rollback.margin >= high - low:
+        yield _found(
+            (*key, "margin"),
+            f"{rollback.metric} can never fall by more than {rollback.margin:g}: it is from {low:g} to {high:g}; "
+            "choose a smaller margin",
+            (*key, "metric"),
+        )
+    needed = rollback.window + rollback.patience
+    if rollback.level == "before":
+        needed -= 1  # the level is there already, the first full window may be below it
+    if needed > iterations:
+        yield _found(
+            (*key, "window"),
+            f"no rollback can happen within the {iterations} iterations of its stage: a window of {rollback.window} "
+            f"and a patience of {rollback.patience} take at least {needed}; shorten those",
+            (*key, "patience"),
+            (*POLICY, "iterations"),
+            key[:-1],
+        )
+
+
+def _unknown(metric: str, key: Key, metrics: Ranges) -> Found:
+    known = [*metrics, *(name.removeprefix("train/") for name in metrics if name.startswith("train/"))]
+    return _found((*key, "metric"), f"no such metric '{metric}'; {nearest(metric, known)}")
+
+
+def _reachable(policy: PolicySettings, key: Key) -> Iterator[Found]:
+    """Enough iterations to reach the last stage at the earliest."""
+    needed = [
+        _least(stage.min_iterations, stage.exit_conditions, stage.require == "any") for stage in policy.curriculum
+    ]
+    before_last = sum(needed[:-1])
+    if needed and before_last >= policy.iterations:
+        yield _found(
+            (*POLICY, "iterations"),
+            f"{policy.iterations} never reach the last stage of the curriculum: the ones before it take at least "
+            f"{before_last} (min_iterations, full windows and patience); raise iterations or shorten those",
+            key,
+        )
+
+
+def _least(min_iterations: int, conditions: Sequence[ExitCondition], any_is_enough: bool) -> int:
+    """Iterations that a stage takes at the least: windows have to fill, conditions to hold for their patience."""
+    windows = [_shortest(condition) for condition in conditions]
+    if not windows:
+        return min_iterations
+    return max(min_iterations, min(windows) if any_is_enough else max(windows))
+
+
+def _shortest(condition: ExitCondition) -> int:
+    """Iterations after which the condition can be met at the earliest."""
+    return condition.window + condition.patience - 1
+
+
+def _condition(condition: ExitCondition, key: Key, iterations: int, metrics: Ranges) -> Iterator[Found]:
+    """The metric exists, the threshold can be met, the window can fill and the condition hold for its patience."""
+    name = metric_name(condition.metric)
+    if name not in metrics:
+        yield _unknown(condition.metric, key, metrics)
+        return
+    what = condition.metric if condition.statistic == "mean" else f"the slope of {condition.metric}"
+    low, high = metrics[name] if condition.statistic == "mean" else _slopes(*metrics[name], condition.window)
+    threshold = condition.threshold
+    never = {
+        ">=": threshold > high,
+        ">": threshold >= high,
+        "<=": threshold < low,
+        "<": threshold <= low,
+    }[condition.comparison]
+    if never:
+        bounds = f"from {low:.4g} to {high:.4g}"
+        text = f"{what} {condition.comparison} {threshold:g} can never hold: {what} is {bounds}"
+        about = [(*key, "metric"), (*key, "comparison"), (*key, "statistic"), (*key, "window")]
+        yield _found((*key, "threshold"), f"{text}; choose a threshold inside", *about)
+    if _shortest(condition) > iterations:
+        patience = f" with a patience of {condition.patience}" if condition.patience > 1 else ""
+        yield _found(
+            (*key, "window"),
+            f"{condition.window} iterations{patience} never fill within the {iterations} of its stage, so it never "
+            "holds",
+            (*POLICY, "iterations"),
+            (*key, "patience"),
+            key[:-2],
+        )
+
+
+def _slopes(low: float, high: float, window: int) -> tuple[float, float]:
+    """Least and largest least-squares slope of `window` values in [low, high]: the first half low, the second high."""
+    centered = [place - (window - 1) / 2 for place in range(window)]
+    spread = sum(value**2 for value in centered)
+    bound = (high - low) * sum(value for value in centered if value > 0) / spread if spread else math.inf
+    return -bound, bound
