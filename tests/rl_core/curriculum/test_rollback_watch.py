@@ -81,7 +81,9 @@ def test_held_against_the_first_entry_and_bounded():
 def test_stops_where_that_is_asked_for():
     manager = make(max_rollbacks=1, on_exhausted="stop", cooldown=0)
     assert feed(manager, 0.5, 0.5, *[0.0] * 6) == [None, None, None, 0, None, None, 0, None]
-    assert manager.finished.startswith("curriculum stopped in stage 'one': success_rate 0 over 2 is more than 0.2 below")
+    assert manager.finished.startswith(
+        "curriculum stopped in stage 'one': success_rate 0 over 2 is more than 0.2 below"
+    )
     assert kinds(manager)[-1] == ("stop", 7, "one", END)
 
 
