@@ -305,3 +305,80 @@ def test_nothing_is_reported_that_rests_on_a_broken_value():
     # The unknown key comes first: mended, it may be what the block lacks.
     problems = problems_of(stages={"evaluate": {"episods": 3}})
     assert list(problems) == ["stages.evaluate.episods"]
+
+
+def test_slopes_that_can_never_be_met():
+    # Two values in [0, 1] differ by 1 at most; of three, (v3 - v1) / 2 is at most .5; of four, (0, 0, 1, 1) gives .4.
+    for window, threshold, possible in (
+        (2, 1.0, True),
+        (2, 1.01, False),
+        (3, 0.5, True),
+        (3, 0.51, False),
+        (4, 0.41, False),
+    ):
+        exits = [condition(statistic="slope", window=window, comparison=">=", threshold=threshold)]
+        problems = policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")])
+        assert (problems == {}) is possible, (window, threshold)
+    assert problems["curriculum.0.exit_conditions.0.threshold"] == (
+        "the slope of success_rate >= 0.41 can never hold: the slope of success_rate is from -0.4 to 0.4; "
+        "choose a threshold inside"
+    )
+    flat = condition(statistic="slope", comparison="<=", threshold=0.001)
+    assert policy_problems(curriculum=[stage("a", exit_conditions=[flat]), stage("b")]) == {}
+    one = policy_problems(curriculum=[stage("a", exit_conditions=[{**flat, "window": 1}]), stage("b")])
+    assert one["curriculum.0.exit_conditions.0.window"] == "1 point has no slope; use at least 2"
+
+
+def test_patience_counts_for_what_can_be_reached():
+    exits = [condition(window=4, patience=3)]  # holds in the 6th iteration at the earliest
+    problems = policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=5), stage("b")])
+    text = problems["curriculum.0.exit_conditions.0.window"]
+    assert text.startswith("4 iterations with a patience of 3 never fill within the 5")
+    assert policy_problems(curriculum=[stage("a", exit_conditions=exits, max_iterations=6), stage("b")]) == {}
+    stages = [stage("a", exit_conditions=exits), stage("b")]
+    assert "take at least 6" in policy_problems(iterations=6, curriculum=stages)["iterations"]
+    assert policy_problems(iterations=7, curriculum=stages) == {}
+
+
+def test_what_a_stage_overrides():
+    override = {"task": 0.5, "tool_use": 0.1}
+    problems = policy_problems(curriculum=[stage("a", rewards=override)])
+    assert list(problems) == ["curriculum.0.rewards.tool_use"]
+    assert "A reward that only later stages use stands there with weight 0" in problems["curriculum.0.rewards.tool_use"]
+    assert policy_problems(rewards={"task": 1.0, "tool_use": 0}, curriculum=[stage("a", rewards=override)]) == {}
+    assert "nothing to learn" in policy_problems(curriculum=[stage("a", rewards={"task": 0})])["curriculum.0.rewards"]
+    assert (
+        "stage 'a': group_size: 1 leaves grpo" in policy_problems(curriculum=[stage("a", group_size=1)])["curriculum"]
+    )
+    assert "greater than 0" in policy_problems(curriculum=[stage("a", temperature=0)])["curriculum.0.temperature"]
+
+
+@pytest.mark.parametrize(
+    ("rollback", "key", "expected"),
+    [
+        ({"metric": "sucess_rate"}, "metric", "did you mean 'success_rate'?"),
+        ({"margin": 1.0, "window": 5}, "margin", "success_rate can never fall by more than 1: it is from 0 to 1"),
+        ({"window": 6, "patience": 5}, "window", "within the 10 iterations of its stage: a window of 6 and a patience"),
+        ({"window": 7, "patience": 5, "level": "before"}, "window", "take at least 11"),
+        ({"to": "previous", "window": 5}, "to", "there is no stage before the first one; use entry"),
+        ({"learning_rate_factor": 2, "window": 5}, "learning_rate_factor", "at most 1"),
+    ],
+)
+def test_a_rollback_that_never_happens(rollback, key, expected):
+    problems = policy_problems(curriculum=[stage("a", rollback=rollback)], iterations=10)
+    assert list(problems) == [f"curriculum.0.rollback.{key}"]
+    assert expected in problems[f"curriculum.0.rollback.{key}"]
+
+
+def test_rollbacks_that_may_happen():
+    for rollback in (
+        {"window": 5},
+        {"window": 6, "level": "before"},
+        {"window": 5, "metric": "reward/mean", "margin": 9},
+    ):
+        assert policy_problems(iterations=10, curriculum=[stage("a", rollback=rollback)]) == {}
+        assert policy_problems(iterations=10, rollback=rollback) == {}
+    one = policy_problems(rollback={"to": "previous"})
+    assert "there is but one curriculum stage" in one["rollback.to"]
+    two = [stage("a", max_iterations=20), stage("b", rollback={"to": "previous"})]
+    assert policy_problems(rollback={"to": "previous"}, curriculum=two) == {}

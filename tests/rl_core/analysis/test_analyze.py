@@ -9,7 +9,7 @@ import pytest
 from handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
-from rl_core.analysis import analyze, write_trajectories
+from rl_core.analysis import analyze, figures, write_trajectories
 from rl_core.analysis.training import MAX_POINTS, Curve, read_training
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
@@ -273,6 +273,21 @@ def test_training_rows_of_a_resumed_or_torn_run(tmp_path):
     assert run.stages == [(1, 0), (2, 1)] and run.skipped == 3 and "other" not in run.curves
     with pytest.raises(DataError, match="cannot be read"):
         read_training(tmp_path / "none", frozenset())
+
+
+def test_rollbacks_of_the_curriculum_are_read_and_drawn(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    stages, rollbacks = [0, 1, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1, 2, 2]
+    lines = [
+        {"step": i, "metrics": {"train/success_rate": 0.5, "curriculum/stage": s, "curriculum/rollbacks": r}}
+        for i, (s, r) in enumerate(zip(stages, rollbacks, strict=True), 1)
+    ]
+    path.write_text("\n".join(map(json.dumps, [*lines, lines[3]])))  # replayed after a kill
+    run = read_training(path, figures.WANTED)
+    assert run.rollbacks == [4, 6] and run.stages == [(1, 0), (2, 1), (4, 0), (5, 1)]
+    drawn = figures.training(tmp_path / "with.png", run, "policy")
+    run.rollbacks = []
+    assert drawn.read_bytes() != figures.training(tmp_path / "without.png", run, "policy").read_bytes()
 
 
 def test_matplotlib_is_imported_only_to_draw():

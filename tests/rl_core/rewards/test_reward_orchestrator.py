@@ -63,6 +63,16 @@ def test_weighted_sum_parts_and_metrics():
     assert metrics["reward/task"] == 0.25 and metrics["reward/tool_use"] == -0.75
 
 
+def test_weights_can_change_during_a_run():
+    made, played = RewardOrchestrator({"task": 1.0, "tool_use": 0.5}), groups()
+    made.set_weights({"tool_use": 0.25})
+    made.score(played)
+    # task 1, .5 and tool_use -1, -2
+    assert played[0].rewards == [0.75, 0.0] and played[1].rewards == [0.5, -1.0]
+    with pytest.raises(SettingsError, match=r"rewards\.tsk: is no component of this run; did you mean 'task'"):
+        made.set_weights({"tsk": 1.0})
+
+
 def test_scoring_twice_changes_nothing():
     made = groups()
     orchestrator = RewardOrchestrator({"task": 2.0})

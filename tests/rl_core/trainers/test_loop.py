@@ -1,5 +1,6 @@
 """The loop: the same numbers however a run is cut; early stopping; stop signals; what is logged."""
 
+import json
 import logging
 import math
 import os
@@ -519,3 +520,30 @@ def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
     faults.configure(None)
     assert list(CheckpointStore(tmp_path).load_latest()["model"]) == ["3.weight", "3.bias"]
     assert run(tmp_path, trainer=build())[1] == expected
+
+
+def test_the_history_of_metrics_is_shown_while_training_and_survives_a_kill(tmp_path):
+    path = tmp_path / "history.json"
+    seconds, sizes = iter(range(0, 10_000, 1)), []
+    trainer = ScriptedTrainer([0.1] * 8)
+    step = trainer.step
+
+    def watched():
+        sizes.append(len(json.loads(path.read_text())["metrics"]["train/loss"]) if path.exists() else 0)
+        return step()
+
+    trainer.step = watched
+    settings = LoopSettings(eval_every=0, checkpoint_every=2)
+    run(tmp_path / "a", trainer=trainer, settings=settings, iterations=7, best_metric=None, history=path,
+        clock=lambda: float(next(seconds)))  # fmt: skip
+    assert sizes[:2] == [0, 1] and sorted(sizes) == sizes and 1 < sizes[-1] < 6  # not at every step
+    final = json.loads(path.read_text())
+    assert final["metrics"]["train/loss"] == [[float(i), 1 / i] for i in range(1, 8)]
+    assert final["summary"]["train/loss"]["mean"] == pytest.approx(sum(1 / i for i in range(1, 8)) / 7)
+
+    run(tmp_path / "b", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=4, best_metric=None)
+    other = tmp_path / "other.json"
+    run(tmp_path / "b", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=7, best_metric=None,
+        history=other)  # fmt: skip
+    assert json.loads(other.read_text())["metrics"]["train/loss"] == final["metrics"]["train/loss"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "history.json", "other.json"]

@@ -105,8 +105,9 @@ def eventful(tokenizer, algorithm):
         stage("two", ("low", "high"), group_size=4, temperature=0.9, rewards={"learned": 0.3}),
     )
     random.seed(0), np.random.seed(0)
+    rewards = RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=noisy)
     return make_trainer(
-        tokenizer, FewLetters(), rewards=RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=noisy), curriculum=stages, rollback=rollback, iterations=12,
+        tokenizer, FewLetters(), rewards=rewards, curriculum=stages, rollback=rollback, iterations=12,
         schedule="cosine", minibatches=2, prompts_per_iteration=3, reference=make_trainer(tokenizer).policy,
         kl_coef=0.1, kl_controller="adaptive", kl_target=1e-3, kl_horizon=36, checkpoint_every=100,
         **ALGORITHMS[algorithm],

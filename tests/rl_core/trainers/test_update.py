@@ -79,6 +79,22 @@ def test_learning_rate_warms_up_and_falls_to_its_floor():
     assert [learning_rate_at(step, constant, 1) for step in (0, 1, 2, 99)] == pytest.approx([0.15, 0.3, 0.3, 0.3])
 
 
+def test_the_scale_multiplies_the_schedule_and_is_saved():
+    def made():
+        settings = settings_of(learning_rate=0.8, warmup_steps=4)
+        return Updater(nn.Linear(1, 1, bias=False), settings, 10)
+
+    updater, other = made(), made()
+    updater.step, updater.learning_rate_scale = 1, 0.25
+    assert updater.learning_rate == pytest.approx(0.1)  # 0.8 * 2/4 * 0.25
+    batch = Rows(torch.tensor([[1.0]]), torch.tensor([0.0]), [0])
+    metrics = updater.apply([batch], lambda b: (updater.model(b.x).sum(), {}))
+    assert metrics["train/learning_rate"] == pytest.approx(0.1)
+    assert [group["lr"] for group in updater.optimizer.param_groups] == pytest.approx([0.1])
+    other.load_state_dict(updater.state_dict())
+    assert other.learning_rate == pytest.approx(0.15)
+
+
 def test_metrics_of_micro_batches_add_up_and_extremes_stay_extremes():
     parts = [
         {"a": 0.25, "r_max": 3.0, "r_min": torch.tensor(-1.0)},
