@@ -45,6 +45,18 @@ def test_the_reward_is_called_as_shown(monkeypatch):
     assert rollout.reward == 1.0 + 0.1 * -0.3
 
 
+def test_the_curriculum_is_read_as_shown():
+    import yaml
+
+    from tasks.config import from_dict
+
+    block = next(block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "rollback:" in block)
+    settings = from_dict({"name": "x", "model": {"path": "a/b"}, **yaml.safe_load(block)}, check_files=False)
+    policy = settings.stages.policy
+    assert [stage.name for stage in policy.curriculum] == ["easy", "hard"] and policy.rollback.margin == 0.2
+    assert policy.curriculum[0].exit_conditions[1].statistic == "slope"
+
+
 def test_every_path_and_command_that_it_names_exists():
     from flows.cli import COMMANDS
 

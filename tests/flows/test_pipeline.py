@@ -228,10 +228,17 @@ def policy_only(tmp_path, name):
 
 
 PPO = ["algorithm=ppo", "epochs=2", "eval_every=2", "eval_episodes=6", "patience=5"]
+BACK = ["rollback={metric: completion_tokens, window: 1, margin: 0.001, patience: 1, cooldown: 0}"]  # at any loss
 
 
 @pytest.mark.parametrize(
-    ("point", "settings"), [("loop.stepped:4:kill", []), ("pointer.written:2:kill", []), ("loop.stepped:4:kill", PPO)]
+    ("point", "settings"),
+    [
+        ("loop.stepped:4:kill", []),
+        ("pointer.written:2:kill", []),
+        ("loop.stepped:4:kill", PPO),
+        ("loop.stepped:6:kill", BACK),
+    ],
 )
 def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, tmp_path, point, settings):
     config, overrides = policy_only(tmp_path, "test")
@@ -250,6 +257,11 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, 
     assert not resumed.results["policy"].cached
     assert digest_folder(resumed.results["policy"].model) == digest_folder(whole.results["policy"].model)
     assert metric_rows(resumed.results["policy"].folder) == metric_rows(whole.results["policy"].folder)
+    history = whole.results["policy"].summary["curriculum"]
+    assert resumed.results["policy"].summary["curriculum"] == history
+    assert any(move["kind"] == "rollback" for move in history) is (settings == BACK)
+    shown = json.loads((whole.results["policy"].path / "metrics_history.json").read_text())
+    assert len(shown["metrics"]["train/success_rate"]) == 6
 
 
 def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):

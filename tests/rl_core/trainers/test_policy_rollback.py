@@ -70,6 +70,17 @@ def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     assert move["metrics"]["success_rate"] < move["metrics"]["success_rate at entry"] - 0.3
 
 
+def test_a_run_that_stops_leaves_the_weights_of_the_entry(tokenizer):
+    rollback = RollbackSettings(window=3, margin=0.3, patience=2, max_rollbacks=0, on_exhausted="stop")
+    trainer, entry = ruinous(tokenizer, rollback), None
+    while trainer.finished is None:
+        assert trainer.iteration < 60
+        if trainer.curriculum.index == 1 and entry is None:
+            entry = weights(trainer)
+        trainer.step()
+    assert "stopped in stage 'two'" in trainer.finished and torch.equal(weights(trainer), entry)
+
+
 def steps(trainer, count):
     return [trainer.step() for _ in range(count)]
 
