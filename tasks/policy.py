@@ -18,7 +18,7 @@ from rl_core.trainers.loop import run_loop
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
+from tasks.stage import METRICS_HISTORY, StageContext, StageResult, run_stage
 from tasks.tracking import read_metrics
 
 __all__ = ["optimise_policy"]
@@ -72,7 +72,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric="eval/success_rate" if settings.patience is not None else None,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
-        history=context.metrics_history,
+        history=context.folder / METRICS_HISTORY,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     history = trainer.curriculum.history_json()

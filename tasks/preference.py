@@ -16,7 +16,7 @@ from tasks.policy_model import load_policy
 from tasks.preference_pairs import stage_pairs
 from tasks.reference_cache import cached_references
 from tasks.session import Session
-from tasks.stage import StageContext, StageResult, code_version, run_stage
+from tasks.stage import METRICS_HISTORY, StageContext, StageResult, code_version, run_stage
 
 __all__ = ["optimise_preferences"]
 
@@ -55,7 +55,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         larger_is_better=False,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
-        history=context.metrics_history,
+        history=context.folder / METRICS_HISTORY,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     metrics = outcome.metrics

@@ -15,7 +15,7 @@ from rl_core.trainers.loop import run_loop
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
 from tasks.preference_pairs import StagePairs, stage_pairs
 from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
+from tasks.stage import METRICS_HISTORY, StageContext, StageResult, run_stage
 
 __all__ = ["reward_model"]
 
@@ -43,7 +43,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric="eval/accuracy" if settings.patience is not None else None,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
-        history=context.metrics_history,
+        history=context.folder / METRICS_HISTORY,
     )
     causal_lm.save(model, tokenizer, context.folder / "model")
     return _summary(context, pairs, outcome.metrics, outcome.steps)

@@ -14,7 +14,7 @@ from rl_core.trainers.loop import run_loop
 from rl_core.trainers.sft import SFTTrainer
 from tasks.policy_model import load_policy
 from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
+from tasks.stage import METRICS_HISTORY, StageContext, StageResult, run_stage
 
 __all__ = ["read_jsonl", "sft"]
 
@@ -51,7 +51,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         larger_is_better=False,
         fingerprint=context.fingerprint,
         stop_event=context.stop,
-        history=context.metrics_history,
+        history=context.folder / METRICS_HISTORY,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     tokens = sum(len(ids) for ids, _ in train)

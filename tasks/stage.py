@@ -36,13 +36,24 @@ from tasks.tracking import RunTracker, read_metrics
 if TYPE_CHECKING:
     from tasks.session import Session
 
-__all__ = ["StageContext", "StageResult", "code_version", "input_digest", "run_stage", "stage_key", "stage_seed"]
+__all__ = [
+    "METRICS_HISTORY",
+    "StageContext",
+    "StageResult",
+    "code_version",
+    "input_digest",
+    "run_stage",
+    "stage_key",
+    "stage_seed",
+]
 
 logger = logging.getLogger(__name__)
 
+METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
+
 # Files that hold timings: they are part of a stage's folder but not of its content digest, so that a stage that was
 # run again to the same result does not make the ones after it run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", "metrics_history.json"})
+TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY})
 
 
 @dataclass(frozen=True)
@@ -89,11 +100,6 @@ class StageContext:
     def checkpoints(self) -> Path:
         """Where the stage keeps its checkpoints; removed when it has finished."""
         return self.folder / "checkpoints"
-
-    @property
-    def metrics_history(self) -> Path:
-        """For dashboards: the newest values of every metric while the stage trains, replaced at once."""
-        return self.folder / "metrics_history.json"
 
 
 @functools.cache

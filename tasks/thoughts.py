@@ -18,7 +18,7 @@ from rl_core.trainers.loop import run_loop
 from rl_core.trainers.thoughts import ThoughtsTrainer
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
+from tasks.stage import METRICS_HISTORY, StageContext, StageResult, run_stage
 
 __all__ = ["learn_thoughts"]
 
@@ -57,7 +57,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric=f"eval/{settings.select_by}",
         fingerprint=context.fingerprint,
         stop_event=context.stop,
-        history=context.metrics_history,
+        history=context.folder / METRICS_HISTORY,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     verdict = _examine(context, trainer, policy)
