@@ -55,6 +55,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ipo": dict(loss="ipo"),
 }
 LAGS = (1, 4, 16)
+WEIGHTS = ("none", "token")
 GROUPS = (2, 4, 16, 32)  # 8 is `grpo`
 
 
@@ -81,7 +82,7 @@ def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
             jobs += [Job(name, seed, "algorithms", options) for name, options in ALGORITHMS.items()]
         if "staleness" in parts:
             for lag in LAGS:
-                for level in ("none", "token", "sequence"):
+                for level in WEIGHTS:
                     jobs.append(Job(f"lag {lag} {level}", seed, "staleness", dict(importance=level), lag=lag))
         if "groups" in parts:
             for size in GROUPS:
@@ -402,7 +403,7 @@ def report(output: Path, seeds: int, episodes: int) -> None:
         seconds = statistics.fmean(result["seconds"] for result in results[name])
         epochs = ALGORITHMS[name].get("epochs", 2 if "loss" in ALGORITHMS[name] else 1)
         lines.append(f"| {name} | {show(rate)} | {each(results[name])} | {clear} | {seconds:.0f} | {epochs} |")
-    stale = [f"lag {lag} {kind}" for lag in LAGS for kind in ("none", "token", "sequence")]
+    stale = [f"lag {lag} {kind}" for lag in LAGS for kind in WEIGHTS]
     lines += ["", *table(results, stale, "rollouts stale by so many updates, importance weights")]
     groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
     lines += ["", *table(results, groups, "group size at equal episodes")]
