@@ -99,6 +99,7 @@ class Rollout:
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     policy_version: int = 0  # number of optimizer steps behind the weights that sampled it
+    is_masked: bool = False  # True = no reward could be computed: it carries no loss
 
     @property
     def success(self) -> bool:
