@@ -268,7 +268,8 @@ def _curriculum(settings: PipelineSettings) -> Iterator[_Finding]:
     if policy is None:
         return
     stages, key = policy.curriculum, (*POLICY, "curriculum")
-    metrics = METRICS | {f"reward/{name.replace(':', '.')}": (-math.inf, math.inf) for name in policy.rewards}
+    parts = [f"{kind}/{name.replace(':', '.')}" for name in policy.rewards for kind in ("reward", "reward/weighted")]
+    metrics = METRICS | dict.fromkeys(parts, (-math.inf, math.inf))
     metrics |= {f"train/success_rate_by_level/{level}": (0.0, 1.0) for stage in stages for level in stage.levels}
     for index, stage in enumerate(stages):
         here: Key = (*key, index)
