@@ -110,6 +110,18 @@ def test_curiosity_falls_on_what_is_known_and_not_on_what_is_new():
     assert min(surprised) > 3 * max(last)
 
 
+def test_curiosity_knows_the_action():
+    left, right = [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]
+    seen = [
+        walk([0.0, 1.0, 0.0], after, actions=[action], observed=[True])
+        for action, after in ((left, [2.0, 1.0, 0.0]), (right, [0.0, 1.0, 2.0]))
+    ]
+    reward = curiosity()
+    for _ in range(200):
+        reward([rollout()] * 2, seen)
+    assert reward.metrics["error"] < 1e-3  # from the state alone both are equally likely, which leaves about 1
+
+
 def test_curiosity_resumes_bit_for_bit_and_is_seeded():
     whole, first, second = curiosity(), curiosity(), curiosity(seed=5)
     rollouts = [rollout()] * 6

@@ -90,6 +90,7 @@ def test_alarm_when_the_reward_rises_while_success_falls(caplog):
         ([(4, 0.0), (5, 0.2), (6, 0.4), (7, 0.6)], "both rise"),
         ([(8, 0.6), (7, 0.4), (6, 0.2), (5, 0.0)], "both fall"),
         ([(8, 0.0), (8, 0.2), (8, 0.4), (8, 0.6)], "success stays"),
+        ([(8, 0.0), (8, 0.2), (7, 0.4), (8, 0.6)], "success falls by 0.03 alone"),
         ([(8, 0.0), (7, 0.0), (6, 0.0), (5, 0.0)], "the reward stays"),
         ([(8, 0.0), (7, 0.01), (6, 0.02), (5, 0.02)], "the reward rises by less than 0.05 of its deviation"),
     ],

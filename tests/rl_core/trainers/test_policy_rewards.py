@@ -102,6 +102,7 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm
     assert metrics["reward/mean"] == pytest.approx(sum(others) / 30)
     if algorithm != "grpo":
         return
+    assert all(("overlong" in r.trajectory.rewards) != r.is_masked for r in rollouts)
     for group in trainer.groups:
         known = [r.reward for r in group.rollouts if not r.is_masked]
         known.insert(1, sum(known) / 5)
