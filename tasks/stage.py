@@ -35,9 +35,20 @@ from tasks.tracking import RunTracker, read_metrics
 if TYPE_CHECKING:
     from tasks.session import Session
 
-__all__ = ["StageContext", "StageResult", "code_version", "input_digest", "run_stage", "stage_key", "stage_seed"]
+__all__ = [
+    "REWARD_RECORD",
+    "StageContext",
+    "StageResult",
+    "code_version",
+    "input_digest",
+    "run_stage",
+    "stage_key",
+    "stage_seed",
+]
 
 logger = logging.getLogger(__name__)
+
+REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
 
 # Files that hold timings: they are part of a stage's folder but not of its content digest, so that a stage that was
 # run again to the same result does not make the ones after it run again.
@@ -297,10 +308,10 @@ def tokens_per_second(journal: Path) -> float | None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Keep only the checkpoints of an interrupted run; everything else is written again."""
+    """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name == "checkpoints":
+        if path.name in ("checkpoints", REWARD_RECORD):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -8,6 +8,7 @@ from typing import Literal
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.parts import SamplingSettings
+from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 __all__ = [
@@ -42,6 +43,9 @@ class CurriculumStage(Settings):
     require: Literal["all", "any"] = setting("all", doc="how many exit conditions must hold")
     min_iterations: int = setting(1, ge=1, doc="stay at least this long")
     max_iterations: int | None = setting(None, ge=1, doc="leave after this many, whatever the metrics say")
+    rewards: dict[str, float] = setting(
+        {}, doc="weights of reward components while in this stage; those not named keep the policy stage's"
+    )
 
     def check(self) -> None:
         """Levels need positive weights; limits must not cross."""
@@ -137,6 +141,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| carry no loss")
     rewards: dict[str, float] = setting({"task": 1.0}, doc="reward components and their weights")
+    reward_options: RewardSettings = setting(RewardSettings(), doc="how the components work and are combined")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
     curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels at once, equally")
     early_stop: ExitCondition | None = setting(None, doc="end the stage when this holds in the last curriculum stage")
@@ -199,6 +204,16 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")
         if self.sampling_tries and self.algorithm not in GROUP_ALGORITHMS:
             raise SettingsError(f"dynamic_sampling_tries: {self.algorithm} does not compare within groups")
+        for stage in self.curriculum:
+            for name in stage.rewards:
+                if name not in self.rewards:
+                    raise SettingsError(
+                        f"curriculum: stage '{stage.name}' weighs '{name}', which is not among rewards; name it there "
+                        "too, with weight 0 if the other stages do without it"
+                    )
+        for name in self.reward_options.normalise:
+            if name not in self.rewards:
+                raise SettingsError(f"reward_options.normalise: '{name}' is no component of rewards")
         if self.overlong_tokens > self.sampling.max_completion_tokens:
             raise SettingsError(
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
