@@ -63,7 +63,8 @@ class Trajectory:
     answer: str | None = None  # what the policy answered; None = it never did
     success: bool = False
     reward: float = 0.0  # the reward that training used
-    rewards: dict[str, float] = field(default_factory=dict)  # raw components by name
+    # raw parts by name; once training has scored it, also 'weighted/<name>': what each adds to the reward
+    rewards: dict[str, float] = field(default_factory=dict)
     stop_reason: str = StopReason.TERMINATED
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0  # sampled and observed tokens after the prompt
@@ -99,6 +100,7 @@ class Rollout:
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     policy_version: int = 0  # number of optimizer steps behind the weights that sampled it
+    is_masked: bool = False  # True = no reward could be computed: it carries no loss
 
     @property
     def success(self) -> bool:

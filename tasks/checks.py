@@ -232,9 +232,11 @@ def _rewards(settings: PipelineSettings) -> Iterator[_Finding]:
             RewardOrchestrator({name: weight})
         except PosttrainError as error:
             yield _finding((*key, name), str(error).partition(": ")[2] or str(error))
-    if not any(policy.rewards.values()):
+    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
+    if not all(any(weights.values()) for weights in by_stage):
         yield _finding(key, "no reward has a weight other than 0, so there is nothing to learn; write {task: 1.0}")
-    if policy.rewards.get("learned") and settings.stages.reward_model is None:
+    asked = policy.rewards.get("learned") or any(stage.rewards.get("learned") for stage in policy.curriculum)
+    if asked and settings.stages.reward_model is None:
         yield _finding(
             (*key, "learned"),
             "needs a reward model; add `reward_model: {}` to the stages, or remove this reward",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rl_core.curriculum.conditions import metric_name
 from rl_core.curriculum.manager import END
 from rl_core.errors import nearest
-from rl_core.settings import CurriculumStage, ExitCondition, PolicySettings, RollbackSettings
+from rl_core.settings import ExitCondition, PolicySettings, RollbackSettings
 from tasks.problems import Key, Problem
 
 __all__ = ["METRICS", "POLICY", "curriculum_problems"]
@@ -44,7 +44,8 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
     if policy is None:
         return
     stages, key = policy.curriculum, (*POLICY, "curriculum")
-    metrics = METRICS | {f"reward/{name.replace(':', '.')}": (-math.inf, math.inf) for name in policy.rewards}
+    parts = [f"{kind}/{name.replace(':', '.')}" for name in policy.rewards for kind in ("reward", "reward/weighted")]
+    metrics = METRICS | dict.fromkeys(parts, (-math.inf, math.inf))
     metrics |= {f"train/success_rate_by_level/{level}": (0.0, 1.0) for stage in stages for level in stage.levels}
     for index, stage in enumerate(stages):
         here: Key = (*key, index)
@@ -55,7 +56,6 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
         limit = policy.iterations if stage.max_iterations is None else min(stage.max_iterations, policy.iterations)
         for number, condition in enumerate(stage.exit_conditions):
             yield from _condition(condition, (*here, "exit_conditions", number), limit, metrics)
-        yield from _rewards(stage, policy, here)
         if stage.rollback is not None:
             yield from _rollback(stage.rollback, (*here, "rollback"), limit, metrics)
             if stage.rollback.to == "previous" and index == 0:
@@ -74,23 +74,6 @@ def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
         if policy.rollback.to == "previous" and len(stages) < 2:
             text = "previous: there is but one curriculum stage; use entry, or add stages to curriculum"
             yield _found((*POLICY, "rollback", "to"), text, key)
-
-
-def _rewards(stage: CurriculumStage, policy: PolicySettings, here: Key) -> Iterator[Found]:
-    """Only rewards that the policy stage has, not all of weight 0."""
-    if stage.rewards is None:
-        return
-    rewards: Key = (*POLICY, "rewards")
-    for name in stage.rewards:
-        if name not in policy.rewards:
-            yield _found(
-                (*here, "rewards", name),
-                f"stages.policy.rewards has no '{name}'; {nearest(name, policy.rewards)} "
-                "A reward that only later stages use stands there with weight 0",
-                rewards,
-            )
-    if not any({**policy.rewards, **stage.rewards}.values()):
-        yield _found((*here, "rewards"), "leaves every reward at weight 0, so there is nothing to learn", rewards)
 
 
 def _rollback(rollback: RollbackSettings, key: Key, iterations: int, metrics: Ranges) -> Iterator[Found]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "METRICS_HISTORY",
+    "REWARD_RECORD",
     "StageContext",
     "StageResult",
     "code_version",
@@ -50,6 +51,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
+REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
 
 # Files that hold timings: they are part of a stage's folder but not of its content digest, so that a stage that was
 # run again to the same result does not make the ones after it run again.
@@ -309,10 +311,10 @@ def tokens_per_second(journal: Path) -> float | None:
 
 
 def _clear_leftovers(folder: Path) -> None:
-    """Keep only the checkpoints of an interrupted run; everything else is written again."""
+    """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name == "checkpoints":
+        if path.name in ("checkpoints", REWARD_RECORD):
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

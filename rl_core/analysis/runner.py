@@ -191,7 +191,14 @@ def _draw(analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path) -
     drawn.append((path, "Reward and length of the trajectories."))
     drawn += _draw_tools(models, out)
     if any(len(m.summary.rewards) > 1 for m in models):
-        parts = {m.name: {name: moments.mean for name, moments in m.summary.rewards.items()} for m in models}
+        parts = {
+            m.name: {
+                name: moments.mean
+                for name, moments in m.summary.rewards.items()
+                if not name.startswith("weighted/")  # what a part adds to the total stands on another scale
+            }
+            for m in models
+        }
         drawn.append((figures.reward_parts(out / "rewards.png", parts), "Reward components."))
     for number, (name, run) in enumerate(curves.items()):
         if figures.training(out / f"training_{number}.png", run, name) is not None:

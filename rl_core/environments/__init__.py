@@ -20,6 +20,7 @@ SHIPPED = {
     "pixel_grid": "rl_core.environments.pixel_grid:PixelGrid",
     "arithmetic": "rl_core.environments.arithmetic:Arithmetic",
     "reckoning": "rl_core.environments.reckoning:Reckoning",
+    "maze": "rl_core.environments.maze:Maze",
     "gsm8k": "rl_core.environments.gsm8k:GSM8K",
 }
 

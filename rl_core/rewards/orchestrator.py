@@ -2,94 +2,164 @@
 
 from __future__ import annotations
 
-import importlib
+import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_core.errors import RewardError, SettingsError, nearest
+from rl_core.rewards.coherence import CoherenceReward
+from rl_core.rewards.component import Component, describe
+from rl_core.rewards.curiosity import CuriosityReward
+from rl_core.rewards.format import FormatReward
 from rl_core.rewards.learned import LearnedReward, Scorer
-from rl_core.rewards.task import task_rewards, tool_use_rewards
-from rl_core.types import Rollout, RolloutGroup, Trajectory
+from rl_core.rewards.length import LengthReward
+from rl_core.rewards.running import RunningNorm
+from rl_core.rewards.task import TaskReward
+from rl_core.rewards.tool_use import ToolUseReward
+from rl_core.rewards.user import RewardFunction, UserReward
+from rl_core.rewards.watch import RewardWatch
+from rl_core.rollouts.states import Embed, TurnStates
+from rl_core.settings import RewardSettings
+from rl_core.types import Rollout, RolloutGroup
 
-__all__ = ["COMPONENTS", "RewardFunction", "RewardOrchestrator"]
+__all__ = ["COMPONENTS", "WEIGHTED", "RewardFunction", "RewardOrchestrator"]
 
-RewardFunction = Callable[[list[Trajectory]], Sequence[float]]  # what a user writes
-Component = Callable[[Sequence[Rollout]], Sequence[float]]
+logger = logging.getLogger(__name__)
+
+WEIGHTED = "weighted/"  # goes before a component's name in `trajectory.rewards`, for what it adds to the total
 
 COMPONENTS: dict[str, str] = {
-    "task": "what the environment gave",
+    "task": "what the environment gave, for the final answer above all",
+    "curiosity": "how badly the state after an action was foreseen; falls on what is known",
+    "coherence": "turns follow from each other, without repetition and contradiction",
+    "tool_use": "misuse and excess of tools cost, calls that worked may bring a little",
     "learned": "score of the reward model, normalised over the run",
-    "tool_use": "minus 1 for every turn that misused a tool",
+    "format": "share of turns that the environment can read",
+    "length": "what is written beyond the free length costs",
 }
 
 
 class RewardOrchestrator:
-    """Scores rollouts with every component and weighs the parts.
+    """Scores rollouts with every component, normalises, clips and weighs the parts, and watches what comes of it.
 
     A component is a name from COMPONENTS or an import path 'package.module:function' of a function that takes a list of
     Trajectory and gives as many numbers.
     """
 
-    def __init__(self, weights: Mapping[str, float], *, scorer: Scorer | None = None) -> None:
-        """`scorer`: what the component `learned` asks.
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        *,
+        scorer: Scorer | None = None,
+        options: RewardSettings | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`scorer`: what the component `learned` asks; `seed`: of what components draw.
 
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
         if not weights:
             raise SettingsError("rewards: names no component; task: 1.0 is what the environment gives")
-        self.weights = dict(weights)
-        self.components: dict[str, Component] = {name: self._component(name, scorer) for name in weights}
+        self.options = options if options is not None else RewardSettings()
+        self.seed = seed
+        self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
+        self.weights = dict(self._base)
+        self.components: dict[str, Component] = {name: self._component(name, scorer) for name in self._base}
+        self.norms = {name: RunningNorm() for name in self.options.normalise if name in self.components}
+        self.watch = RewardWatch(self.options.window, self.options.alarm_margin)
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """Weigh the components otherwise from now on; those not named keep their weight.
+    @property
+    def needs_states(self) -> bool:
+        """Whether `score` has to be given `embed`."""
+        return any(component.needs_states for component in self.components.values())
 
-        Raises: SettingsError for a component that this orchestrator was not made with.
+    def set_weights(self, changes: Mapping[str, float]) -> None:
+        """From now on: the weights given at the start, but for these. Raises: SettingsError for an unknown one."""
+        for name in changes:
+            if name not in self._base:
+                raise SettingsError(f"rewards.{name}: no component to weigh; {nearest(name, self._base)}")
+        self.weights = {**self._base, **changes}
+
+    def score(self, groups: Iterable[RolloutGroup], *, embed: Embed | None = None) -> dict[str, float]:
+        """Set `trajectory.rewards` (raw and weighted parts), `trajectory.reward` and `rollout.reward` of every rollout.
+
+        A rollout that a component could not score is masked (`is_masked`): it carries no loss, and its reward is the
+        mean of its group's others, so that it changes none of their differences.
+
+        Args:
+            embed: gives the policy's states; called once, and only when a component needs them.
+        Returns: reward/mean, reward/std (over all scored rollouts), reward/<component> (mean raw part),
+            reward/weighted/<component> (mean of what it adds), reward/<component>/..., reward/masked_rate.
+        Raises: RewardError naming the component and the sample when one raises, hangs, gives another number of values
+            than there are rollouts, or a value that is no finite number.
         """
-        for name in weights:
-            if name not in self.components:
-                raise SettingsError(f"rewards.{name}: is no component of this run; {nearest(name, self.components)}")
-        self.weights = {**self.weights, **weights}
-
-    def score(self, groups: Iterable[RolloutGroup]) -> dict[str, float]:
-        """Set `trajectory.rewards` (raw parts), `trajectory.reward` and `rollout.reward` of every rollout.
-
-        Returns: reward/mean, reward/std (over all rollouts), reward/<component> (mean raw part).
-        Raises: RewardError naming the component and the sample when one raises, gives another number of values than
-            there are rollouts, or a value that is no finite number.
-        """
+        groups = list(groups)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         if not rollouts:
             return {}
-        parts = {name: self._score(name, component, rollouts) for name, component in self.components.items()}
+        states = self._states(rollouts, embed)
+        raw = {name: self._score(name, component, rollouts, states) for name, component in self.components.items()}
+        masked = [any(values[index] is None for values in raw.values()) for index in range(len(rollouts))]
+        self._check_masked(raw, masked, rollouts)
+        weighted = {name: [self.weights[name] * v for v in self._scaled(name, values)] for name, values in raw.items()}
         for index, rollout in enumerate(rollouts):
-            raw = {name: values[index] for name, values in parts.items()}
+            found = {name: value for name, values in raw.items() if (value := values[index]) is not None}
+            adds = {} if masked[index] else {WEIGHTED + name: values[index] for name, values in weighted.items()}
             # The environment's own reward stays in the record also where training does not use it.
-            rollout.trajectory.rewards = {**rollout.trajectory.rewards, **raw}
-            rollout.reward = math.fsum(self.weights[name] * value for name, value in raw.items())
+            rollout.trajectory.rewards = {**rollout.trajectory.rewards, **found, **adds}
+            rollout.is_masked = masked[index]
+            rollout.reward = math.fsum(adds.values())
+        totals = [rollout.reward for rollout in rollouts if not rollout.is_masked]
+        _fill_masked(groups, statistics.fmean(totals))
+        for rollout in rollouts:
             rollout.trajectory.reward = rollout.reward
-        totals = [rollout.reward for rollout in rollouts]
         metrics = {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
-        for name, values in parts.items():
-            metrics[f"reward/{name.replace(':', '.')}"] = statistics.fmean(values)
+        for name, values in raw.items():
+            short = name.replace(":", ".")
+            metrics[f"reward/{short}"] = statistics.fmean(value for value in values if value is not None)
+            kept = [value for value, out in zip(weighted[name], masked, strict=True) if not out]
+            metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
+            metrics |= {f"reward/{short}/{key}": value for key, value in self.components[name].metrics.items()}
+        if self.options.on_error == "mask":
+            metrics["reward/masked_rate"] = sum(masked) / len(masked)
         return metrics
 
+    def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
+        """Compare an iteration's scored rollouts with their true success: reward/correlation/..., reward/alarm."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        return self.watch.observe(rollouts, list(self.components), phase)
+
     def state_dict(self) -> dict[str, Any]:
-        """State of the components that have one."""
-        return {name: part.state_dict() for name, part in self.components.items() if isinstance(part, LearnedReward)}
+        """Components, running statistics, and what is watched. Weights follow from settings and curriculum."""
+        return {
+            "components": {name: component.state_dict() for name, component in self.components.items()},
+            "norms": {name: norm.state_dict() for name, norm in self.norms.items()},
+            "watch": self.watch.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        for name, part in self.components.items():
-            if isinstance(part, LearnedReward):
-                part.load_state_dict(state[name])
+        for name, component in self.components.items():
+            component.load_state_dict(state["components"][name])
+        for name, norm in self.norms.items():
+            norm.load_state_dict(state["norms"][name])
+        self.watch.load_state_dict(state["watch"])
 
     def _component(self, name: str, scorer: Scorer | None) -> Component:
-        if name == "task":
-            return task_rewards
-        if name == "tool_use":
-            return tool_use_rewards
+        options = self.options
+        made: dict[str, Any] = {
+            "task": TaskReward,
+            "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
+            "coherence": lambda: CoherenceReward(options.coherence),
+            "tool_use": lambda: ToolUseReward(options.tool_use),
+            "format": lambda: FormatReward(options.format),
+            "length": lambda: LengthReward(options.length),
+        }
+        if name in made:
+            component: Component = made[name]()
+            return component
         if name == "learned":
             if scorer is None:
                 raise SettingsError(
@@ -101,65 +171,66 @@ class RewardOrchestrator:
                 f"rewards.{name}: no such component; {nearest(name, COMPONENTS)} "
                 "A function of yours is named by its import path, 'package.module:function'"
             )
-        function = _import(name)
-        return lambda rollouts: function([rollout.trajectory for rollout in rollouts])
+        return UserReward(name, options)
 
-    def _score(self, name: str, component: Component, rollouts: Sequence[Rollout]) -> list[float]:
+    def _states(self, rollouts: Sequence[Rollout], embed: Embed | None) -> list[TurnStates]:
+        if not self.needs_states:
+            return []
+        if embed is None:
+            names = [name for name, component in self.components.items() if component.needs_states]
+            raise RewardError(f"reward '{names[0]}' needs the policy's states, but score() was given no `embed`")
+        return embed(rollouts)
+
+    def _score(
+        self, name: str, component: Component, rollouts: Sequence[Rollout], states: Sequence[TurnStates]
+    ) -> list[float | None]:
         """One component's values, checked."""
+        if isinstance(component, UserReward):
+            return component(rollouts)
         try:
-            values = component(rollouts)
+            values = list(component(rollouts, states))
         except RewardError as error:
             raise RewardError(f"reward '{name}': {error}") from error
         except Exception as error:
-            place = _first_failing(component, rollouts) if ":" in name else ""
-            raise RewardError(f"reward '{name}' raised {type(error).__name__}: {error}{place}") from error
-        try:
-            values = list(values)
-        except TypeError:
-            raise RewardError(f"reward '{name}' gave {type(values).__name__}, expected a list of numbers") from None
-        if len(values) != len(rollouts):
-            raise RewardError(f"reward '{name}' gave {len(values)} values for {len(rollouts)} trajectories")
-        checked = []
+            raise RewardError(f"reward '{name}' raised {type(error).__name__}: {error}") from error
         for value, rollout in zip(values, rollouts, strict=True):
-            try:
-                number = float(value)
-            except (TypeError, ValueError):
-                number = math.nan
-            if not math.isfinite(number):
-                raise RewardError(f"reward '{name}' gave {value!r}, no finite number, for {_describe(rollout)}")
-            checked.append(number)
-        return checked
+            if value is None or not math.isfinite(value):
+                raise RewardError(f"reward '{name}' gave {value!r}, no finite number, for {describe(rollout)}")
+        return values
+
+    def _scaled(self, name: str, values: Sequence[float | None]) -> list[float]:
+        """Normalised where the settings say so, then clipped; 0.0 where there is no value."""
+        known = [value for value in values if value is not None]
+        norm, clip = self.norms.get(name), self.options.clip
+        if norm is not None:
+            norm.update(known)
+            known = norm.normalise(known)
+        if clip is not None:
+            known = [max(-clip, min(clip, value)) for value in known]
+        scaled = iter(known)
+        return [0.0 if value is None else next(scaled) for value in values]
+
+    def _check_masked(
+        self, raw: Mapping[str, Sequence[float | None]], masked: Sequence[bool], rollouts: Sequence[Rollout]
+    ) -> None:
+        """Raise RewardError when more samples failed than the settings allow; say which failed else."""
+        if not any(masked):
+            return
+        index = masked.index(True)
+        names = [name for name, values in raw.items() if any(value is None for value in values)]
+        share = sum(masked) / len(masked)
+        text = f"reward '{', '.join(names)}' failed on {sum(masked)} of {len(masked)} samples"
+        first = f"the first is {describe(rollouts[index])}"
+        if share > self.options.max_masked_rate:
+            raise RewardError(f"{text}, more than max_masked_rate {self.options.max_masked_rate:g}; {first}")
+        logger.warning("%s, which are masked; %s", text, first)
 
 
-def _import(path: str) -> RewardFunction:
-    """The function at 'package.module:function'. Raises SettingsError."""
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises while it is imported
-        raise SettingsError(
-            f"rewards.{path}: module '{module_name}' cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise SettingsError(f"rewards.{path}: no function '{function_name}' there; {nearest(function_name, known)}")
-    return function
-
-
-def _first_failing(component: Component, rollouts: Sequence[Rollout]) -> str:
-    """Which trajectory makes a function raise, found by giving it one at a time; "" when each passes alone."""
-    for rollout in rollouts:
-        try:
-            component([rollout])
-        except Exception:
-            return f" (at {_describe(rollout)})"
-    return ""
-
-
-def _describe(rollout: Rollout) -> str:
-    trajectory = rollout.trajectory
-    return (
-        f"environment '{trajectory.environment}', level '{trajectory.level}', seed {trajectory.seed}, "
-        f"sample {trajectory.sample}"
-    )
+def _fill_masked(groups: Iterable[RolloutGroup], otherwise: float) -> None:
+    """A masked rollout's reward: the mean of its group's others; `otherwise` where all of them are masked."""
+    for group in groups:
+        known = [rollout.reward for rollout in group.rollouts if not rollout.is_masked]
+        if len(known) < len(group.rollouts):
+            mean = statistics.fmean(known) if known else otherwise
+            for rollout in group.rollouts:
+                rollout.reward = mean if rollout.is_masked else rollout.reward

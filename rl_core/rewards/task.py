@@ -1,19 +1,20 @@
-"""Reward components that a rollout itself determines."""
+"""Reward component: what the environment gave for the episode and its final answer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl_core.rewards.component import Component
+from rl_core.rollouts.states import TurnStates
 from rl_core.types import Rollout
 
-__all__ = ["task_rewards", "tool_use_rewards"]
+__all__ = ["TaskReward"]
 
 
-def task_rewards(rollouts: Sequence[Rollout]) -> list[float]:
-    """What the environment gave, summed over the episode."""
-    return [rollout.trajectory.rewards["task"] for rollout in rollouts]
+class TaskReward(Component):
+    """What the environment gave, summed over the episode. Metrics: answered, the share of episodes with an answer."""
 
-
-def tool_use_rewards(rollouts: Sequence[Rollout]) -> list[float]:
-    """Minus 1 for every turn that misused a tool: an action that did not parse, named no tool, or made one fail."""
-    return [-float(sum(turn.is_error for turn in rollout.trajectory.turns)) for rollout in rollouts]
+    def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
+        """One number for each rollout."""
+        self.metrics = {"answered": sum(r.trajectory.answer is not None for r in rollouts) / max(1, len(rollouts))}
+        return [rollout.trajectory.rewards["task"] for rollout in rollouts]

@@ -23,6 +23,14 @@ from rl_core.settings.policy import (
     ReplaySettings,
     ThoughtsSettings,
 )
+from rl_core.settings.rewards import (
+    CoherenceSettings,
+    CuriositySettings,
+    FormatSettings,
+    LengthSettings,
+    RewardSettings,
+    ToolUseSettings,
+)
 from rl_core.settings.training import (
     LoopSettings,
     OptimizerSettings,
@@ -35,12 +43,16 @@ __all__ = [
     "GROUP_ALGORITHMS",
     "Algorithm",
     "AnalysisSettings",
+    "CoherenceSettings",
     "CriticSettings",
+    "CuriositySettings",
     "CurriculumStage",
     "DataSettings",
     "EnvironmentSettings",
     "EvaluationSettings",
     "ExitCondition",
+    "FormatSettings",
+    "LengthSettings",
     "LoopSettings",
     "LoraSettings",
     "ModelSettings",
@@ -50,9 +62,11 @@ __all__ = [
     "ReplaySettings",
     "RewardModelSettings",
     "RollbackSettings",
+    "RewardSettings",
     "SFTSettings",
     "SamplingSettings",
     "Settings",
     "ThoughtsSettings",
+    "ToolUseSettings",
     "setting",
 ]

@@ -70,8 +70,8 @@ class CurriculumStage(Settings):
     require: Literal["all", "any"] = setting("all", doc="how many exit conditions must hold")
     min_iterations: int = setting(1, ge=1, doc="stay at least this long")
     max_iterations: int | None = setting(None, ge=1, doc="leave after this many, whatever the metrics say")
-    rewards: dict[str, float] | None = setting(
-        None, doc="weights of the policy stage's rewards that differ here; left out: none does"
+    rewards: dict[str, float] = setting(
+        {}, doc="weights of reward components while in this stage; those not named keep the policy stage's"
     )
     group_size: int | None = setting(
         None, ge=1, doc="rollouts of one prompt here; prompts_per_iteration stays; left out: the policy stage's"

@@ -6,10 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rl_core.errors import SettingsError
+from rl_core.errors import SettingsError, nearest
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.parts import SamplingSettings
+from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
 
 __all__ = [
@@ -108,6 +109,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     )
     filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| carry no loss")
     rewards: dict[str, float] = setting({"task": 1.0}, doc="reward components and their weights")
+    reward_options: RewardSettings = setting(RewardSettings(), doc="how the components work and are combined")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
     curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels at once, equally")
     rollback: RollbackSettings | None = setting(
@@ -182,6 +184,17 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")
         if self.sampling_tries and self.algorithm not in GROUP_ALGORITHMS:
             raise SettingsError(f"dynamic_sampling_tries: {self.algorithm} does not compare within groups")
+        for index, stage in enumerate(self.curriculum):
+            for name in stage.rewards:
+                if name not in self.rewards:
+                    raise SettingsError(
+                        f"curriculum.{index}.rewards.{name}: the policy's rewards have no such component; "
+                        f"{nearest(name, self.rewards)}. "
+                        "A reward that only later stages use stands there with weight 0"
+                    )
+        for name in self.reward_options.normalise:
+            if name not in self.rewards:
+                raise SettingsError(f"reward_options.normalise: '{name}' is no component of rewards")
         if self.overlong_tokens > self.sampling.max_completion_tokens:
             raise SettingsError(
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "

@@ -12,7 +12,7 @@ from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_
 from rl_core.losses.masking import fill_masked
 from rl_core.settings import Algorithm
 
-__all__ = ["compared_rewards", "estimated_advantages", "last_token_rewards"]
+__all__ = ["compared_rewards", "estimated_advantages", "fill_masked_rewards", "last_token_rewards"]
 
 # How each algorithm without a critic compares rewards; the others of its name differ in the loss alone.
 _METHODS: dict[str, GroupMethod] = {
@@ -33,6 +33,25 @@ def compared_rewards(rewards_PG: torch.Tensor, algorithm: Algorithm) -> torch.Te
     if algorithm not in _METHODS:
         raise DataError(f"algorithm: '{algorithm}' has no advantages without a critic")
     return group_advantages(rewards_PG, method=_METHODS[algorithm])
+
+
+def fill_masked_rewards(rewards_PG: torch.Tensor, masked_PG: torch.Tensor) -> torch.Tensor:
+    """Rewards with that of a masked rollout replaced by the mean of its group's others.
+
+    Its own advantage within the group is then 0, and the others' differences are what they were. A group of which all
+    are masked gets the mean of everything that is not.
+
+    Args:
+        rewards_PG: float [P, G]; anything finite where masked.
+        masked_PG: bool [P, G], True = no reward could be computed.
+    """
+    if not bool(masked_PG.any()):
+        return rewards_PG
+    known_PG = torch.where(masked_PG, rewards_PG.new_zeros(()), rewards_PG)
+    counts_P1 = (~masked_PG).sum(1, keepdim=True)
+    everywhere = known_PG.sum() / counts_P1.sum().clamp(min=1)
+    means_P1 = torch.where(counts_P1 > 0, known_PG.sum(1, keepdim=True) / counts_P1.clamp(min=1), everywhere)
+    return torch.where(masked_PG, means_P1, rewards_PG)
 
 
 def last_token_rewards(rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor) -> torch.Tensor:

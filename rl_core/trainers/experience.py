@@ -20,7 +20,7 @@ from rl_core.models.critic import PolicyWithCritic
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
-from rl_core.trainers.credit import compared_rewards, estimated_advantages
+from rl_core.trainers.credit import compared_rewards, estimated_advantages, fill_masked_rewards
 from rl_core.trainers.replay import Sample
 from rl_core.trainers.update import Updater
 from rl_core.types import TrainBatch
@@ -166,12 +166,13 @@ class Experience:
         fresh = [index for index, sample in enumerate(self.samples) if not sample.is_replayed]
         if fresh:
             rewards_PG = rewards_R[fresh].view(-1, self.settings.group_size)
-            advantages_PG = compared_rewards(rewards_PG, self.settings.algorithm)
+            masked_PG = torch.tensor([self.samples[index].is_masked for index in fresh]).view_as(rewards_PG)
+            advantages_PG = compared_rewards(fill_masked_rewards(rewards_PG, masked_PG), self.settings.algorithm)
             for index, advantage in zip(fresh, advantages_PG.flatten().tolist(), strict=True):
-                self.samples[index].advantage = advantage
+                self.samples[index].advantage = 0.0 if self.samples[index].is_masked else advantage
         for index, sample in enumerate(self.samples):
             assert sample.advantage is not None
-            if abs(sample.advantage) < self.settings.filter_threshold:
+            if sample.is_masked or abs(sample.advantage) < self.settings.filter_threshold:
                 self.mask_RS[index] = False  # carries no loss, and counts in no denominator
             self.advantages_RS[index][self.mask_RS[index]] = sample.advantage
 
@@ -187,7 +188,10 @@ class Experience:
             gae_lambda=self.settings.gae_lambda,
             kl_penalty_RS=penalty_RS,
         )
-        count = self.mask_RS.sum()
+        masked_R1 = torch.tensor([[sample.is_masked] for sample in self.samples], device=self.device)
+        self.mask_RS = self.mask_RS & ~masked_R1  # carries no loss, for the critic neither
+        self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
+        count = self.mask_RS.sum().clamp(min=1)
         metrics = {
             "value/explained_variance": explained_variance(self.values_RS, self.returns_RS, self.mask_RS),
             "value/returns_mean": float(masked_sum(self.returns_RS, self.mask_RS) / count),

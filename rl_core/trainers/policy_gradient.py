@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.data.batches import DataOrder
 from rl_core.environments.base import Environment
-from rl_core.errors import SettingsError, nearest
+from rl_core.errors import SettingsError
 from rl_core.losses.advantages import overlong_penalty
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
 from rl_core.losses.supervised import entropy_coef_at
@@ -30,6 +30,7 @@ from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, h
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
+from rl_core.rollouts.states import TurnStates, turn_states
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.trainers.experience import Learner
 from rl_core.trainers.policy_update import PolicyUpdate
@@ -37,7 +38,7 @@ from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
 from rl_core.trainers.rollout_metrics import rollout_metrics
 from rl_core.trainers.snapshots import StageEntries
 from rl_core.trainers.update import Updater
-from rl_core.types import RolloutGroup
+from rl_core.types import Rollout, RolloutGroup
 
 __all__ = ["PolicyGradientTrainer"]
 
@@ -66,6 +67,7 @@ class PolicyGradientTrainer:
         *,
         pad_id: int | None = None,
         evaluator: Callable[[], Mapping[str, float]] | None = None,
+        record: Callable[[int, Sequence[Rollout]], None] | None = None,
     ) -> None:
         """Build everything; nothing is drawn or played yet.
 
@@ -74,8 +76,8 @@ class PolicyGradientTrainer:
             backend: samples from `model`'s own weights (a benchmark may hand in one that lags behind).
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
-        Raises: SettingsError for a level that the environment has not got, a KL term without a reference, or a
-            curriculum stage that weighs a reward which is not among `rewards`.
+            record: is given every iteration's number and scored rollouts.
+        Raises: SettingsError for a level that the environment has not got, or a KL term without a reference.
         """
         if settings.kl_coef > 0 and reference_model is None:
             raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
@@ -87,6 +89,7 @@ class PolicyGradientTrainer:
         self.rewards = rewards
         self.backend = backend
         self.evaluator = evaluator
+        self.record = record
         self.iteration = 0
         self.rollouts_played = 0
         self.kl_coef = settings.kl_coef
@@ -97,7 +100,6 @@ class PolicyGradientTrainer:
         self.levels = sorted({level for stage in self.curriculum.stages for level in stage.levels})
         for level in self.levels:
             environment.check_level(level)
-        self._reward_weights = _reward_weights(self.curriculum, rewards)
         self._practised = [settings.within(stage) for stage in self.curriculum.stages]
         self._orders: dict[str, DataOrder] = {}  # of the levels whose seeds are few
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
@@ -138,13 +140,13 @@ class PolicyGradientTrainer:
         """One iteration: play, score, give credit, update, move the curriculum on, or back."""
         started = time.perf_counter()
         self._entries.keep(self.curriculum.index, self.curriculum.restorable, self._changed_by_learning)
-        if self._reward_weights:
-            self.rewards.set_weights(self._reward_weights[self.curriculum.index])
         rng = np.random.default_rng([self.seed, self.iteration])  # nothing to save: the iteration says it all
         played, self.groups, metrics = self._play_and_score(rng)
         metrics |= rollout_metrics(played)
-        updating = time.perf_counter()
         rollouts = [rollout for group in played for rollout in group.rollouts]
+        if self.record is not None:
+            self.record(self.iteration, rollouts)
+        updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
         metrics |= self._update(rng)
         stopped = time.perf_counter()
@@ -230,18 +232,21 @@ class PolicyGradientTrainer:
         kept: list[RolloutGroup] = []
         scored: list[dict[str, float]] = []
         seconds = 0.0
+        self.rewards.set_weights(self.curriculum.stage.rewards)
         for attempt in range(1 + tries):
             started = time.perf_counter()
             groups = self._play(rng, wanted - len(kept), attempt)
             seconds += time.perf_counter() - started
-            scored.append(self.rewards.score(groups) | self._punish_length(groups))
+            scored.append(self.rewards.score(groups, embed=self._embed) | self._punish_length(groups))
             played += groups
             kept += [g for g in groups if not tries or max(g.rewards) - min(g.rewards) > SAME_REWARD]
             if len(kept) == wanted:
                 break
-        metrics = {name: statistics.fmean(part[name] for part in scored) for name in scored[0]}
-        totals = [reward for group in played for reward in group.rewards]
+        names = dict.fromkeys(name for part in scored for name in part)
+        metrics = {name: statistics.fmean(part[name] for part in scored if name in part) for name in names}
+        totals = [rollout.reward for group in played for rollout in group.rollouts if not rollout.is_masked]
         metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
+        metrics |= self.rewards.observe(played, self.curriculum.stage.name)
         if tries:
             metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
         return played, kept, metrics | {"perf/rollout_seconds": seconds}
@@ -264,12 +269,19 @@ class PolicyGradientTrainer:
             policy_version=self.updater.step,
         )
 
+    def _embed(self, rollouts: Sequence[Rollout]) -> list[TurnStates]:
+        """The policy's states at the turns of these rollouts, as it is before this iteration's update."""
+        with self.updater.autocast():
+            return turn_states(
+                self.policy, rollouts, pad_id=self.learner.pad_id, max_tokens=self.settings.micro_batch_tokens
+            )
+
     def _punish_length(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """DAPO's penalty for completions that come near the limit, added to the reward."""
         buffer = self.settings.overlong_tokens
         if not buffer:
             return {}
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.is_masked]
         lengths_B = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
         limit = self.settings.sampling.max_completion_tokens
         penalties = overlong_penalty(lengths_B, max_tokens=limit, buffer=buffer).tolist()
@@ -365,20 +377,6 @@ class PolicyGradientTrainer:
         self.kl_coef = adaptive_kl_coef(
             self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played
         )
-
-
-def _reward_weights(curriculum: CurriculumManager, rewards: RewardOrchestrator) -> list[dict[str, float]]:
-    """All weights in each stage; [] where no stage has its own."""
-    if all(stage.rewards is None for stage in curriculum.stages):
-        return []
-    for stage in curriculum.stages:
-        for name in stage.rewards or {}:
-            if name not in rewards.weights:
-                raise SettingsError(
-                    f"curriculum: stage '{stage.name}' weighs the reward '{name}', which the run has not got; "
-                    f"{nearest(name, rewards.weights)}"
-                )
-    return [{**rewards.weights, **(stage.rewards or {})} for stage in curriculum.stages]
 
 
 def _make_learner(

@@ -5,6 +5,7 @@ Suffixes: T completion tokens.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,13 +30,14 @@ class Sample:
     is_truncated: bool  # cut by a limit, not ended by the environment
     advantage: float | None = None  # from comparing rewards; None = not known yet, or estimated from values
     is_replayed: bool = False
+    is_masked: bool = False  # no reward could be computed: it carries no loss
 
 
 def samples_of(groups: Sequence[RolloutGroup]) -> list[Sample]:
     """One sample for each rollout, in order."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return [
-        Sample(row, rollout.reward, rollout.is_truncated)
+        Sample(row, rollout.reward, rollout.is_truncated, is_masked=rollout.is_masked)
         for row, rollout in zip(rows_of(groups), rollouts, strict=True)
     ]
 
@@ -56,9 +58,7 @@ class ReplayBuffer:
 
     def add(self, groups: Sequence[Sequence[Sample]]) -> None:
         """Keep an iteration's groups; the oldest iteration goes."""
-        kept = [
-            [Sample(s.row, s.reward, s.is_truncated, s.advantage, is_replayed=True) for s in group] for group in groups
-        ]
+        kept = [[dataclasses.replace(sample, is_replayed=True) for sample in group] for group in groups]
         self._past.append(kept)
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,6 +75,7 @@ class ReplayBuffer:
             "logprobs": _flat([row.old_logprobs or () for row in rows], torch.float64),
             "rewards": [float(sample.reward) for sample in samples],
             "is_truncated": [bool(sample.is_truncated) for sample in samples],
+            "is_masked": [bool(sample.is_masked) for sample in samples],
             "advantages": [None if sample.advantage is None else float(sample.advantage) for sample in samples],
         }
 
@@ -85,10 +86,10 @@ class ReplayBuffer:
             _cut(state[name], state["lengths"]) for name in ("completion_ids", "loss_mask", "logprobs")
         )
         samples = iter(
-            Sample(TrainRow(p, c, m, None, lp), reward, truncated, advantage, is_replayed=True)
-            for p, c, m, lp, reward, truncated, advantage in zip(
+            Sample(TrainRow(p, c, m, None, lp), reward, truncated, advantage, is_replayed=True, is_masked=masked)
+            for p, c, m, lp, reward, truncated, advantage, masked in zip(
                 prompts, completions, masks, logprobs,
-                state["rewards"], state["is_truncated"], state["advantages"], strict=True,
+                state["rewards"], state["is_truncated"], state["advantages"], state["is_masked"], strict=True,
             )
         )  # fmt: skip
         self._past.clear()

@@ -1,7 +1,7 @@
 """Every algorithm from the same SFT model, for the same number of episodes, over several seeds; and what others claim.
 
     python tests/benchmarks/learning.py --output OUT [--config configs/demo.yaml] [--episodes 8960] [--seeds 3]
-        [--workers 2] [--only 'grpo;ppo'] [--parts algorithms,staleness,groups,stopping,variance]
+        [--workers 2] [--only 'grpo;ppo'] [--parts algorithms,variants,staleness,...]
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
 thread and writes OUT/jobs/<name>-<seed>.json; what is there is not run again, so that the whole can be interrupted.
@@ -46,15 +46,18 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": dict(algorithm="cispo", **TWICE),
     "rloo": dict(algorithm="rloo"),
     "reinforce": dict(algorithm="reinforce"),
-    "reinforce + critic": dict(algorithm="reinforce", critic=dict(learning_rate=1e-3)),
     "ppo": dict(algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE),
-    "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared"), **TWICE),
-    "grpo + replay": dict(algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)),
-    "grpo, muon": dict(algorithm="grpo", optimizer="muon"),
     "dpo": dict(loss="dpo"),
     "ipo": dict(loss="ipo"),
 }
+VARIANTS: dict[str, dict[str, Any]] = {
+    "reinforce + critic": dict(algorithm="reinforce", critic=dict(learning_rate=1e-3)),
+    "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared"), **TWICE),
+    "grpo + replay": dict(algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)),
+    "grpo, muon": dict(algorithm="grpo", optimizer="muon"),
+}
 LAGS = (1, 4, 16)
+WEIGHTS = ("none", "token")
 GROUPS = (2, 4, 16, 32)  # 8 is `grpo`
 
 
@@ -79,9 +82,11 @@ def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
     for seed in range(seeds):
         if "algorithms" in parts:
             jobs += [Job(name, seed, "algorithms", options) for name, options in ALGORITHMS.items()]
+        if "variants" in parts:
+            jobs += [Job(name, seed, "variants", options) for name, options in VARIANTS.items()]
         if "staleness" in parts:
             for lag in LAGS:
-                for level in ("none", "token", "sequence"):
+                for level in WEIGHTS:
                     jobs.append(Job(f"lag {lag} {level}", seed, "staleness", dict(importance=level), lag=lag))
         if "groups" in parts:
             for size in GROUPS:
@@ -377,7 +382,7 @@ def rate_of(results: list[dict[str, Any]]) -> Any:
 def load_results(output: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     jobs = [Job("sft", seed, "algorithms") for seed in range(seeds)]
-    jobs += all_jobs(seeds, ["algorithms", "staleness", "groups", "stopping"])
+    jobs += all_jobs(seeds, ["algorithms", "variants", "staleness", "groups", "stopping"])
     for job in jobs:
         path = output / "jobs" / job.file
         if path.is_file():
@@ -395,14 +400,15 @@ def report(output: Path, seeds: int, episodes: int) -> None:
         "|---|---|---|---|---|---|",
         f"| SFT (the start) | {show(sft)} | {each(results['sft'])} | | | |",
     ]
-    names = sorted((n for n in ALGORITHMS if n in results), key=lambda n: -rate_of(results[n]).rate)
+    recipes = ALGORITHMS | VARIANTS
+    names = sorted((n for n in recipes if n in results), key=lambda n: -rate_of(results[n]).rate)
     for name in names:
         rate = rate_of(results[name])
         clear = "yes" if rate.low > sft.high else "no"
         seconds = statistics.fmean(result["seconds"] for result in results[name])
-        epochs = ALGORITHMS[name].get("epochs", 2 if "loss" in ALGORITHMS[name] else 1)
+        epochs = recipes[name].get("epochs", 2 if "loss" in recipes[name] else 1)
         lines.append(f"| {name} | {show(rate)} | {each(results[name])} | {clear} | {seconds:.0f} | {epochs} |")
-    stale = [f"lag {lag} {kind}" for lag in LAGS for kind in ("none", "token", "sequence")]
+    stale = [f"lag {lag} {kind}" for lag in LAGS for kind in WEIGHTS]
     lines += ["", *table(results, stale, "rollouts stale by so many updates, importance weights")]
     groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
     lines += ["", *table(results, groups, "group size at equal episodes")]
@@ -491,7 +497,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", help="names, separated by semicolons")
-    parser.add_argument("--parts", default="algorithms,staleness,groups,stopping,variance")
+    parser.add_argument("--parts", default="algorithms,variants,staleness,groups,stopping,variance")
     options = parser.parse_args()
     output: Path = options.output.resolve()
     (output / "jobs").mkdir(parents=True, exist_ok=True)

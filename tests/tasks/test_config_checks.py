@@ -92,6 +92,31 @@ def test_learned_reward_needs_the_reward_model_stage():
     assert problems_of(stages=stages) == {}
 
 
+def test_weights_of_a_curriculum_stage():
+    def problems(rewards, weights):
+        return policy_problems(rewards=rewards, curriculum=[{"name": "one", "levels": {"easy": 1}, "rewards": weights}])
+
+    assert problems({"task": 1, "length": 0}, {"length": 0.5}) == {}
+    assert "nothing to learn" in problems({"task": 1}, {"task": 0})["rewards"]
+    assert "add `reward_model: {}`" in problems({"task": 1, "learned": 0}, {"learned": 1})["rewards.learned"]
+    assert problems({"task": 0, "length": 0}, {"task": 1}) == {}  # a weight in every stage is enough
+    found = problems({"task": 1, "length": 0}, {"lenght": 1})
+    assert "did you mean 'length'" in found["curriculum.0.rewards.lenght"]
+
+
+def test_reward_options():
+    assert "did you mean 'coherence'?" in policy_problems(rewards={"coherance": 1})["rewards.coherance"]
+    every = dict.fromkeys(("task", "curiosity", "coherence", "tool_use", "format", "length"), 0.5)
+    assert policy_problems(rewards=every, reward_options={"normalise": ["length"], "clip": 3}) == {}
+    for options, key, text in (
+        ({"normalise": ["length"]}, "normalise", "'length' is no component"),
+        ({"format": {"pattern": "("}}, "format.pattern", "no regular expression"),
+        ({"coherence": {"low": 0.9, "high": 0.1}}, "coherence.low", "must be below high"),
+        ({"length": {"free": 9, "limit": 9}}, "length.free", "must be below limit"),
+    ):
+        assert text in policy_problems(reward_options=options)[f"reward_options.{key}"]
+
+
 def test_rewards():
     assert "did you mean 'task'?" in policy_problems(rewards={"taks": 1})["rewards.taks"]
     assert "nothing to learn" in policy_problems(rewards={"task": 0})["rewards"]
@@ -263,7 +288,8 @@ def test_known_metrics_are_those_that_an_iteration_has():
     groups = [RolloutGroup([rollout])]
     emitted = set(RewardOrchestrator({"task": 1.0}).score(groups)) | set(rollout_metrics(groups))
     assert set(METRICS) <= emitted
-    assert emitted - set(METRICS) == {"reward/task", "train/success_rate_by_level/easy"}  # named by the settings
+    named_by_settings = {"reward/task", "reward/weighted/task", "train/success_rate_by_level/easy"}
+    assert emitted - set(METRICS) == named_by_settings | {"reward/task/answered"}
 
 
 def test_stage_without_a_way_out():
@@ -346,7 +372,6 @@ def test_what_a_stage_overrides():
     assert list(problems) == ["curriculum.0.rewards.tool_use"]
     assert "A reward that only later stages use stands there with weight 0" in problems["curriculum.0.rewards.tool_use"]
     assert policy_problems(rewards={"task": 1.0, "tool_use": 0}, curriculum=[stage("a", rewards=override)]) == {}
-    assert "nothing to learn" in policy_problems(curriculum=[stage("a", rewards={"task": 0})])["curriculum.0.rewards"]
     assert (
         "stage 'a': group_size: 1 leaves grpo" in policy_problems(curriculum=[stage("a", group_size=1)])["curriculum"]
     )

@@ -6,8 +6,9 @@ import types
 import pytest
 
 from rl_core.errors import RewardError, SettingsError
-from rl_core.rewards.learned import LearnedReward, RunningNorm
+from rl_core.rewards.learned import LearnedReward
 from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.running import RunningNorm
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
 
@@ -56,11 +57,14 @@ def test_weighted_sum_parts_and_metrics():
     rewards = [r.reward for g in made for r in g.rollouts]
     assert rewards == [1.75, 0.0, 1.0, -1.5]  # 2 task - 0.25 misuses
     assert [g.rewards for g in made] == [[1.75, 0.0], [1.0, -1.5]]
-    assert made[1].rollouts[1].trajectory.rewards == {"task": -0.5, "tool_use": -2.0}
+    assert made[1].rollouts[1].trajectory.rewards == {
+        "task": -0.5, "tool_use": -2.0, "weighted/task": -1.0, "weighted/tool_use": -0.5
+    }  # fmt: skip
     assert made[1].rollouts[1].trajectory.reward == -1.5
     assert metrics["reward/mean"] == pytest.approx(0.3125)
     assert metrics["reward/std"] == pytest.approx(math.sqrt(sum((r - 0.3125) ** 2 for r in rewards) / 4))
     assert metrics["reward/task"] == 0.25 and metrics["reward/tool_use"] == -0.75
+    assert metrics["reward/weighted/task"] == 0.5 and metrics["reward/weighted/tool_use"] == -0.1875
 
 
 def test_weights_can_change_during_a_run():
@@ -69,7 +73,7 @@ def test_weights_can_change_during_a_run():
     made.score(played)
     # task 1, .5 and tool_use -1, -2
     assert played[0].rewards == [0.75, 0.0] and played[1].rewards == [0.5, -1.0]
-    with pytest.raises(SettingsError, match=r"rewards\.tsk: is no component of this run; did you mean 'task'"):
+    with pytest.raises(SettingsError, match=r"rewards\.tsk: no component to weigh; did you mean 'task'"):
         made.set_weights({"tsk": 1.0})
 
 
@@ -82,7 +86,7 @@ def test_scoring_twice_changes_nothing():
 def test_the_environment_reward_stays_in_the_record():
     made = groups()
     RewardOrchestrator({"tool_use": 1.0}).score(made)
-    assert made[0].rollouts[0].trajectory.rewards == {"task": 1.0, "tool_use": -1.0}
+    assert made[0].rollouts[0].trajectory.rewards == {"task": 1.0, "tool_use": -1.0, "weighted/tool_use": -1.0}
     assert made[0].rollouts[0].reward == -1.0
 
 

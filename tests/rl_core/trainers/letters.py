@@ -52,6 +52,7 @@ def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, m
         "sampling": SamplingSettings(max_completion_tokens=3),
         **options,
     }
+    rewards = rewards or RewardOrchestrator({"task": 1.0})
     torch.manual_seed(0)
     model = model or causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, model_seed)
     renderer = ChatRenderer(tokenizer)
@@ -62,9 +63,9 @@ def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, m
         reference,
         renderer,
         environment or Letters(),
-        PolicySettings(**options),
+        PolicySettings(rewards=dict(rewards.weights), **options),
         7,
-        rewards or RewardOrchestrator({"task": 1.0}),
+        rewards,
         backend,
     )
 

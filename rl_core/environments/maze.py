@@ -1,0 +1,266 @@
+"""`maze`: find the treasure in a maze that is seen one cell at a time, with dead ends, and loops to go round in.
+
+    user    4 x 4 maze. you are at 1 1
+    policy  move east
+    tool    at 1 2 open south west
+    policy  move south
+    tool    at 2 2 open north: treasure
+    policy  answer 2 2
+
+Rows and columns count from 1, row first; north is up. Levels differ in size; some walls are taken out, so that there
+are loops. A move into a wall shows where the policy still is.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from pathlib import Path
+
+from rl_core.environments.base import Environment, Step
+from rl_core.environments.demonstrator import MistakenDemonstration, check_skill, choose_mistake, demonstrate
+from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.tools import CallFormat, Tool, Toolset
+from rl_core.errors import SettingsError
+from rl_core.types import ToolCall
+
+__all__ = ["DIRECTIONS", "MISTAKES", "Cell", "Maze", "MazeEpisode", "carve"]
+
+Cell = tuple[int, int]  # row, column
+DIRECTIONS: dict[str, Cell] = {"north": (-1, 0), "east": (0, 1), "south": (1, 0), "west": (0, -1)}
+LEVELS = {"easy": 3, "medium": 4, "hard": 5}  # cells of one side
+SKILL = {"easy": 0.5, "medium": 0.45, "hard": 0.4}
+MISTAKES = ("circles", "gives_up", "guesses")  # the main one first
+LOOPS = 0.15  # share of the inner walls that are taken out once everything is connected
+
+
+def carve(rng: random.Random, size: int, loops: float = LOOPS) -> dict[Cell, set[str]]:
+    """Open directions of every cell: a random spanning tree (depth first), then `loops` of the walls taken out."""
+    cells = [(row, column) for row in range(1, size + 1) for column in range(1, size + 1)]
+    opened: dict[Cell, set[str]] = {cell: set() for cell in cells}
+    stack, seen = [cells[0]], {cells[0]}
+    while stack:
+        ways = [(name, cell) for name, cell in _neighbours(stack[-1], opened) if cell not in seen]
+        if not ways:
+            stack.pop()
+            continue
+        name, cell = rng.choice(ways)
+        _open(opened, stack[-1], name)
+        seen.add(cell)
+        stack.append(cell)
+    walls = [
+        (cell, name) for cell in cells for name, _ in _neighbours(cell, opened)
+        if name in ("east", "south") and name not in opened[cell]
+    ]  # fmt: skip
+    for cell, name in rng.sample(walls, round(loops * len(walls))):
+        _open(opened, cell, name)
+    return opened
+
+
+def _neighbours(cell: Cell, opened: dict[Cell, set[str]]) -> list[tuple[str, Cell]]:
+    found = [(name, (cell[0] + r, cell[1] + c)) for name, (r, c) in DIRECTIONS.items()]
+    return [(name, other) for name, other in found if other in opened]
+
+
+def _open(opened: dict[Cell, set[str]], cell: Cell, name: str) -> None:
+    row, column = DIRECTIONS[name]
+    back = next(other for other, step in DIRECTIONS.items() if step == (-row, -column))
+    opened[cell].add(name)
+    opened[(cell[0] + row, cell[1] + column)].add(back)
+
+
+class MazeEpisode(QuestionEpisode):
+    """One maze. `opened`, `start` and `treasure` are for analysis; the policy sees only where it stands."""
+
+    def __init__(
+        self,
+        seed: int,
+        level: str,
+        opened: dict[Cell, set[str]],
+        start: Cell,
+        treasure: Cell,
+        *,
+        tools: Toolset,
+        system: str,
+        costs: Costs,
+        max_moves: int,
+    ) -> None:
+        size = LEVELS[level]
+        super().__init__(
+            seed,
+            level,
+            kind="near" if len(shortest(opened, start, treasure)) <= size else "far",
+            prompt=f"{size} x {size} maze. you are {self.seen_at(opened, start, treasure)}",
+            target=f"{treasure[0]} {treasure[1]}",
+            tools=tools.bind(self),
+            system=system,
+            costs=costs,
+        )
+        self.opened, self.start, self.treasure = opened, start, treasure
+        self.position, self.found, self.max_moves = start, start == treasure, max_moves
+        self.visited = [start]
+
+    @staticmethod
+    def seen_at(opened: dict[Cell, set[str]], cell: Cell, treasure: Cell) -> str:
+        """What is seen from a cell."""
+        ways = " ".join(name for name in DIRECTIONS if name in opened[cell])
+        return f"at {cell[0]} {cell[1]} open {ways}" + (": treasure" if cell == treasure else "")
+
+    def move(self, direction: str) -> str:
+        """The tool: go one cell, if there is no wall; what is seen then."""
+        if direction not in DIRECTIONS:
+            raise ValueError(f"{direction} is none of {' '.join(DIRECTIONS)}")
+        if direction not in self.opened[self.position]:
+            return "wall. " + self.seen_at(self.opened, self.position, self.treasure)
+        row, column = DIRECTIONS[direction]
+        self.position = (self.position[0] + row, self.position[1] + column)
+        self.visited.append(self.position)
+        self.found = self.found or self.position == self.treasure
+        return self.seen_at(self.opened, self.position, self.treasure)
+
+    def act(self, text: str) -> Step:
+        """As for every question; after `max_moves` cells the episode is cut off."""
+        step = super().act(text)
+        if not step.terminated and len(self.visited) > self.max_moves:
+            return Step(reward=step.reward, truncated=True, tool_call=step.tool_call, is_error=step.is_error)
+        return step
+
+    def grounded(self) -> bool:
+        """Whether the policy has stood where the treasure is."""
+        return self.found
+
+
+def shortest(opened: dict[Cell, set[str]], start: Cell, goal: Cell) -> list[str]:
+    """Directions of a shortest way; [] from a cell to itself."""
+    before: dict[Cell, tuple[Cell, str]] = {}
+    queue = deque([start])
+    while queue:
+        cell = queue.popleft()
+        if cell == goal:
+            break
+        for name, other in _neighbours(cell, opened):
+            if name in opened[cell] and other not in before and other != start:
+                before[other] = (cell, name)
+                queue.append(other)
+    way: list[str] = []
+    while goal != start:
+        goal, name = before[goal]
+        way.append(name)
+    return way[::-1]
+
+
+class Maze(Environment):
+    """Mazes in which a treasure has to be found and its place named."""
+
+    name = "maze"
+    levels = tuple(LEVELS)
+
+    def __init__(
+        self,
+        data: Path | None = None,
+        *,
+        instructions: bool = False,
+        call_format: CallFormat = "line",
+        loops: float = LOOPS,
+        max_moves: int = 24,
+        look_cost: float = 0.0,
+        misuse_cost: float = 0.0,
+        unsupported_reward: float = 0.0,
+        skill: dict[str, float] | None = None,
+        habit: float = 0.25,
+    ) -> None:
+        """`loops`: share of the walls taken out; `max_moves`: cells walked at most; the others are `PixelGrid`'s."""
+        super().__init__(data)
+        if not 0 <= loops <= 1:
+            raise SettingsError(f"options.loops: {loops} must be between 0 and 1")
+        if max_moves < 8:
+            raise SettingsError(f"options.max_moves: {max_moves} must be at least 8, the way across a maze")
+        self.loops, self.max_moves, self.call_format, self.habit = loops, max_moves, call_format, habit
+        self.skill = {**SKILL, **(skill or {})}
+        check_skill(self.skill, habit, self.levels)
+        self._costs = Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward)
+        move = Tool(
+            "move", "go one cell north, east, south or west; says where you are", {"direction": str}, MazeEpisode.move
+        )
+        self._tools = Toolset([move])
+        self._system = (
+            f"{self._tools.instructions(call_format)}\nWhen you stand on the treasure, end with the line "
+            f"'{ANSWER_WORD} ROW COLUMN'."
+            if instructions
+            else ""
+        )
+
+    @property
+    def tools(self) -> Toolset:
+        """The one tool, `move`."""
+        return self._tools
+
+    def episode(self, seed: int, level: str) -> MazeEpisode:
+        """The maze of that level and seed."""
+        self.check_level(level)
+        rng = random.Random(f"maze/{level}/{seed}")
+        opened = carve(rng, LEVELS[level], self.loops)
+        start, treasure = rng.sample(sorted(opened), 2)
+        return MazeEpisode(
+            seed, level, opened, start, treasure,
+            tools=self._tools, system=self._system, costs=self._costs, max_moves=self.max_moves,
+        )  # fmt: skip
+
+    def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
+        """What the imperfect demonstrator does: it explores depth first, and often badly. Even rows tempt it."""
+        episode = self.episode(seed, level)
+        rng = random.Random(f"maze/demonstrator/{level}/{seed}")
+        tempting = episode.start[0] % 2 == 0
+        mistake = choose_mistake(rng, MISTAKES, skill=self.skill[level], habit=self.habit, tempting=tempting)
+        moves = _explore(episode, rng, circles=mistake == "circles")[: self.max_moves - 1]
+        if mistake == "gives_up":
+            moves = moves[: rng.randint(0, max(0, len(moves) - 1))]
+        elif mistake == "guesses":
+            moves = moves[:1]
+        place = episode.start
+        for name in moves:
+            place = (place[0] + DIRECTIONS[name][0], place[1] + DIRECTIONS[name][1])
+        if mistake == "guesses":
+            place = rng.choice(sorted(episode.opened))
+        calls = [self._tools.format(ToolCall("move", {"direction": name}), self.call_format) for name in moves]
+        return demonstrate(episode, [*calls, f"{ANSWER_WORD} {place[0]} {place[1]}"], mistake)
+
+    def render(self, episode: MazeEpisode) -> str:
+        """The maze as text for people: S start, T treasure, . where it has been."""
+        size = LEVELS[episode.level]
+        lines = ["+" + "--+" * size]
+        for row in range(1, size + 1):
+            cells, floor = "|", "+"
+            for column in range(1, size + 1):
+                cell = (row, column)
+                mark = "S" if cell == episode.start else "T" if cell == episode.treasure else " "
+                mark = "." if mark == " " and cell in episode.visited else mark
+                cells += f"{mark} " + (" " if "east" in episode.opened[cell] else "|")
+                floor += ("  " if "south" in episode.opened[cell] else "--") + "+"
+            lines += [cells, floor]
+        return "\n".join(lines)
+
+
+def _explore(episode: MazeEpisode, rng: random.Random, *, circles: bool) -> list[str]:
+    """Moves from the start to the treasure, depth first with steps back; `circles` walks without a memory."""
+    place, moves = episode.start, []
+    seen, trail = {place}, []
+    while place != episode.treasure:
+        ways = [(n, c) for n, c in _neighbours(place, episode.opened) if n in episode.opened[place]]
+        fresh = [way for way in ways if circles or way[1] not in seen]
+        if fresh:
+            name, cell = rng.choice(fresh)
+            trail.append(name)
+        else:
+            name = _back(trail.pop())
+            cell = (place[0] + DIRECTIONS[name][0], place[1] + DIRECTIONS[name][1])
+        moves.append(name)
+        place = cell
+        seen.add(place)
+        if len(moves) > episode.max_moves:
+            break
+    return moves
+
+
+def _back(name: str) -> str:
+    return {"north": "south", "south": "north", "east": "west", "west": "east"}[name]

@@ -1,0 +1,118 @@
+"""Reward component: what the policy could not foresee. A small forward model predicts the state after each action.
+
+H hidden size of the policy, N transitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from rl_core.rewards.component import Component
+from rl_core.rewards.running import RunningNorm
+from rl_core.rollouts.states import TurnStates
+from rl_core.settings import CuriositySettings
+from rl_core.types import Rollout
+
+__all__ = ["CuriosityReward"]
+
+
+class CuriosityReward(Component):
+    """Prediction error of the state after an action, averaged over an episode's transitions, over its running scale.
+
+    error = mean_H (f(state, action) - next state)^2 with layer-normed states; f is trained on each batch after the
+    batch was scored, so that the reward falls on what comes again. It is divided by the root mean square of all errors
+    so far, which stays near the size of the first ones. The mean, not the sum: more turns alone earn nothing. A turn
+    after which nothing came back is no transition; an episode without any earns 0.
+    Metrics: error (mean over transitions, before training), scale, transitions (of the batch).
+    Source: Pathak et al. 2017, arXiv:1705.05363 (forward error as reward); Burda et al. 2018, arXiv:1810.12894 (scale).
+    """
+
+    needs_states: ClassVar[bool] = True
+
+    def __init__(self, settings: CuriositySettings, seed: int) -> None:
+        """Nothing is made before the first states tell their width."""
+        super().__init__()
+        self.settings = settings
+        self.seed = seed
+        self.scale = RunningNorm()
+        self.model: nn.Sequential | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
+        """One number for each rollout; the forward model then learns from all their transitions."""
+        pairs = [_transitions(walk) for walk in states]
+        counts = [len(inputs) for inputs, _ in pairs]
+        self.metrics = {"transitions": float(sum(counts)), "scale": self.scale.rms}
+        if not sum(counts):
+            return [0.0] * len(rollouts)
+        inputs_N2H = torch.cat([inputs for inputs, _ in pairs])
+        targets_NH = torch.cat([targets for _, targets in pairs])
+        if self.model is None:
+            self._make(targets_NH.shape[1])
+        errors = [part.tolist() for part in self._errors(inputs_N2H, targets_NH).split(counts)]
+        means = [fmean(part) if part else 0.0 for part in errors]
+        self.scale.update([mean for mean, part in zip(means, errors, strict=True) if part])
+        scale = self.scale.rms
+        self._learn(inputs_N2H, targets_NH)
+        self.metrics |= {"scale": scale, "error": fmean(error for part in errors for error in part)}
+        return [mean / scale if scale > 1e-8 else 0.0 for mean in means]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Forward model, its Adam, and the scale."""
+        made = self.model is not None and self.optimizer is not None
+        return {
+            "scale": self.scale.state_dict(),
+            "hidden_size": self.model[-1].out_features if self.model is not None else None,
+            "model": self.model.state_dict() if made and self.model is not None else None,
+            "optimizer": self.optimizer.state_dict() if made and self.optimizer is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.scale.load_state_dict(state["scale"])
+        self.model = self.optimizer = None
+        if state["hidden_size"] is not None:
+            self._make(int(state["hidden_size"]))
+            assert self.model is not None and self.optimizer is not None
+            self.model.load_state_dict(state["model"])
+            self.optimizer.load_state_dict(state["optimizer"])
+
+    def _make(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(self.seed % 2**63)
+        first, last = (
+            nn.utils.skip_init(nn.Linear, 2 * size, self.settings.hidden),
+            nn.utils.skip_init(nn.Linear, self.settings.hidden, size),
+        )
+        for layer in (first, last):  # from a generator of its own: no other random number moves
+            nn.init.normal_(layer.weight, std=layer.in_features**-0.5, generator=generator)
+            nn.init.zeros_(layer.bias)
+        self.model = nn.Sequential(first, nn.Tanh(), last)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=self.settings.learning_rate)
+
+    @torch.no_grad()
+    def _errors(self, inputs_N2H: torch.Tensor, targets_NH: torch.Tensor) -> torch.Tensor:
+        assert self.model is not None
+        return (self.model(inputs_N2H) - targets_NH).square().mean(-1)
+
+    def _learn(self, inputs_N2H: torch.Tensor, targets_NH: torch.Tensor) -> None:
+        assert self.model is not None and self.optimizer is not None
+        for _ in range(self.settings.steps):
+            self.optimizer.zero_grad(set_to_none=True)
+            with torch.enable_grad():
+                functional.mse_loss(self.model(inputs_N2H), targets_NH).backward()
+            self.optimizer.step()
+
+
+def _transitions(walk: TurnStates) -> tuple[torch.Tensor, torch.Tensor]:
+    """State and action before each observed turn [N, 2H], and the state after it [N, H], layer-normed."""
+    size = walk.states_NH.shape[1]
+    picked_N = torch.tensor(walk.is_observed, dtype=torch.bool)
+    states_NH = functional.layer_norm(walk.states_NH, (size,))
+    actions_NH = functional.layer_norm(walk.actions_NH, (size,))
+    return torch.cat([states_NH[:-1], actions_NH], dim=1)[picked_N], states_NH[1:][picked_N]

@@ -1,0 +1,63 @@
+"""Running mean and deviation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["RunningNorm"]
+
+
+class RunningNorm:
+    """Mean and standard deviation of everything seen, merged batch by batch.
+
+    Source: Chan, Golub, LeVeque 1983, "Algorithms for computing the sample variance", eq. 2.1.
+    """
+
+    def __init__(self, values: Sequence[float] = ()) -> None:
+        self.count = 0
+        self.mean = 0.0
+        self.squares = 0.0  # sum of (x - mean)^2
+        self.update(values)
+
+    @property
+    def std(self) -> float:
+        """Unbiased; 0 with fewer than two values."""
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else 0.0
+
+    @property
+    def rms(self) -> float:
+        """Root mean square; 0 without values."""
+        return math.sqrt(self.mean**2 + self.squares / self.count) if self.count else 0.0
+
+    def update(self, values: Sequence[float]) -> None:
+        """Take in a batch."""
+        if not values:
+            return
+        count, mean = len(values), math.fsum(values) / len(values)
+        self._merge(count, mean, math.fsum((value - mean) ** 2 for value in values))
+
+    def merge(self, other: RunningNorm) -> None:
+        """Take in what another one has seen."""
+        if other.count:
+            self._merge(other.count, other.mean, other.squares)
+
+    def normalise(self, values: Sequence[float], eps: float = 1e-8) -> list[float]:
+        """(x - mean) / std; 0 as long as nothing differs."""
+        return [(value - self.mean) / self.std if self.std > eps else 0.0 for value in values]
+
+    def state_dict(self) -> dict[str, float]:
+        """The three sums."""
+        return {"count": self.count, "mean": self.mean, "squares": self.squares}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.count, self.mean, self.squares = int(state["count"]), float(state["mean"]), float(state["squares"])
+
+    def _merge(self, count: int, mean: float, squares: float) -> None:
+        total = self.count + count
+        difference = mean - self.mean
+        self.squares += squares + difference**2 * self.count * count / total
+        self.mean += difference * count / total
+        self.count = total

@@ -1,0 +1,155 @@
+"""Reward component: a function of the user's, called at arm's length."""
+
+from __future__ import annotations
+
+import contextvars
+import importlib
+import math
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from rl_core.errors import RewardError, SettingsError, nearest
+from rl_core.rewards.component import Component, describe
+from rl_core.rollouts.states import TurnStates
+from rl_core.settings import RewardSettings
+from rl_core.types import Rollout, Trajectory
+
+__all__ = ["RewardFunction", "UserReward"]
+
+RewardFunction = Callable[[list[Trajectory]], Sequence[float]]  # what a user writes
+
+
+class _Failure(Exception):
+    """A call that gave no list; the message goes on from "reward 'name' ..."."""
+
+
+class UserReward(Component):
+    """A function at 'package.module:function' that takes a list of Trajectory and gives as many numbers.
+
+    It runs in a thread of its own, and is given up after `timeout_s`. Python cannot kill a thread: one that hangs stays
+    behind, with whatever memory and processor time it takes, until the process ends, which it does not hold up. With
+    on_error 'stop' that is the error that ends the stage. With 'mask' the samples are then tried one at a time; those
+    that fail alone are masked, up to max_masked_rate (so no more threads than that are left behind), and the others are
+    scored together, so that a function that compares its samples still can.
+    A wrong number of values, or a failure of no sample in particular, ends the stage in both cases.
+    """
+
+    def __init__(self, name: str, options: RewardSettings) -> None:
+        """Raises: SettingsError when the function cannot be imported."""
+        super().__init__()
+        self.name = name
+        self.options = options
+        self.function = _import(name)
+
+    def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
+        """One number for each rollout; None = masked. Raises: RewardError naming function and sample."""
+        try:
+            values = self._call(rollouts)
+        except _Failure as failure:
+            if self.options.on_error == "mask":
+                return self._one_by_one(rollouts, failure)
+            raise RewardError(f"reward '{self.name}' {failure}{self._culprit(rollouts)}") from failure.__cause__
+        return self._checked(values, rollouts)
+
+    def _call(self, rollouts: Sequence[Rollout]) -> list[Any]:
+        """What the function gives. Raises: _Failure when it raises, hangs, or gives no list."""
+        trajectories = [rollout.trajectory for rollout in rollouts]
+        outcome: list[tuple[list[Any] | None, BaseException | None]] = []
+        context = contextvars.copy_context()
+
+        def work() -> None:
+            try:
+                outcome.append((context.run(_as_list, self.function, trajectories), None))
+            except (Exception, SystemExit) as error:  # SystemExit: a reward must not end the run
+                outcome.append((None, error))
+
+        if self.options.timeout_s is None:
+            work()
+        else:
+            thread = threading.Thread(target=work, daemon=True, name=f"reward {self.name}")
+            thread.start()
+            thread.join(self.options.timeout_s)
+        if not outcome:
+            raise _Failure(f"did not return within {self.options.timeout_s:g} s (reward_options.timeout_s)")
+        values, error = outcome[0]
+        if isinstance(error, _Failure):
+            raise error
+        if error is not None:
+            raise _Failure(f"raised {type(error).__name__}: {error}") from error
+        assert values is not None
+        return values
+
+    def _checked(self, values: Sequence[Any], rollouts: Sequence[Rollout]) -> list[float | None]:
+        if len(values) != len(rollouts):
+            raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(rollouts)} trajectories")
+        checked: list[float | None] = []
+        for value, rollout in zip(values, rollouts, strict=True):
+            number = _finite(value)
+            if number is None and self.options.on_error == "stop":
+                raise RewardError(f"reward '{self.name}' gave {value!r}, no finite number, for {describe(rollout)}")
+            checked.append(number)
+        return checked
+
+    def _culprit(self, rollouts: Sequence[Rollout]) -> str:
+        """Which sample makes the function fail, found by giving it one at a time; "" when each passes alone."""
+        for rollout in rollouts:
+            try:
+                self._call([rollout])
+            except _Failure:
+                return f" (at {describe(rollout)})"
+        return ""
+
+    def _one_by_one(self, rollouts: Sequence[Rollout], failure: _Failure) -> list[float | None]:
+        """Values of the samples that pass, None for those that fail alone."""
+        failing: list[int] = []
+        for index, rollout in enumerate(rollouts):
+            try:
+                self._call([rollout])
+            except _Failure as own:
+                failing.append(index)
+                if len(failing) > self.options.max_masked_rate * len(rollouts):
+                    raise RewardError(
+                        f"reward '{self.name}' {own} (at {describe(rollout)}); with it {len(failing)} of "
+                        f"{len(rollouts)} samples fail, more than max_masked_rate {self.options.max_masked_rate:g}"
+                    ) from own.__cause__
+        passing = [index for index in range(len(rollouts)) if index not in failing]
+        if not failing:
+            raise RewardError(f"reward '{self.name}' {failure}, though it takes each sample alone") from failure
+        try:
+            values = self._checked(self._call([rollouts[i] for i in passing]), [rollouts[i] for i in passing])
+        except _Failure as again:
+            raise RewardError(f"reward '{self.name}' {again}, without the samples that fail alone too") from again
+        found = dict(zip(passing, values, strict=True))
+        return [found.get(index) for index in range(len(rollouts))]
+
+
+def _as_list(function: RewardFunction, trajectories: list[Trajectory]) -> list[Any]:
+    values = function(trajectories)
+    if not isinstance(values, Iterable):
+        raise _Failure(f"gave {type(values).__name__}, expected a list of numbers")
+    return list(values)
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _import(path: str) -> RewardFunction:
+    """The function at 'package.module:function'. Raises SettingsError."""
+    module_name, _, function_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise SettingsError(
+            f"rewards.{path}: module '{module_name}' cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise SettingsError(f"rewards.{path}: no function '{function_name}' there; {nearest(function_name, known)}")
+    return function

@@ -1,0 +1,156 @@
+"""Watching for a reward that is being hacked: does it still go with true success?"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from rl_core.rewards.running import RunningNorm
+from rl_core.types import Rollout
+
+__all__ = ["RewardWatch", "point_biserial", "rise"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """What is kept of one iteration."""
+
+    reward: float  # mean of the total
+    success: float  # rate
+    total: RunningNorm  # of the total, for its deviation
+    split: dict[str, tuple[RunningNorm, RunningNorm]] = field(default_factory=dict)  # part -> of failures, of successes
+
+
+class RewardWatch:
+    """Correlations and the alarm, over the last `window` iterations of the present phase.
+
+    reward/correlation/<part>: point-biserial correlation of a raw part (and of the `total`) with success, over all
+    rollouts of the window; left out while all succeeded, all failed, or the part never differed.
+    reward/alarm: 1 when over a full window the fitted line of the mean total rises by more than margin times the
+    total's standard deviation, while that of the success rate falls by more than margin; else 0. It is logged as a
+    warning when it begins.
+    Another phase (a stage of the curriculum: other levels, other weights) starts with an empty window.
+    """
+
+    def __init__(self, window: int, margin: float) -> None:
+        self.margin = margin
+        self.phase = ""
+        self.alarmed = False
+        self._past: deque[_Iteration] = deque(maxlen=window)
+
+    def observe(self, rollouts: Sequence[Rollout], parts: Sequence[str], phase: str = "") -> dict[str, float]:
+        """Take in the scored rollouts of one iteration; masked ones do not count."""
+        if phase != self.phase:
+            self.phase, self.alarmed = phase, False
+            self._past.clear()
+        scored = [rollout for rollout in rollouts if not rollout.is_masked]
+        if scored:
+            self._past.append(_iteration(scored, parts))
+        metrics = {"reward/alarm": float(self._alarm())}
+        for name in ("total", *parts):
+            correlation = self._correlation(name)
+            if correlation is not None:
+                metrics[f"reward/correlation/{name.replace(':', '.')}"] = correlation
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Phase, alarm and window."""
+        return {
+            "phase": self.phase,
+            "alarmed": self.alarmed,
+            "past": [
+                {
+                    "reward": past.reward,
+                    "success": past.success,
+                    "total": past.total.state_dict(),
+                    "split": {name: [norm.state_dict() for norm in pair] for name, pair in past.split.items()},
+                }
+                for past in self._past
+            ],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
+        self.phase, self.alarmed = str(state["phase"]), bool(state["alarmed"])
+        self._past.clear()
+        for row in state["past"]:
+            split = {name: (_norm(failed), _norm(won)) for name, (failed, won) in row["split"].items()}
+            self._past.append(_Iteration(float(row["reward"]), float(row["success"]), _norm(row["total"]), split))
+
+    def _correlation(self, name: str) -> float | None:
+        failed, won = RunningNorm(), RunningNorm()
+        for past in self._past:
+            if name in past.split:
+                failed.merge(past.split[name][0])
+                won.merge(past.split[name][1])
+        return point_biserial(failed, won)
+
+    def _alarm(self) -> bool:
+        before = self.alarmed
+        self.alarmed = False
+        if len(self._past) == self._past.maxlen:
+            total = RunningNorm()
+            for past in self._past:
+                total.merge(past.total)
+            reward, success = rise([p.reward for p in self._past]), rise([p.success for p in self._past])
+            self.alarmed = reward > self.margin * total.std and success < -self.margin
+            if self.alarmed and not before:
+                logger.warning(
+                    "the reward rose by %.3g while success fell by %.3g over %d iterations: it may be hacked; "
+                    "reward/correlation/ shows which part goes against success",
+                    reward, -success, len(self._past),
+                )  # fmt: skip
+        return self.alarmed
+
+
+def point_biserial(failed: RunningNorm, won: RunningNorm) -> float | None:
+    """Correlation of a number with success: (mean won - mean failed) / s sqrt(n_w n_f / n^2), s over all, biased.
+
+    None where it is undefined: nothing won, nothing failed, or nothing differs.
+    """
+    if not failed.count or not won.count:
+        return None
+    both = RunningNorm()
+    both.merge(failed)
+    both.merge(won)
+    deviation = math.sqrt(both.squares / both.count)
+    if deviation < 1e-12 * max(1.0, abs(both.mean)):
+        return None
+    share = math.sqrt(failed.count * won.count) / both.count
+    return max(-1.0, min(1.0, (won.mean - failed.mean) / deviation * share))
+
+
+def rise(values: Sequence[float]) -> float:
+    """How far the least-squares line through the values rises from the first to the last; 0 for fewer than two."""
+    last = len(values) - 1
+    if last < 1:
+        return 0.0
+    centre = last / 2
+    slope = math.fsum((x - centre) * y for x, y in enumerate(values)) / math.fsum(
+        (x - centre) ** 2 for x in range(last + 1)
+    )
+    return slope * last
+
+
+def _iteration(rollouts: Sequence[Rollout], parts: Sequence[str]) -> _Iteration:
+    totals = [rollout.reward for rollout in rollouts]
+    past = _Iteration(fmean(totals), fmean(rollout.success for rollout in rollouts), RunningNorm(totals))
+    for name in ("total", *parts):
+        sides: tuple[list[float], list[float]] = ([], [])
+        for rollout in rollouts:
+            sides[rollout.success].append(rollout.reward if name == "total" else rollout.trajectory.rewards[name])
+        past.split[name] = (RunningNorm(sides[False]), RunningNorm(sides[True]))
+    return past
+
+
+def _norm(state: Mapping[str, Any]) -> RunningNorm:
+    norm = RunningNorm()
+    norm.load_state_dict(state)
+    return norm

@@ -1,0 +1,76 @@
+"""Components that a trajectory itself determines: task, tool_use, format, length. Numbers worked by hand."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_rollouts import call, rollout, say
+
+from rl_core.rewards.format import FormatReward
+from rl_core.rewards.length import LengthReward
+from rl_core.rewards.task import TaskReward
+from rl_core.rewards.tool_use import ToolUseReward
+from rl_core.settings import FormatSettings, LengthSettings, ToolUseSettings
+
+
+def test_task_is_what_the_environment_gave():
+    reward = TaskReward()
+    assert reward([rollout(task=0.75, answer="3"), rollout(task=-0.1)]) == [0.75, -0.1]
+    assert reward.metrics == {"answered": 0.5}
+
+
+def test_tool_use_by_hand():
+    settings = ToolUseSettings(misuse=1.0, max_calls=2, excess=0.25, bonus=0.1, max_bonus=0.25)
+    reward = ToolUseReward(settings)
+    four = [call(row=1), call(row=1), call(row=2), call(row=3, error=True)]
+    # 1 misuse, 2 beyond 2, 2 different calls that worked: -1 - .5 + .2
+    assert reward([rollout([*four, say("answer x")])]) == [pytest.approx(-1.3)]
+    assert reward.metrics == pytest.approx({"misused_turns": 1.0, "excess_calls": 2.0, "bonus": 0.2})
+    three = [call(row=1), call(row=2), call(row=3)]
+    assert reward([rollout(three), rollout([say("?", error=True)]), rollout()]) == pytest.approx([0.0, -1.0, 0.0])
+    assert reward.metrics["bonus"] == pytest.approx(0.25 / 3)  # .3 capped at .25, over three rollouts
+
+
+def test_tool_use_as_it_was_unless_more_is_asked_for():
+    reward = ToolUseReward(ToolUseSettings())
+    many = [call(row=n) for n in range(9)]
+    assert reward([rollout(many), rollout([*many, say("?", error=True), call(error=True)])]) == [0.0, -2.0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=8), st.integers(0, 4))
+def test_no_sequence_of_calls_earns_more_than_the_cap(calls, max_calls):
+    settings = ToolUseSettings(max_calls=max_calls, bonus=0.3, max_bonus=0.5)
+    turns = [call(row=row, error=error) for row, error in calls]
+    (value,) = ToolUseReward(settings)([rollout(turns)])
+    assert value <= 0.5
+    if turns and not turns[-1].is_error:
+        (again,) = ToolUseReward(settings)([rollout([*turns, turns[-1]])])
+        assert again <= value  # the same call again never pays
+
+
+def test_format_by_hand():
+    reward = FormatReward(FormatSettings())
+    good = [call(), call(error=True), say("answer 3")]  # a tool that failed was called well
+    assert reward([rollout(good), rollout([call(), say("hm", error=True)]), rollout()]) == [1.0, 0.5, 0.0]
+    assert reward.metrics == pytest.approx({"malformed_turns": 1 / 3, "perfect": 1 / 3})
+    assert reward([rollout([call(), say("answer 3 and th")], stop="max_tokens")]) == [0.5]  # cut off
+    assert reward([rollout([call(), call()], stop="max_turns")]) == [1.0]
+
+
+def test_format_pattern_takes_the_whole_action():
+    reward = FormatReward(FormatSettings(pattern="<think>.*</think>.+"))
+    fits, lacks = say("<think>a\nb</think>answer 3"), say("well <think>a</think>answer 3")
+    assert reward([rollout([fits]), rollout([fits, lacks])]) == [1.0, 0.5]
+
+
+def test_length_by_hand():
+    reward = LengthReward(LengthSettings(free=2, limit=6))
+    sampled = [0, 2, 3, 4, 6, 9]
+    values = reward([rollout(mask=[True] * n + [False] * 5) for n in sampled])  # observations do not count
+    assert values == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    assert reward.metrics == pytest.approx({"tokens": 4.0, "punished": 4 / 6})
+
+
+@given(st.lists(st.integers(0, 200), min_size=2, max_size=5))
+def test_length_never_rises_with_length(lengths):
+    values = LengthReward(LengthSettings())([rollout(mask=[True] * n) for n in sorted(lengths)])
+    assert values == sorted(values, reverse=True) and all(-1 <= value <= 0 for value in values)

@@ -1,0 +1,133 @@
+"""A user's function at arm's length: typed errors that name function and sample, or masked samples."""
+
+import math
+import sys
+import threading
+import types
+
+import pytest
+from reward_rollouts import group, rollout, say
+
+from rl_core.errors import RewardError
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.settings import RewardSettings
+
+NAME = "user_function_for_test:score"
+
+
+@pytest.fixture
+def score(monkeypatch):
+    """Score `count` rollouts of seeds 0, 1, ... in groups of four with a function; gives groups and metrics."""
+
+    def run(function, count=8, **options):
+        module = types.ModuleType("user_function_for_test")
+        module.score = function
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        made = [
+            group(*(rollout([say("a")], task=float(n % 2), seed=n) for n in range(start, start + 4)))
+            for start in range(0, count, 4)
+        ]
+        metrics = RewardOrchestrator({"task": 1.0, NAME: 0.5}, options=RewardSettings(**options)).score(made)
+        return made, metrics
+
+    return run
+
+
+@pytest.fixture
+def hang():
+    """A wait that a test's end lets go."""
+    event = threading.Event()
+    yield event.wait
+    event.set()
+
+
+def seeds(trajectories):
+    return [float(trajectory.seed) for trajectory in trajectories]
+
+
+def failing_at(bad, how):
+    def function(trajectories):
+        return [how() if trajectory.seed in bad else float(trajectory.seed) for trajectory in trajectories]
+
+    return function
+
+
+def test_a_hang_is_an_error_that_names_function_and_sample(score, hang):
+    message = rf"reward '{NAME}' did not return within 0.05 s .*\(at .*level 'easy', seed 2, sample 0\)"
+    with pytest.raises(RewardError, match=message):
+        score(failing_at({2}, hang), timeout_s=0.05)
+
+
+def test_exits_and_generators(score):
+    with pytest.raises(RewardError, match=r"raised SystemExit: 3 \(at .*seed 5"):
+        score(failing_at({5}, lambda: sys.exit(3)))
+    made, _ = score(lambda trajectories: (float(t.seed) for t in trajectories))
+    assert made[1].rewards == [2.0, 3.5, 3.0, 4.5]  # task + seed / 2
+
+    def late(trajectories):
+        yield 1.0
+        raise ValueError("late")
+
+    with pytest.raises(RewardError, match="raised ValueError: late"):
+        score(late)
+
+
+@pytest.mark.parametrize("how", ["nan", "raise", "hang"])
+def test_masked_samples(score, hang, how):
+    bad = {"nan": lambda: math.nan, "raise": lambda: 1 / 0, "hang": hang}[how]
+    made, metrics = score(
+        failing_at({2, 5}, bad), on_error="mask", max_masked_rate=0.25, timeout_s=0.1 if how == "hang" else 60
+    )
+    flat = [r for g in made for r in g.rollouts]
+    assert [r.is_masked for r in flat] == [n in (2, 5) for n in range(8)]
+    others = [0 + 0.0, 1 + 0.5, 1 + 1.5], [0 + 2.0, 0 + 3.0, 1 + 3.5]
+    assert made[0].rewards == pytest.approx([0.0, 1.5, sum(others[0]) / 3, 2.5])
+    assert made[1].rewards == pytest.approx([2.0, sum(others[1]) / 3, 3.0, 4.5])
+    assert flat[2].trajectory.rewards == {"task": 0.0}  # no part that was not computed, nothing weighted
+    assert flat[2].trajectory.reward == flat[2].reward
+    assert metrics["reward/masked_rate"] == 0.25
+    kept = [*others[0], *others[1]]
+    assert metrics["reward/mean"] == pytest.approx(sum(kept) / 6)
+    assert metrics["reward/user_function_for_test.score"] == pytest.approx((0 + 1 + 3 + 4 + 6 + 7) / 6)
+    assert metrics["reward/task"] == pytest.approx(0.5)  # of all eight
+
+
+def test_masking_is_bounded(score):
+    with pytest.raises(RewardError, match=r"failed on 2 of 8 samples, more than max_masked_rate 0\.2; .*seed 2"):
+        score(failing_at({2, 5}, lambda: math.nan), on_error="mask", max_masked_rate=0.2)
+    with pytest.raises(RewardError, match=r"ZeroDivisionError.*seed 5.*2 of 8 samples fail, more than"):
+        score(failing_at({2, 5, 6}, lambda: 1 / 0), on_error="mask", max_masked_rate=0.2)
+
+
+def test_what_no_sample_is_to_blame_for_is_never_masked(score):
+    with pytest.raises(RewardError, match="gave 1 values for 8 trajectories"):
+        score(lambda trajectories: [1.0], on_error="mask")
+
+    def only_alone(trajectories):
+        return [1.0] if len(trajectories) == 1 else 1 / 0
+
+    with pytest.raises(RewardError, match="though it takes each sample alone"):
+        score(only_alone, on_error="mask")
+
+
+def test_samples_that_pass_are_scored_together(score):
+    def ranks(trajectories):
+        assert all(t.seed != 3 for t in trajectories)
+        return [float(sum(o.seed < t.seed for o in trajectories)) for t in trajectories]
+
+    made, metrics = score(ranks, on_error="mask", max_masked_rate=0.2)
+    assert [r.is_masked for r in made[0].rollouts] == [False, False, False, True]
+    assert made[1].rewards == [1.5, 3.0, 2.5, 4.0]  # ranks 3, 4, 5, 6 among seven
+    assert metrics["reward/masked_rate"] == 0.125
+
+
+def test_without_a_limit_it_runs_where_it_is_called(score):
+    seen = []
+
+    def where(trajectories):
+        seen.append(threading.current_thread())
+        return seeds(trajectories)
+
+    score(where, timeout_s=None)
+    score(where)
+    assert seen[0] is threading.main_thread() and seen[1] is not threading.main_thread()
