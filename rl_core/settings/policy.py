@@ -189,8 +189,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 if name not in self.rewards:
                     raise SettingsError(
                         f"curriculum.{index}.rewards.{name}: the policy's rewards have no such component; "
-                        f"{nearest(name, self.rewards)}. "
-                        "A reward that only later stages use stands there with weight 0"
+                        f"{nearest(name, self.rewards)} (one that only later stages use stands there with weight 0)"
                     )
         for name in self.reward_options.normalise:
             if name not in self.rewards:

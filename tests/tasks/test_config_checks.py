@@ -370,7 +370,7 @@ def test_what_a_stage_overrides():
     override = {"task": 0.5, "tool_use": 0.1}
     problems = policy_problems(curriculum=[stage("a", rewards=override)])
     assert list(problems) == ["curriculum.0.rewards.tool_use"]
-    assert "A reward that only later stages use stands there with weight 0" in problems["curriculum.0.rewards.tool_use"]
+    assert "only later stages use stands there with weight 0" in problems["curriculum.0.rewards.tool_use"]
     assert policy_problems(rewards={"task": 1.0, "tool_use": 0}, curriculum=[stage("a", rewards=override)]) == {}
     assert (
         "stage 'a': group_size: 1 leaves grpo" in policy_problems(curriculum=[stage("a", group_size=1)])["curriculum"]

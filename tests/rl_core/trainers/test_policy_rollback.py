@@ -242,6 +242,6 @@ def test_overrides_that_cannot_work_are_refused_at_once(tokenizer):
         make_trainer(tokenizer, curriculum=(stage("one", group_size=1),))
     with pytest.raises(SettingsError, match="stage 'one': minibatches: 30 is more"):
         make_trainer(tokenizer, minibatches=30, curriculum=(stage("one", group_size=2),))
-    with pytest.raises(SettingsError, match=r"stage 'one' weighs the reward 'tsk'.*did you mean 'task'"):
+    with pytest.raises(SettingsError, match=r"curriculum\.0\.rewards\.tsk: .*did you mean 'task'"):
         make_trainer(tokenizer, curriculum=(stage("one", rewards={"tsk": 1.0}),))
     make_trainer(tokenizer, algorithm="reinforce", curriculum=(stage("one", group_size=1),))
