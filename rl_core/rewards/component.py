@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,7 +12,7 @@ from rl_core.types import Rollout
 __all__ = ["Component", "describe"]
 
 
-class Component:
+class Component(ABC):
     """Called with the rollouts of an iteration, gives one number for each; None = it could not score that one.
 
     `metrics` says more about the last call; `reward/<component>/` goes before the names.
@@ -22,15 +23,15 @@ class Component:
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
 
+    @abstractmethod
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> Sequence[float | None]:
         """Score them. Raises: RewardError."""
-        raise NotImplementedError
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs; most components keep nothing."""
         return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 most have nothing to load
         """Inverse of `state_dict`."""
 
 

@@ -5,6 +5,7 @@ Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, P 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
 from rl_core.models.causal_lm import evaluating
-from rl_core.models.critic import PolicyWithCritic
+from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
@@ -25,7 +26,7 @@ from rl_core.trainers.replay import Sample
 from rl_core.trainers.update import Updater
 from rl_core.types import TrainBatch
 
-__all__ = ["Experience", "Learner"]
+__all__ = ["Experience", "Learner", "make_learner"]
 
 Plan = Sequence[Sequence[int]]  # row indices of each optimizer step
 
@@ -201,3 +202,29 @@ class Experience:
             self.mask_RS = self.mask_RS & (self.advantages_RS.abs() >= self.settings.filter_threshold)
             self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         return metrics
+
+
+def make_learner(
+    model: PreTrainedModel, reference: PreTrainedModel | None, settings: PolicySettings, pad_id: int
+) -> Learner:
+    """Policy, critic and their optimizers, as the algorithm needs them."""
+    total_steps = settings.iterations * settings.epochs * settings.minibatches
+    chosen = settings.value_function
+    if chosen is None:
+        updater = Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite)
+        return Learner(model, updater, pad_id, reference)
+    if chosen.kind == "shared":
+        head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
+        joined = PolicyWithCritic(model, head)
+        updater = Updater(joined, settings, total_steps, max_nonfinite=settings.max_nonfinite)
+        return Learner(model, updater, pad_id, reference, joined)
+    critic = SeparateCritic(model)
+    own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
+    return Learner(
+        model,
+        Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite),
+        pad_id,
+        reference,
+        PolicyWithCritic(model, critic),
+        Updater(critic, own, total_steps, max_nonfinite=settings.max_nonfinite),
+    )

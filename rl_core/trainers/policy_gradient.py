@@ -8,7 +8,6 @@ Suffixes: P prompts, G rollouts per prompt.
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,13 +25,12 @@ from rl_core.errors import SettingsError
 from rl_core.losses.advantages import overlong_penalty
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
 from rl_core.losses.supervised import entropy_coef_at
-from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.states import TurnStates, turn_states
 from rl_core.settings import PolicySettings, RollbackSettings
-from rl_core.trainers.experience import Learner
+from rl_core.trainers.experience import make_learner
 from rl_core.trainers.policy_update import PolicyUpdate
 from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
 from rl_core.trainers.rollout_metrics import rollout_metrics
@@ -106,7 +104,7 @@ class PolicyGradientTrainer:
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
         pad = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
-        self.learner = _make_learner(model, reference_model, settings, pad)
+        self.learner = make_learner(model, reference_model, settings, pad)
         updaters = [updater for updater in (self.learner.updater, self.learner.critic_updater) if updater is not None]
         self._entries = StageEntries(self.model, updaters)
 
@@ -377,29 +375,3 @@ class PolicyGradientTrainer:
         self.kl_coef = adaptive_kl_coef(
             self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played
         )
-
-
-def _make_learner(
-    model: PreTrainedModel, reference: PreTrainedModel | None, settings: PolicySettings, pad_id: int
-) -> Learner:
-    """Policy, critic and their optimizers, as the algorithm needs them."""
-    total_steps = settings.iterations * settings.epochs * settings.minibatches
-    chosen = settings.value_function
-    if chosen is None:
-        updater = Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite)
-        return Learner(model, updater, pad_id, reference)
-    if chosen.kind == "shared":
-        head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
-        joined = PolicyWithCritic(model, head)
-        updater = Updater(joined, settings, total_steps, max_nonfinite=settings.max_nonfinite)
-        return Learner(model, updater, pad_id, reference, joined)
-    critic = SeparateCritic(model)
-    own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
-    return Learner(
-        model,
-        Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite),
-        pad_id,
-        reference,
-        PolicyWithCritic(model, critic),
-        Updater(critic, own, total_steps, max_nonfinite=settings.max_nonfinite),
-    )
