@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from rl_core.errors import DataError
+from rl_core.types import TrainBatch
 
-__all__ = ["DataOrder", "attention_mask", "micro_batches", "pack", "pad_rows"]
+__all__ = ["DataOrder", "attention_mask", "micro_batches", "pack", "pad_rows", "unscored_batch"]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -98,6 +99,12 @@ def pad_rows(
     padded_BS = torch.full(mask_BS.shape, pad_value, dtype=dtype)
     padded_BS[mask_BS] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)
     return padded_BS
+
+
+def unscored_batch(rows: Sequence[Sequence[int]], pad_id: int) -> TrainBatch:
+    """Right-padded token rows of which no token carries loss: for what only reads hidden states."""
+    ids_BS = pad_rows(rows, pad_id)
+    return TrainBatch(ids_BS, attention_mask([len(row) for row in rows]), torch.zeros_like(ids_BS, dtype=torch.bool))
 
 
 class DataOrder:

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rl_core.data.batches import micro_batches, pad_rows
+from rl_core.data.batches import micro_batches, unscored_batch
 from rl_core.errors import DataError
 from rl_core.losses.value import value_loss
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
+from rl_core.models.trunk import hidden_states
 
 __all__ = ["Baseline", "BaselineHead", "pooled_states"]
 
@@ -102,8 +103,7 @@ def pooled_states(
     pooled: list[torch.Tensor] = [torch.empty(0)] * len(rows)
     with evaluating(model):
         for group in micro_batches([len(row) for row in rows], max_tokens):
-            ids_BS = pad_rows([rows[index] for index in group], pad_id).to(device)
-            hidden_BSH = base.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state
+            hidden_BSH = hidden_states(base, unscored_batch([rows[index] for index in group], pad_id).to(device))
             sums_BSH = hidden_BSH.float().cumsum(1)
             for b, index in enumerate(group):
                 ends_N = torch.tensor(list(ends[index]), dtype=torch.int64, device=device)

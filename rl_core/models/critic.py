@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from rl_core.errors import DataError
 from rl_core.models.logprobs import TokenOutputs, token_outputs
 from rl_core.models.lora import unwrap
+from rl_core.models.trunk import hidden_states
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyWithCritic", "SeparateCritic", "ValueHead", "hidden_size"]
@@ -59,7 +60,7 @@ class SeparateCritic(nn.Module):
         mask_BS = batch.loss_mask_BS
         if bool(mask_BS[:, 0].any()):
             raise DataError("loss_mask is True at position 0, which has no token before it")
-        hidden_BSH = self.trunk(input_ids=batch.input_ids_BS, use_cache=False).last_hidden_state
+        hidden_BSH = hidden_states(self.trunk, batch)
         after_BS = self.head(hidden_BSH.reshape(-1, hidden_BSH.shape[-1])).view(mask_BS.shape)
         before_BS = torch.cat([after_BS.new_zeros(len(after_BS), 1), after_BS[:, :-1]], dim=1)
         last_B1 = batch.attention_mask_BS.sum(1, keepdim=True) - 1

@@ -14,7 +14,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rl_core.errors import CheckpointError, DataError
 from rl_core.models.causal_lm import device_of, evaluating, load_pretrained, load_tokenizer
+from rl_core.models.trunk import hidden_states
 from rl_core.settings import ModelSettings
+from rl_core.types import TrainBatch
 
 __all__ = ["load_reward_model", "reward_model_from", "score", "sequence_scores"]
 
@@ -75,8 +77,11 @@ def sequence_scores(model: PreTrainedModel, input_ids_BS: torch.Tensor, lengths_
         raise DataError(f"input_ids {tuple(input_ids_BS.shape)} and lengths {tuple(lengths_B.shape)} do not match")
     if lengths_B.numel() and not (int(lengths_B.min()) >= 1 and int(lengths_B.max()) <= input_ids_BS.shape[1]):
         raise DataError(f"lengths must lie in 1..{input_ids_BS.shape[1]}, found {lengths_B.tolist()}")
-    hidden_BSH = model.base_model(input_ids=input_ids_BS, use_cache=False).last_hidden_state
-    last_BH = hidden_BSH[torch.arange(len(lengths_B), device=hidden_BSH.device), lengths_B.to(hidden_BSH.device) - 1]
+    places_S = torch.arange(input_ids_BS.shape[1], device=input_ids_BS.device)
+    lengths_B1 = lengths_B.to(input_ids_BS.device)[:, None]
+    batch = TrainBatch(input_ids_BS, places_S < lengths_B1, torch.zeros_like(input_ids_BS, dtype=torch.bool))
+    last_BS = places_S == lengths_B1 - 1
+    last_BH = hidden_states(model, batch, last_BS)[last_BS]
     return model.get_submodule("score")(last_BH).squeeze(-1).float()
 
 

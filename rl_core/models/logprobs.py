@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
-from rl_core.models.packing import model_inputs
+from rl_core.models.trunk import hidden_states, model_inputs
 from rl_core.types import TrainBatch
 
 __all__ = ["TokenOutputs", "completion_logprobs", "selected_logprobs", "token_outputs"]
@@ -85,9 +85,8 @@ def token_outputs(
     targets_N = ids_BS.reshape(-1)[positions_N]
     base = unwrap(model)
     head = base.get_output_embeddings()
-    inputs = model_inputs(base, batch)
     if _is_plain_head(base, head):
-        hidden_BSH = base.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden_BSH = hidden_states(base, batch, _read_places(batch, with_last=value_head is not None))
         hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
         logprobs_N, entropy_N = selected_logprobs(
             hidden_NH,
@@ -98,8 +97,8 @@ def token_outputs(
             chunk_tokens=chunk_tokens,
         )
     else:  # a head that scales, caps or adapts its logits: let the model compute them
-        outputs = base(**inputs, use_cache=False, output_hidden_states=value_head is not None)
-        hidden_BSH = outputs.hidden_states[-1] if value_head is not None else None
+        outputs = base(**model_inputs(base, batch), use_cache=False, output_hidden_states=value_head is not None)
+        hidden_BSH = outputs.hidden_states[-1] if value_head is not None else outputs.logits
         logits_NV = outputs.logits.reshape(-1, outputs.logits.shape[-1]).index_select(0, positions_N - 1)
         log_p_NV = functional.log_softmax(logits_NV.to(_accurate(logits_NV.dtype)), dim=-1)
         logprobs_N = log_p_NV.gather(1, targets_N[:, None]).squeeze(1)
@@ -115,6 +114,15 @@ def token_outputs(
         last_B = batch.attention_mask_BS.sum(1) - 1
         result.value_after_B = value_head(hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
     return result
+
+
+def _read_places(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
+    """[B, S] positions whose hidden states are read: those before loss tokens and, if asked for, each row's last."""
+    places_BS = torch.cat([batch.loss_mask_BS[:, 1:], torch.zeros_like(batch.loss_mask_BS[:, :1])], dim=1)
+    if with_last:
+        last_B = batch.attention_mask_BS.sum(1) - 1
+        places_BS[torch.arange(len(last_B), device=last_B.device), last_B] = True
+    return places_BS
 
 
 def selected_logprobs(

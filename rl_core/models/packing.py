@@ -12,28 +12,10 @@ from transformers import PreTrainedModel
 
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
+from rl_core.models.trunk import model_inputs
 from rl_core.types import TrainBatch
 
-__all__ = ["can_pack", "model_inputs"]
-
-
-def model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.Tensor]:
-    """What the trunk of `model` gets for a batch: its tokens and, where rows are packed, their positions.
-
-    transformers builds a block-diagonal causal mask from positions that start again, when it is given neither an
-    attention mask nor a cache. Its flash kernels read the same positions, but only in a batch of one row: there the
-    rows are laid end to end, which changes nothing, as each begins a sequence. The output then has shape [1, B*S, ...].
-    """
-    if batch.position_ids_BS is None:
-        return {"input_ids": batch.input_ids_BS}
-    inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS}
-    if _reads_one_row_alone(model):
-        inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
-    return inputs
-
-
-def _reads_one_row_alone(model: PreTrainedModel) -> bool:
-    return "flash" in str(getattr(model.config, "_attn_implementation", None))
+__all__ = ["can_pack"]
 
 
 def can_pack(model: PreTrainedModel) -> bool:

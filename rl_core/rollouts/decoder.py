@@ -19,11 +19,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rl_core.models.lora import is_lora, plain_linear, unwrap
+from rl_core.models.trunk import STATIC_ROPES
 
 __all__ = ["Decoder", "Extension"]
 
 _FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the sequence's length
 _FEW_ROWS = 128
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -53,7 +53,7 @@ class Decoder:
         if type(base).__name__ not in _FAMILIES or not type(base).__module__.startswith("transformers."):
             return False
         rotary = base.model.rotary_emb
-        if getattr(rotary, "rope_type", "default") not in _STATIC_ROPES:
+        if getattr(rotary, "rope_type", "default") not in STATIC_ROPES:
             return False
         if any(kind != "full_attention" for kind in getattr(base.config, "layer_types", None) or ()):
             return False

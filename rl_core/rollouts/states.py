@@ -12,9 +12,10 @@ from itertools import groupby
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.data.batches import micro_batches, pad_rows
+from rl_core.data.batches import micro_batches, unscored_batch
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
+from rl_core.models.trunk import hidden_states
 from rl_core.types import Rollout
 
 __all__ = ["Embed", "TurnStates", "turn_spans", "turn_states"]
@@ -64,8 +65,8 @@ def turn_states(
     found: list[TurnStates | None] = [None] * len(rows)
     with evaluating(model):
         for group in micro_batches([len(row) for row in rows], max_tokens):
-            ids_BS = pad_rows([rows[index] for index in group], pad_id).to(device)
-            hidden_BSH = base.base_model(input_ids=ids_BS, use_cache=False).last_hidden_state.float().cpu()
+            batch = unscored_batch([rows[index] for index in group], pad_id).to(device)
+            hidden_BSH = hidden_states(base, batch).float().cpu()
             for b, index in enumerate(group):
                 found[index] = _states_of(hidden_BSH[b], rollouts[index])
     return [states for states in found if states is not None]

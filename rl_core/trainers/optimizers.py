@@ -87,6 +87,7 @@ def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], setti
             lr=settings.learning_rate,
             betas=settings.betas,
             eps=settings.eps,
+            fused=True,  # one pass over memory in place of a dozen
         )
     if hidden:
         parts["muon"] = torch.optim.Muon(

@@ -1,0 +1,282 @@
+"""Hidden states of a causal language model, on real tokens only where that is possible.
+
+transformers computes every layer on the padded rectangle and builds norms, rotary embeddings and gated activations from
+many small kernels, each with a pass over memory of its own. On a CPU that costs more than the matrix products. For
+Llama, Qwen2 and Qwen3 in float32, `hidden_states` runs the same layers, calling the same linear modules (adapters
+included), on the N real tokens laid end to end; only attention sees rows, those of
+similar length together. Everything else goes to transformers.
+
+B rows, S sequence, N real tokens, H hidden, h heads, D head size, I width of the MLP.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from rl_core.types import TrainBatch
+
+__all__ = ["STATIC_ROPES", "hidden_states", "model_inputs"]
+
+_FAMILIES = ("LlamaModel", "Qwen2Model", "Qwen3Model")
+STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the sequence's length
+_LEAST_FILLED = 0.85  # a row shorter than this share of its rectangle's width opens the next rectangle,
+_LEAST_ROWS = 8  # if there are this many rows in it: a call of the attention kernel has a price of its own
+
+
+def hidden_states(model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Tensor | None = None) -> torch.Tensor:
+    """Last hidden states, after the final norm, of a right-padded batch, with gradient.
+
+    Args:
+        model: a model of transformers with a head on it (without adapters around it: see `unwrap`), or its trunk.
+        needed_BS: True at the positions whose hidden states will be read, all of them real; the last layer may leave
+            out the others. None = all real positions.
+    Returns: [B, S, H]; what stands at padding and at positions that are not needed means nothing.
+    """
+    trunk: Any = model.base_model
+    if batch.position_ids_BS is None and _is_plain(trunk):
+        return _run(trunk, batch, needed_BS)
+    hidden: torch.Tensor = trunk(**model_inputs(model, batch), use_cache=False).last_hidden_state
+    return hidden.reshape(*batch.input_ids_BS.shape, -1)
+
+
+def model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.Tensor]:
+    """What the trunk of `model` gets for a batch: its tokens and, where rows are packed, their positions.
+
+    transformers builds a block-diagonal causal mask from positions that start again, when it is given neither an
+    attention mask nor a cache. Its flash kernels read the same positions, but only in a batch of one row: there the
+    rows are laid end to end, which changes nothing, as each begins a sequence. The output then has shape [1, B*S, ...].
+    """
+    if batch.position_ids_BS is None:
+        return {"input_ids": batch.input_ids_BS}
+    inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS}
+    if _reads_one_row_alone(model):
+        inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+    return inputs
+
+
+def _reads_one_row_alone(model: PreTrainedModel) -> bool:
+    return "flash" in str(getattr(model.config, "_attn_implementation", None))
+
+
+def _is_plain(trunk: Any) -> bool:
+    """Whether this module's own forward pass may stand in for that of transformers."""
+    kind = type(trunk)
+    if kind.__name__ not in _FAMILIES or not kind.__module__.startswith("transformers."):
+        return False
+    weight, config = trunk.embed_tokens.weight, trunk.config
+    # A GPU has fused attention over several sequences and does not mind small kernels; in low precision transformers
+    # rounds at places that are its own.
+    if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
+        return False
+    return (
+        getattr(config, "_attn_implementation", None) == "sdpa"
+        and config.hidden_act == "silu"
+        and not (trunk.training and (getattr(config, "attention_dropout", 0.0) or _checkpoints_activations(trunk)))
+        and getattr(trunk.rotary_emb, "rope_type", "default") in STATIC_ROPES
+        and all(kind == "full_attention" for kind in getattr(config, "layer_types", None) or ())
+    )
+
+
+def _checkpoints_activations(trunk: Any) -> bool:
+    return any(getattr(module, "gradient_checkpointing", False) for module in (trunk, *trunk.layers[:1]))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The rectangles in which attention sees the N real tokens: rows of similar length together."""
+
+    shapes: list[tuple[int, int]]  # rows and width of each rectangle
+    tokens_P: torch.Tensor  # int64, real token that stands at each place of all rectangles; at padding, some real token
+    places_N: torch.Tensor  # int64, place of each real token
+
+    def spread(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
+        """[N, h, D] -> [rows, h, width, D] of each rectangle; no gradient comes back from padding."""
+        padded_PhD: torch.Tensor = _Spread.apply(x_NhD, self.tokens_P, self.places_N)
+        parts = padded_PhD.split([rows * width for rows, width in self.shapes])
+        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """[rows, h, width, D] of each rectangle -> [N, h * D]."""
+        flat_PE = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).flatten(1)
+        joined_NE: torch.Tensor = _Join.apply(flat_PE, self.places_N)
+        return joined_NE
+
+
+def _rows_of(lengths: list[int]) -> _Rows:
+    """Rectangles for rows of these lengths, whose tokens lie end to end: sorted, cut where much would be padding."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups: list[list[int]] = []
+    for row in order:
+        if not groups or (lengths[row] < _LEAST_FILLED * lengths[groups[-1][0]] and len(groups[-1]) >= _LEAST_ROWS):
+            groups.append([])
+        groups[-1].append(row)
+    shapes = [(len(group), lengths[group[0]]) for group in groups]
+    ends = list(itertools.accumulate(lengths))
+    tokens: list[torch.Tensor] = []
+    is_real: list[torch.Tensor] = []
+    for group, (_, width) in zip(groups, shapes, strict=True):
+        starts_R1 = torch.tensor([ends[row] - lengths[row] for row in group])[:, None]
+        last_R1 = torch.tensor([lengths[row] - 1 for row in group])[:, None]
+        places_W = torch.arange(width)
+        tokens.append((starts_R1 + places_W.minimum(last_R1)).reshape(-1))
+        is_real.append((places_W <= last_R1).reshape(-1))
+    tokens_P, real_places_N = torch.cat(tokens), torch.cat(is_real).nonzero().squeeze(1)
+    places_N = torch.empty_like(real_places_N)
+    places_N[tokens_P[real_places_N]] = real_places_N
+    return _Rows(shapes, tokens_P, places_N)
+
+
+def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch.Tensor:
+    ids_BS, mask_BS = batch.input_ids_BS, batch.attention_mask_BS
+    rows = _rows_of(mask_BS.sum(1).tolist())
+    flat_N = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
+    x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
+    cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
+    cos_N1D, sin_N1D = cos_1ND[0][:, None], sin_1ND[0][:, None]
+    layers = trunk.layers[: trunk.config.num_hidden_layers]
+    for index, layer in enumerate(layers):
+        attended_NE = _attend(layer, rows, x_NH, cos_N1D, sin_N1D)
+        if index + 1 == len(layers) and needed_BS is not None:  # the other tokens' states have been read for good
+            needed_n = needed_BS.reshape(-1)[flat_N].nonzero().squeeze(1)
+            attended_NE, x_NH = _Join.apply(attended_NE, needed_n), _Join.apply(x_NH, needed_n)
+            flat_N = flat_N[needed_n]
+        x_NH = x_NH + layer.self_attn.o_proj(attended_NE)
+        mlp = layer.mlp
+        normed_NH = _norm(layer.post_attention_layernorm, x_NH)
+        x_NH = x_NH + mlp.down_proj(_GatedSilu.apply(mlp.gate_proj(normed_NH), mlp.up_proj(normed_NH)))
+    flat_PH = x_NH.new_zeros(ids_BS.numel(), x_NH.shape[1])
+    return flat_PH.index_copy(0, flat_N, _norm(trunk.norm, x_NH)).unflatten(0, ids_BS.shape)
+
+
+def _attend(layer: Any, rows: _Rows, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
+    """Causal self-attention before its output projection: [N, h * D]. Right padding is kept out by causality alone."""
+    attention = layer.self_attn
+    normed_NH = _norm(layer.input_layernorm, x_NH)
+    size = attention.head_dim
+    q_NhD = attention.q_proj(normed_NH).unflatten(1, (-1, size))
+    k_NhD = attention.k_proj(normed_NH).unflatten(1, (-1, size))
+    v_NhD = attention.v_proj(normed_NH).unflatten(1, (-1, size))
+    if hasattr(attention, "q_norm"):
+        q_NhD, k_NhD = _norm(attention.q_norm, q_NhD), _norm(attention.k_norm, k_NhD)
+    q_NhD, k_NhD = _Rotary.apply(q_NhD, cos_N1D, sin_N1D), _Rotary.apply(k_NhD, cos_N1D, sin_N1D)
+    is_grouped = q_NhD.shape[1] != k_NhD.shape[1]
+    return rows.join(
+        [
+            functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=is_grouped
+            )
+            for q, k, v in zip(rows.spread(q_NhD), rows.spread(k_NhD), rows.spread(v_NhD), strict=True)
+        ]
+    )
+
+
+def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
+    normed: torch.Tensor = _RMSNorm.apply(x, module.weight, module.variance_epsilon)
+    return normed
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
+
+    Backward is torch's fused one of layer norm with mean 0, which takes off one term too many:
+        layer norm: r (w g - mean(w g) - x r mean(w g x r)),    RMS norm: r (w g - x r mean(w g x r)).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (x * scale).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        x, weight, scale = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
+            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [needs_x, needs_weight, False]
+        )
+        if needs_x:
+            grad_x.add_((grad @ weight).unsqueeze_(-1).mul_(scale).div_(x.shape[-1]))
+        return grad_x, grad_weight, None
+
+
+class _Rotary(torch.autograd.Function):
+    """Rotary position embedding of [N, h, D], halves against each other (Su et al. 2021, arXiv:2104.09864)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NhD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos_N1D, sin_N1D)
+        return _turned(x_NhD, cos_N1D, sin_N1D, 1.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NhD: torch.Tensor) -> tuple[Any, ...]:
+        cos_N1D, sin_N1D = ctx.saved_tensors
+        return _turned(grad_NhD, cos_N1D, sin_N1D, -1.0), None, None
+
+
+def _turned(x_NhD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, sign: float) -> torch.Tensor:
+    turned = x_NhD * cos_N1D
+    (x1, x2), (sin1, sin2) = x_NhD.chunk(2, dim=-1), sin_N1D.chunk(2, dim=-1)
+    turned1, turned2 = turned.chunk(2, dim=-1)
+    turned1.addcmul_(x2, sin1, value=-sign)
+    turned2.addcmul_(x1, sin2, value=sign)
+    return turned
+
+
+class _GatedSilu(torch.autograd.Function):
+    """silu(gate) * up (SwiGLU: Shazeer 2020, arXiv:2002.05202)."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_NI: torch.Tensor, up_NI: torch.Tensor) -> torch.Tensor:
+        active_NI = functional.silu(gate_NI)
+        ctx.save_for_backward(gate_NI, up_NI, active_NI)
+        return active_NI * up_NI
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NI: torch.Tensor) -> tuple[Any, ...]:
+        gate_NI, up_NI, active_NI = ctx.saved_tensors
+        grad_active_NI = grad_NI * up_NI
+        grad_gate_NI = torch.ops.aten.silu_backward.grad_input(grad_active_NI, gate_NI, grad_input=grad_active_NI)
+        return grad_gate_NI, grad_NI * active_NI
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of real tokens to their places in the rectangles; gradients come back from real places alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x_N: torch.Tensor, tokens_P: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places_N)
+        return x_N.index_select(0, tokens_P)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
+        (places_N,) = ctx.saved_tensors
+        return grad_P.index_select(0, places_N), None, None
+
+
+class _Join(torch.autograd.Function):
+    """Chosen rows, each at most once: gradients are put back in place, where torch's index_select would add them up."""
+
+    @staticmethod
+    def forward(ctx: Any, x_P: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(places_N)
+        ctx.count = len(x_P)
+        return x_P.index_select(0, places_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[Any, ...]:
+        (places_N,) = ctx.saved_tensors
+        return grad_N.new_zeros(ctx.count, *grad_N.shape[1:]).index_copy_(0, places_N, grad_N), None
