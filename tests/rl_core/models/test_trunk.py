@@ -113,7 +113,7 @@ def test_biases_rope_scaling_and_equal_heads():
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "bias" in name:
-                weight.normal_()
+                weight.normal_(std=0.1)
     assert trunk._is_plain(model.base_model)
     batch = batch_of()
     compare(model, batch, None, batch.attention_mask_BS)
