@@ -8,18 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl_core.checkpoint import CheckpointStore
 from rl_core.environments.base import Environment
 from rl_core.evaluation import evaluate, heldout_requests, validation_requests
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.record import RewardRecord
 from rl_core.settings import EvaluationSettings, PolicySettings
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
-from tasks.stage import METRICS_HISTORY, REWARD_RECORD, StageContext, StageResult, run_stage
+from tasks.stage import REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.tracking import read_metrics
 
 __all__ = ["optimise_policy"]
@@ -65,16 +63,8 @@ def _body(context: StageContext) -> dict[str, Any]:
         record=RewardRecord(context.folder / REWARD_RECORD),
     )
     trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
-    outcome = run_loop(
-        trainer,
-        settings,
-        iterations=settings.iterations,
-        tracker=context.tracker,
-        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
-        best_metric="eval/success_rate" if settings.patience is not None else None,
-        fingerprint=context.fingerprint,
-        stop_event=context.stop,
-        history=context.folder / METRICS_HISTORY,
+    outcome = context.train(
+        trainer, settings.iterations, best_metric="eval/success_rate" if settings.patience is not None else None
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     history = trainer.curriculum.history_json()

@@ -7,16 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.checkpoint import CheckpointStore
 from rl_core.models import causal_lm
 from rl_core.settings import PreferenceSettings
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.preference import PreferenceTrainer
 from tasks.policy_model import load_policy
 from tasks.preference_pairs import stage_pairs
 from tasks.reference_cache import cached_references
 from tasks.session import Session
-from tasks.stage import METRICS_HISTORY, StageContext, StageResult, code_version, run_stage
+from tasks.stage import StageContext, StageResult, code_version, run_stage
 
 __all__ = ["optimise_preferences"]
 
@@ -45,17 +43,11 @@ def _body(context: StageContext) -> dict[str, Any]:
     trainer = PreferenceTrainer(
         policy.model, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, context.seed, references
     )
-    outcome = run_loop(
+    outcome = context.train(
         trainer,
-        settings,
-        iterations=trainer.total_steps,
-        tracker=context.tracker,
-        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
+        trainer.total_steps,
         best_metric="eval/loss" if settings.patience is not None else None,
         larger_is_better=False,
-        fingerprint=context.fingerprint,
-        stop_event=context.stop,
-        history=context.folder / METRICS_HISTORY,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     metrics = outcome.metrics

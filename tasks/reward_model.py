@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.checkpoint import CheckpointStore
 from rl_core.data.chat import ChatRenderer
 from rl_core.models import causal_lm, heads
 from rl_core.settings import RewardModelSettings
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
 from tasks.preference_pairs import StagePairs, stage_pairs
 from tasks.session import Session
-from tasks.stage import METRICS_HISTORY, StageContext, StageResult, run_stage
+from tasks.stage import StageContext, StageResult, run_stage
 
 __all__ = ["reward_model"]
 
@@ -34,16 +32,8 @@ def _body(context: StageContext) -> dict[str, Any]:
     train, heldout = ([(pair.chosen_ids, pair.rejected_ids) for pair in part] for part in (pairs.train, pairs.heldout))
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
     trainer = RewardModelTrainer(model, ChatRenderer(tokenizer).pad_id, train, heldout, settings, context.seed)
-    outcome = run_loop(
-        trainer,
-        settings,
-        iterations=trainer.total_steps,
-        tracker=context.tracker,
-        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
-        best_metric="eval/accuracy" if settings.patience is not None else None,
-        fingerprint=context.fingerprint,
-        stop_event=context.stop,
-        history=context.folder / METRICS_HISTORY,
+    outcome = context.train(
+        trainer, trainer.total_steps, best_metric="eval/accuracy" if settings.patience is not None else None
     )
     causal_lm.save(model, tokenizer, context.folder / "model")
     return _summary(context, pairs, outcome.metrics, outcome.steps)

@@ -7,14 +7,12 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.checkpoint import CheckpointStore
 from rl_core.models import causal_lm
 from rl_core.settings import SFTSettings
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.sft import SFTTrainer
 from tasks.policy_model import load_policy
 from tasks.session import Session
-from tasks.stage import METRICS_HISTORY, StageContext, StageResult, run_stage
+from tasks.stage import StageContext, StageResult, run_stage
 
 __all__ = ["read_jsonl", "sft"]
 
@@ -41,17 +39,11 @@ def _body(context: StageContext) -> dict[str, Any]:
         for split in ("train", "heldout")
     )
     trainer = SFTTrainer(policy.model, policy.renderer.pad_id, train, heldout, settings, context.seed)
-    outcome = run_loop(
+    outcome = context.train(
         trainer,
-        settings,
-        iterations=trainer.total_steps,
-        tracker=context.tracker,
-        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
+        trainer.total_steps,
         best_metric="eval/loss" if settings.patience is not None else None,
         larger_is_better=False,
-        fingerprint=context.fingerprint,
-        stop_event=context.stop,
-        history=context.folder / METRICS_HISTORY,
     )
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     tokens = sum(len(ids) for ids, _ in train)

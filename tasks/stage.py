@@ -34,10 +34,10 @@ from tasks.config import PipelineSettings, resolve
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
+    from rl_core.trainers.loop import LoopOutcome, Trainer
     from tasks.session import Session
 
 __all__ = [
-    "METRICS_HISTORY",
     "REWARD_RECORD",
     "StageContext",
     "StageResult",
@@ -102,6 +102,31 @@ class StageContext:
     def checkpoints(self) -> Path:
         """Where the stage keeps its checkpoints; removed when it has finished."""
         return self.folder / "checkpoints"
+
+    def train(
+        self, trainer: Trainer, iterations: int, *, best_metric: str | None = None, larger_is_better: bool = True
+    ) -> LoopOutcome:
+        """Run a trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
+
+        Args: as `rl_core.trainers.loop.run_loop`.
+        """
+        from rl_core.checkpoint import (
+            CheckpointStore,
+        )  # here, as it loads torch, which those who only read folders do not need
+        from rl_core.trainers.loop import run_loop
+
+        return run_loop(
+            trainer,
+            self.settings,
+            iterations=iterations,
+            tracker=self.tracker,
+            checkpoints=CheckpointStore(self.checkpoints, keep=self.settings.keep_checkpoints),
+            best_metric=best_metric,
+            larger_is_better=larger_is_better,
+            fingerprint=self.fingerprint,
+            stop_event=self.stop,
+            history=self.folder / METRICS_HISTORY,
+        )
 
 
 @functools.cache

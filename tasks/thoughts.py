@@ -7,18 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.thoughts import ThoughtVerdict, judge_thoughts
-from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import CheckFailed
 from rl_core.evaluation import heldout_requests
 from rl_core.folders import write_json_atomic
 from rl_core.models import causal_lm
 from rl_core.rollouts.thought_controls import measure_gains
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.thoughts import ThoughtsTrainer
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
-from tasks.stage import METRICS_HISTORY, StageContext, StageResult, run_stage
+from tasks.stage import StageContext, StageResult, run_stage
 
 __all__ = ["learn_thoughts"]
 
@@ -48,17 +46,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         policy.backend(),
         heldout=heldout_requests(environment, episodes, context.seed),
     )
-    outcome = run_loop(
-        trainer,
-        settings,
-        iterations=settings.iterations,
-        tracker=context.tracker,
-        checkpoints=CheckpointStore(context.checkpoints, keep=settings.keep_checkpoints),
-        best_metric=f"eval/{settings.select_by}",
-        fingerprint=context.fingerprint,
-        stop_event=context.stop,
-        history=context.folder / METRICS_HISTORY,
-    )
+    outcome = context.train(trainer, settings.iterations, best_metric=f"eval/{settings.select_by}")
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
     verdict = _examine(context, trainer, policy)
     context.tracker.log_metrics(verdict.metrics(), outcome.steps + 1)
