@@ -2,7 +2,6 @@
 
 import json
 import threading
-from types import SimpleNamespace
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
@@ -11,7 +10,7 @@ from rl_core.settings import ModelSettings, PolicySettings, RewardSettings, Samp
 from rl_core.tracking import MemoryTracker
 from tasks import policy
 from tasks.config import from_dict
-from tasks.stage import REWARD_RECORD, _clear_leftovers
+from tasks.stage import REWARD_RECORD, StageContext, _clear_leftovers
 
 PARTS = ("task", "curiosity", "coherence", "tool_use", "format", "length")
 
@@ -41,9 +40,9 @@ def test_every_part_of_every_rollout_is_on_disk(tmp_path, monkeypatch):
         }
     )
     monkeypatch.setattr(policy, "_recent_metrics", lambda context: {})
-    context = SimpleNamespace(
-        settings=settings, inputs={"model": base}, pipeline=pipeline, seed=1, tracker=Tracker(), folder=folder,
-        checkpoints=folder / "checkpoints", fingerprint={}, stop=threading.Event(),
+    context = StageContext(
+        name="policy", settings=settings, inputs={"model": base}, pipeline=pipeline, seed=1, tracker=Tracker(),
+        folder=folder, session=None, fingerprint={}, stop=threading.Event(),
     )  # fmt: skip
     policy._body(context)
     rows = [json.loads(line) for line in (folder / REWARD_RECORD).read_text().splitlines()]

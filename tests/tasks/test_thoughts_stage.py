@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +13,7 @@ from rl_core.models import causal_lm
 from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
 from tasks import thoughts
 from tasks.config import from_dict
+from tasks.stage import StageContext
 
 SETTINGS = ThoughtsSettings(
     iterations=2,
@@ -64,14 +64,15 @@ def context_of(base, folder, settings=SETTINGS):
             "stages": {"thoughts": {}},
         }
     )
-    return SimpleNamespace(
+    return StageContext(
+        name="thoughts",
+        session=None,
         settings=settings,
         inputs={"model": base},
         pipeline=pipeline,
         seed=1,
         tracker=Tracker(),
         folder=folder,
-        checkpoints=folder / "checkpoints",
         fingerprint={},
         stop=threading.Event(),
     )
