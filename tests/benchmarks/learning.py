@@ -46,19 +46,30 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "cispo": dict(algorithm="cispo", **TWICE),
     "rloo": dict(algorithm="rloo"),
     "reinforce": dict(algorithm="reinforce"),
-    "ppo": dict(algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE),
+    "ppo": dict(algorithm="ppo", critic=dict(learning_rate=1e-3)),
     "dpo": dict(loss="dpo"),
     "ipo": dict(loss="ipo"),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "reinforce + critic": dict(algorithm="reinforce", critic=dict(learning_rate=1e-3)),
-    "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared"), **TWICE),
+    "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared")),
+    "ppo, two epochs": dict(algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE),
     "grpo + replay": dict(algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)),
     "grpo, muon": dict(algorithm="grpo", optimizer="muon"),
 }
 LAGS = (1, 4, 16)
 WEIGHTS = ("none", "token")
 GROUPS = (2, 4, 16, 32)  # 8 is `grpo`
+STEPS = ({"easy": 6, "medium": 3, "hard": 1}, {"easy": 2, "medium": 5, "hard": 3}, {"easy": 2, "medium": 3, "hard": 5})
+SCHEDULES: dict[str, list[dict[str, Any]]] = {  # how the levels are mixed; all of them equally often is `grpo`
+    "curriculum by success": [
+        dict(levels=levels, exit_at=threshold) for levels, threshold in zip(STEPS, (0.75, 0.85, None), strict=True)
+    ],
+    "fixed schedule": [
+        dict(levels=levels, share=share) for levels, share in zip(STEPS, (1 / 3, 1 / 3, None), strict=True)
+    ],
+    "hard alone": [dict(levels={"hard": 1})],
+}
 
 
 @dataclass
@@ -92,17 +103,34 @@ def all_jobs(seeds: int, parts: list[str]) -> list[Job]:
             for size in GROUPS:
                 options = dict(group_size=size, prompts_per_iteration=BATCH // size)
                 jobs.append(Job(f"group {size}", seed, "groups", options))
+        if "curriculum" in parts:
+            jobs += [Job(name, seed, "curriculum", dict(schedule=steps)) for name, steps in SCHEDULES.items()]
         if "stopping" in parts:
             jobs.append(Job("stopped early", seed, "stopping", patience=3))
     return jobs
 
 
-def make_sft(config: str, output: Path, threads: int) -> Path:
+def stages_of(schedule: list[dict[str, Any]], iterations: int) -> tuple[Any, ...]:
+    """A schedule as settings of the curriculum."""
+    from rl_core.settings import CurriculumStage, ExitCondition
+
+    stages = []
+    for index, step in enumerate(schedule):
+        options: dict[str, Any] = {}
+        if step.get("exit_at"):
+            options["exit_conditions"] = (ExitCondition(window=5, threshold=step["exit_at"]),)
+        if step.get("share"):
+            options["max_iterations"] = round(step["share"] * iterations)
+        stages.append(CurriculumStage(name=f"step {index}", levels=step["levels"], **options))
+    return tuple(stages)
+
+
+def make_sft(config: str, output: Path, threads: int, changes: list[str]) -> Path:
     """The SFT model of the config's pipeline."""
     from flows.post_training import run_pipeline
     from tasks.config import load
 
-    overrides = [f"output={output / 'sft'}", f"threads={threads}"]
+    overrides = [f"output={output / 'sft'}", f"threads={threads}", *changes]
     overrides += [f"stages.{name}=null" for name in ("reward_model", "policy", "evaluate", "analyze", "promote")]
     return Path(run_pipeline(load(config, overrides), quiet=True).results["sft"].model)
 
@@ -175,6 +203,8 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     if isinstance(options.get("replay"), dict):
         options["replay"] = ReplaySettings(**options["replay"])
     iterations = episodes // BATCH
+    if "schedule" in options:
+        options["curriculum"] = stages_of(options.pop("schedule"), iterations)
     settings = PolicySettings(**options, iterations=iterations, sampling=bench.sampling)
     backend = LaggedBackend(bench, job.lag) if job.lag else bench.policy.backend()
     trainer = PolicyGradientTrainer(
@@ -206,6 +236,7 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
         "seconds": seconds,
         "episodes": trainer.rollouts_played,
         "last": {name: metrics[name] for name in keep if name in metrics},
+        "moves": trainer.curriculum.history_json(),
     }
 
 
@@ -258,6 +289,7 @@ def run_job(config: str, model: str, job: Job, episodes: int, path: str) -> str:
     else:
         result = train(bench, job, 2 * episodes if job.part == "stopping" else episodes)
     result["success"] = bench.success(bench.reported, 1000 + job.seed)
+    result["levels"] = [request.level for request in bench.reported]
     Path(path).write_text(json.dumps(result))
     return job.name
 
@@ -382,7 +414,7 @@ def rate_of(results: list[dict[str, Any]]) -> Any:
 def load_results(output: Path, seeds: int) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
     jobs = [Job("sft", seed, "algorithms") for seed in range(seeds)]
-    jobs += all_jobs(seeds, ["algorithms", "variants", "staleness", "groups", "stopping"])
+    jobs += all_jobs(seeds, ["algorithms", "variants", "staleness", "groups", "curriculum", "stopping"])
     for job in jobs:
         path = output / "jobs" / job.file
         if path.is_file():
@@ -412,6 +444,8 @@ def report(output: Path, seeds: int, episodes: int) -> None:
     lines += ["", *table(results, stale, "rollouts stale by so many updates, importance weights")]
     groups = [f"group {size}" if size != 8 else "grpo" for size in sorted((*GROUPS, 8))]
     lines += ["", *table(results, groups, "group size at equal episodes")]
+    if any(name in results for name in SCHEDULES):
+        lines += ["", *schedule_table(results)]
     if "stopped early" in results:
         stopped = results["stopped early"]
         used = statistics.fmean(result["episodes"] for result in stopped)
@@ -440,6 +474,27 @@ def show(rate: Any) -> str:
 
 def each(results: list[dict[str, Any]]) -> str:
     return ", ".join(f"{100 * statistics.fmean(result['success']):.1f}" for result in results)
+
+
+def schedule_table(results: dict[str, Any]) -> list[str]:
+    """Success by level, and when the last step of each schedule began."""
+    levels = sorted({level for rows in results.values() for row in rows for level in row.get("levels", ())})
+    lines = [
+        f"| levels in training | success [95%] | each seed | {' | '.join(levels)} | last step from episode |",
+        "|" + "---|" * (4 + len(levels)),
+    ]
+    for name in ("sft", "grpo", *SCHEDULES):
+        rows = [row for row in results.get(name, ()) if "levels" in row]
+        if not rows:
+            continue
+        shares = []
+        for level in levels:
+            found = [ok for row in rows for ok, at in zip(row["success"], row["levels"], strict=True) if at == level]
+            shares.append(f"{statistics.fmean(found):.1%}")
+        last = ", ".join(str(BATCH * row["moves"][-1]["iteration"]) if row.get("moves") else "-" for row in rows)
+        title = {"sft": "SFT (the start)", "grpo": "all equally often"}.get(name, name)
+        lines.append(f"| {title} | {show(rate_of(rows))} | {each(rows)} | {' | '.join(shares)} | {last} |")
+    return lines
 
 
 def table(results: dict[str, Any], names: list[str], title: str) -> list[str]:
@@ -493,15 +548,16 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--config", default=str(ROOT / "configs/demo.yaml"))
     parser.add_argument("--model", help="SFT model folder; left out: the config's pipeline makes it")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="changes the SFT's pipeline")
     parser.add_argument("--episodes", type=int, default=8960)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", help="names, separated by semicolons")
-    parser.add_argument("--parts", default="algorithms,variants,staleness,groups,stopping,variance")
+    parser.add_argument("--parts", default="algorithms,variants,staleness,groups,curriculum,stopping,variance")
     options = parser.parse_args()
     output: Path = options.output.resolve()
     (output / "jobs").mkdir(parents=True, exist_ok=True)
-    model = options.model or str(make_sft(options.config, output, options.workers))
+    model = options.model or str(make_sft(options.config, output, options.workers, options.set))
     parts = options.parts.split(",")
     jobs = [Job("sft", seed, "algorithms") for seed in range(options.seeds)] + all_jobs(options.seeds, parts)
     if options.only:
