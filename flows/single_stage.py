@@ -52,6 +52,21 @@ def evaluate_model(settings: PipelineSettings, model: str, *, quiet: bool = Fals
     return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), quiet=quiet)
 
 
+def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:
+    """Play the config's held-out episodes with several models and compare them, the first one with all others.
+
+    Args:
+        models: name -> folder, or hub name.
+    """
+    stages = StagesSettings(
+        prepare_data=settings.stages.prepare_data,
+        evaluate=settings.stages.evaluate or EvaluationSettings(),
+        analyze=settings.stages.analyze or AnalysisSettings(),
+    )
+    start = dataclasses.replace(settings.model, path=next(iter(models.values())))
+    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), models=models, quiet=quiet)
+
+
 def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path) -> Path:
     """Analyse trajectory files (or every one in a folder), the oldest model first; returns the report's path.
 

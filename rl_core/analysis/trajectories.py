@@ -34,7 +34,7 @@ _OPENINGS = {
 }
 _KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
 # Exact types that need no second look, which is what nearly every value has; a float may still be infinite.
-_QUICK = {"str": {str}, "int": {int}, "float": {int}, "bool": {bool}}
+_QUICK: dict[str, set[type]] = {"str": {str}, "int": {int}, "float": {int}, "bool": {bool}}
 _encode = json.JSONEncoder(sort_keys=True, default=str).encode  # made once; json.dumps would make one at every call
 
 
@@ -43,7 +43,7 @@ def _table(kind: type) -> dict[str, tuple[set[type], str]]:
     table = {}
     for field in dataclasses.fields(kind):
         name = str(field.type).removesuffix(" | None")
-        optional = {type(None)} if name != str(field.type) else set()
+        optional: set[type] = {type(None)} if name != str(field.type) else set()
         table[field.name] = (_QUICK.get(name, set()) | optional, name)
     return table
 

@@ -9,7 +9,7 @@ import pytest
 from handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
-from rl_core.analysis import analyze, figures, write_trajectories
+from rl_core.analysis import analyze, training_figure, write_trajectories
 from rl_core.analysis.training import MAX_POINTS, Curve, read_training
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
@@ -283,11 +283,11 @@ def test_rollbacks_of_the_curriculum_are_read_and_drawn(tmp_path):
         for i, (s, r) in enumerate(zip(stages, rollbacks, strict=True), 1)
     ]
     path.write_text("\n".join(map(json.dumps, [*lines, lines[3]])))  # replayed after a kill
-    run = read_training(path, figures.WANTED)
+    run = read_training(path, training_figure.WANTED)
     assert run.rollbacks == [4, 6] and run.stages == [(1, 0), (2, 1), (4, 0), (5, 1)]
-    drawn = figures.training(tmp_path / "with.png", run, "policy")
+    drawn = training_figure.training(tmp_path / "with.png", run, "policy")
     run.rollbacks = []
-    assert drawn.read_bytes() != figures.training(tmp_path / "without.png", run, "policy").read_bytes()
+    assert drawn.read_bytes() != training_figure.training(tmp_path / "without.png", run, "policy").read_bytes()
 
 
 def test_matplotlib_is_imported_only_to_draw():
