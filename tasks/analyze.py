@@ -45,7 +45,10 @@ def _body(context: StageContext) -> dict[str, Any]:
     curves = {**models, **({"reward_model": reward} if reward else {})}
     environment = make_environment(context.pipeline, data)
     context.tracker.progress(0, 2, "reading the episodes with the models")
-    probes = measure_models(context.pipeline, context.settings, models, trajectories, data=data, reward_model=reward)
+    probes = measure_models(
+        context.pipeline, context.settings, models, trajectories, environment=environment, data=data,
+        reward_model=reward,
+    )  # fmt: skip
     context.tracker.progress(1, 2, "counting and drawing")
     result = analyze(
         trajectories,
@@ -84,7 +87,10 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
                 name += "'"
             models[name] = file
     if not models:
-        raise DataError(f"{', '.join(map(str, paths))}: no trajectories*.jsonl there")
+        raise DataError(
+            f"{', '.join(map(str, paths))}: no trajectories*.jsonl there; name the files, or the "
+            "folder of a finished evaluation"
+        )
     order = {"base": 0, "sft": 1, "preference": 2, "policy": 3, "thoughts": 4}
     return dict(sorted(models.items(), key=lambda item: order.get(item[0].rstrip("'"), 4)))
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from rl_core.analysis.calibration import Calibration, calibrate
 from rl_core.analysis.probes import ModelProbe, Probes
 from rl_core.data.chat import ChatRenderer
+from rl_core.environments.base import Environment
 from rl_core.models import heads
-from rl_core.probe import Subject, probe, same_vocabulary
+from rl_core.probe import MAX_TOKENS, Subject, probe, same_vocabulary
 from rl_core.rollouts.record import read_rollouts, tokens_path
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Message, Rollout
@@ -30,6 +31,7 @@ def measure_models(
     models: Mapping[str, Path | str],
     trajectories: Mapping[str, Path],
     *,
+    environment: Environment | None = None,
     data: Path | None = None,
     reward_model: Path | None = None,
 ) -> Probes:
@@ -38,7 +40,8 @@ def measure_models(
     Args:
         models: name -> finished stage, model folder or hub name, the first model first.
         trajectories: name -> trajectories_NAME.jsonl, with tokens_NAME.jsonl beside it.
-        data: the data stage's folder, for held-out demonstrations. reward_model: the reward model stage's folder.
+        environment, data: held-out demonstrations are the data stage's, or else what the environment's demonstrator
+            shows at held-out seeds. reward_model: the reward model stage's folder.
     """
     limit = max(settings.probe_episodes, settings.probe_scores if reward_model else 0)
     played = {
@@ -46,7 +49,7 @@ def measure_models(
         for name, path in trajectories.items()
         if name in models and tokens_path(path).is_file()
     }
-    demonstrations = _demonstrations(data, settings.probe_demonstrations)
+    demonstrations = _demonstrations(data, environment, settings.probe_demonstrations)
     first: Subject | None = None
     probes: dict[str, ModelProbe] = {}
     notes: list[str] = []
@@ -73,15 +76,27 @@ def _calibration(
     if tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
         notes.append("the reward model has another tokenizer than the policies: it was not scored.")
         return None
-    scores = heads.score(model, [[*r.prompt_ids, *r.completion_ids] for r in rollouts], pad_id=renderer.pad_id)
+    scores = heads.score(
+        model, [[*r.prompt_ids, *r.completion_ids] for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS
+    )
     episodes = [(r.trajectory.environment, r.trajectory.level, r.trajectory.seed) for r in rollouts]
     return calibrate(scores, [r.success for r in rollouts], episodes)
 
 
-def _demonstrations(data: Path | None, limit: int) -> list[list[Message]]:
-    """The first held-out demonstrations of the data stage; they stand in the order of a seeded split."""
+def _demonstrations(data: Path | None, environment: Environment | None, limit: int) -> list[list[Message]]:
+    """Up to `limit` held-out demonstrations, always the same ones; [] where there are none."""
     path = data / "demonstrations_heldout.jsonl" if data is not None else None
-    if path is None or not limit or not path.is_file():
-        return []
-    with path.open(encoding="utf-8") as file:
-        return [json.loads(line)["messages"] for line in islice(file, limit)]
+    if path is not None and path.is_file():
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line)["messages"] for line in islice(file, limit)]
+    shown: list[list[Message]] = []
+    if environment is None:
+        return shown
+    for level in environment.levels:
+        seeds = environment.seeds_of("heldout", level)[: -(-limit // len(environment.levels))]
+        for seed in seeds:
+            demonstration = environment.demonstration(seed, level)
+            if demonstration is None:
+                return []
+            shown.append(demonstration.messages)
+    return shown[:limit]

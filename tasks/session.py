@@ -195,7 +195,7 @@ class Session:
         return resolved
 
     def resolve_model(self, path: str) -> tuple[Path | str, str]:
-        """Where a model lies (a registered one is downloaded), and its lasting name: an alias moves on, versions do not."""
+        """Where a model lies (a registered one is downloaded), and its name for good (an alias moves on)."""
         registry, cache = self.tracking.registry, self.home / "base_models"
         if is_registered_reference(path):
             version = registry.find(path)

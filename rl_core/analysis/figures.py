@@ -163,7 +163,7 @@ def pass_at_k(path: Path, curves: Mapping[str, Mapping[int, float]]) -> Path:
         axes.set_xscale("log", base=2)
         axes.set_xticks(shown, [str(k) for k in shown])
         axes.minorticks_off()
-        axes.set_ylim(0, 104)
+        axes.set_ylim(-3, 104)
         finish(axes, "pass@k", "k, samples of one episode", "solved by at least one, % of episodes", grid="y")
         legend(figure, axes, len(curves))
     return path

@@ -27,7 +27,7 @@ def calibration(path: Path, found: Calibration) -> Path:
         axes = panels[-1]
         scores, right = np.array(found.scores), np.array(found.successes, dtype=bool)
         edges = np.histogram_bin_edges(scores, 24)
-        shown = ((~right, "failures", COLORS[4]), (right, "successes", COLORS[2]))
+        shown = ((~right, "failures", COLORS[4]), (right, "successes", INK))
         for chosen, label, color in shown:
             if chosen.any():
                 shares = 100 * np.histogram(scores[chosen], edges)[0] / chosen.sum()
@@ -48,7 +48,7 @@ def _reliability(axes: Axes, found: Calibration) -> None:
     lows = [max(0.0, 100 * (b.right.rate - b.right.low)) for b in found.bins]
     highs = [max(0.0, 100 * (b.right.high - b.right.rate)) for b in found.bins]
     axes.errorbar(places, values, [lows, highs], fmt="none", ecolor=INK, elinewidth=1.1, capsize=2.5, zorder=2)
-    axes.plot(places, values, "o-", color=COLORS[0], linewidth=1.6, markersize=6, zorder=3)
+    axes.plot(places, values, "o-", color=INK, linewidth=1.6, markersize=6, zorder=3)
     floor = min(45.0, *(value - low - 4 for value, low in zip(values, lows, strict=True)))
     for place, b in zip(places, found.bins, strict=True):
         axes.annotate(f"{b.right.n:,}", (place, floor), xytext=(0, 3), textcoords="offset points", ha="center",
@@ -76,7 +76,7 @@ def entropy_and_kl(path: Path, probes: Mapping[str, ModelProbe], first: str) -> 
         if has_kl:
             finish(panels[1], f"KL from {first}", "turn", "nats per sampled token", grid="y")
         for axes in panels:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.06 * max(axes.get_ylim()[1], 1e-3))  # KL is 0 throughout where nothing was learned
             axes.xaxis.get_major_locator().set_params(integer=True)
         legend(figure, panels[0], len(probes))
     return path

@@ -25,7 +25,7 @@ __all__ = [
 
 MAX_LINE = 64 * 2**20  # bytes; a longer line is no trajectory, and reading it would break the promise of bounded memory
 _OPENINGS = {
-    b"\x1f\x8b": "is gzip-compressed; unpack it first",
+    b"\x1f\x8b": "is gzip-compressed; unpack it first (gunzip)",
     b"\xff\xfe": "is UTF-16; save it as UTF-8",
     b"\xfe\xff": "is UTF-16; save it as UTF-8",
     b"PAR1": "is Parquet; trajectories are read from JSONL",
@@ -169,7 +169,8 @@ def _parse(line: bytes, path: Path, number: int | None) -> Trajectory:
             raise DataError(
                 f"{place}: the last line is cut off after {len(line)} bytes; was the writer killed?"
             ) from None
-        raise DataError(f"{place}: this is not JSON ({error}); mend or remove the line") from None
+        what = f"{error.msg}, character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(f"{place}: this is not JSON ({what}); mend or remove the line") from None
     try:
         return _trajectory(row)
     except DataError as error:
