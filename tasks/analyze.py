@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.analysis import analyze
+from rl_core.analysis import AnalysisResult, analyze
 from rl_core.environments.base import Environment
 from rl_core.environments.pixel_grid_render import to_png
 from rl_core.errors import DataError, PosttrainError
@@ -15,8 +15,9 @@ from tasks.model_probes import measure_models
 from tasks.policy_model import make_environment
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
+from tasks.tracking import RunTracker
 
-__all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image_tools"]
+__all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image_tools", "log_analysis"]
 
 
 def analyze_trajectories(
@@ -44,6 +45,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     models = {name.removeprefix("model."): m for name, m in context.inputs.items() if name.startswith("model.")}
     curves = {**models, **({"reward_model": reward} if reward else {})}
     environment = make_environment(context.pipeline, data)
+    policy = context.pipeline.stages.policy
     context.tracker.progress(0, 2, "reading the episodes with the models")
     probes = measure_models(
         context.pipeline, context.settings, models, trajectories, environment=environment, data=data,
@@ -60,17 +62,23 @@ def _body(context: StageContext) -> dict[str, Any]:
         seed=context.seed,
         image_of=image_function(environment),
         image_tools=image_tools(environment),
+        curriculum=[stage.name for stage in policy.curriculum] if policy is not None else [],
     )
     context.tracker.progress(2, 2)
-    context.tracker.log_metrics(result.metrics, 0)
-    for path in result.files:
-        context.tracker.log_artifact(path, "figures" if path.suffix == ".png" else "")
+    log_analysis(context.tracker, result)
     context.session.parent.log_artifact(result.report)
     for path in result.files:
         if path.suffix == ".png":
             context.session.parent.log_artifact(path, "figures")
     note = "; ".join([f"report.html compares {', '.join(trajectories)}", *result.notes])
     return {"rows": result.summary, "report": result.report.name, "note": note, "metrics": result.metrics}
+
+
+def log_analysis(run: RunTracker, result: AnalysisResult) -> None:
+    """Every number as a metric, every file as an artifact."""
+    run.log_metrics(result.metrics, 0)
+    for path in result.files:
+        run.log_artifact(path, "figures" if path.suffix == ".png" else "")
 
 
 def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from rl_core.environments.question import read_answer, same_text
+from rl_core.environments.question import ANSWER_WORD, read_answer, same_text
 from rl_core.environments.solutions import final_of_solution, same_number
 from rl_core.types import Trajectory, Turn
 
@@ -44,6 +44,8 @@ def contradictions(trajectory: Trajectory) -> int:
 
 
 def _answers(action: str) -> Iterator[str]:
+    if ANSWER_WORD not in action and "####" not in action:  # nearly every call of a tool
+        return
     for line in action.rpartition("</think>")[2].splitlines():  # what is merely thought is not stated
         answer = read_answer(line)
         stated = answer if answer is not None else final_of_solution(line)

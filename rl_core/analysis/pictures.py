@@ -13,7 +13,9 @@ from rl_core.analysis.training import TrainingCurves
 __all__ = ["draw"]
 
 
-def draw(analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path) -> list[tuple[Path, str]]:
+def draw(
+    analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path, curriculum: Sequence[str] = ()
+) -> list[tuple[Path, str]]:
     """All pictures that the data can fill, with their captions."""
     models = analysis.models
     colors = {model.name: color_of(index) for index, model in enumerate(models)}
@@ -58,7 +60,7 @@ def draw(analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path) ->
     drawn += _draw_probes(analysis, out)
     for number, (name, run) in enumerate(curves.items()):
         path = out / f"training_{number}.png"
-        if training_figure.training(path, run, name, colors.get(name, COLORS[6])) is not None:
+        if training_figure.training(path, run, name, colors.get(name, COLORS[6]), curriculum) is not None:
             drawn.append((path, f"Training of {name}."))
     return drawn
 

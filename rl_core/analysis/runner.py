@@ -58,6 +58,7 @@ def analyze(
     probes: Probes | None = None,
     image_of: ImageOf | None = None,
     image_tools: Collection[str] | None = None,
+    curriculum: Sequence[str] = (),
     title: str = "Trajectory analysis",
     seed: int = 0,
 ) -> AnalysisResult:
@@ -68,6 +69,7 @@ def analyze(
         out: folder to write into; made when everything was read, so bad input leaves nothing behind.
         training: name -> metrics.jsonl of a training stage, for its curves.
         probes: what was measured with the models at hand; see `rl_core.probe`.
+        curriculum: names of the stages of the policy's curriculum.
         image_of: renders an episode's hidden image for the report. image_tools: tools that look at it; None = all.
     Raises: DataError for unreadable files (file, line, reason), and for models without a common episode.
     """
@@ -96,7 +98,7 @@ def analyze(
     for note in analysis.notes:
         logger.warning("%s", note)
     out.mkdir(parents=True, exist_ok=True)
-    drawn = draw(analysis, curves, out)
+    drawn = draw(analysis, curves, out, curriculum)
     report = out / "report.html"
     report.write_text(render(analysis, drawn, title), encoding="utf-8")
     files = [

@@ -35,10 +35,13 @@ PREFIXES = (LEVELS, PARTS)  # of metrics drawn together in one panel
 WANTED = frozenset({name for _, _, names in PANELS for name in names} | {"curriculum/stage", "curriculum/rollbacks"})
 
 
-def training(path: Path, run: TrainingCurves, name: str, color: str = COLORS[6]) -> Path | None:
+def training(
+    path: Path, run: TrainingCurves, name: str, color: str = COLORS[6], curriculum: Sequence[str] = ()
+) -> Path | None:
     """Curves of one training run, with bands for its curriculum stages and dashed lines where it was rolled back.
 
-    color: of the model that it trained, as in the other pictures. None where it logged nothing to draw.
+    color: of the model that it trained, as in the other pictures. curriculum: names of its stages.
+    Returns: None where it logged nothing to draw.
     """
     panels = [
         (title, unit, curve)
@@ -72,7 +75,7 @@ def training(path: Path, run: TrainingCurves, name: str, color: str = COLORS[6])
             _group(axes, curves, color if title == "Success by level" else None)
             finish(axes, f"{title} (moving average)", "", unit, grid="y")
         if has_curriculum:
-            _staircase(grid[total - 1], run, last)
+            _staircase(grid[total - 1], run, last, curriculum)
         for axes in grid[:total]:
             _bands(axes, run.stages, last)
             for step in run.rollbacks:
@@ -109,11 +112,12 @@ def _group(axes: Axes, curves: dict[str, Curve], color: str | None) -> None:
     axes.legend(fontsize=8, frameon=False, loc="best")
 
 
-def _staircase(axes: Axes, run: TrainingCurves, last: float) -> None:
+def _staircase(axes: Axes, run: TrainingCurves, last: float, names: Sequence[str]) -> None:
     """The curriculum's stage over time."""
     steps, stages = [step for step, _ in run.stages], [stage for _, stage in run.stages]
     axes.stairs(stages, [*steps, max(last, steps[-1] + 1)], baseline=None, color=COLORS[4], linewidth=2.2)
-    axes.set_yticks(sorted(set(stages)))
+    shown = sorted(set(stages))
+    axes.set_yticks(shown, [f"{short(names[n], 14)}  {n}" if 0 <= n < len(names) else str(n) for n in shown])
     axes.set_ylim(min(stages) - 0.4, max(stages) + 0.4)
     finish(axes, "Curriculum", "", "stage", grid="y")
 

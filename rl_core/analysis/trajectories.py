@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +113,17 @@ def read_trajectory_at(path: Path | str, offset: int) -> Trajectory:
         return _parse(file.readline(MAX_LINE).removeprefix(b"\xef\xbb\xbf"), Path(path), None)
 
 
-def action_key(turn: Turn) -> str:
+def action_key(turn: Turn) -> Hashable:
     """An action in a form that is equal for actions that do the same, however they are written.
 
     A tool call counts by its name and arguments; other text without case and surplus white space.
     """
-    if turn.tool_call is not None:
-        return _encode([turn.tool_call.name, turn.tool_call.arguments])
+    call = turn.tool_call
+    if call is not None:
+        try:
+            return call.name, frozenset(call.arguments.items())
+        except TypeError:  # a list or an object among the arguments
+            return _encode([call.name, call.arguments])
     return " ".join(turn.action.split()).casefold()
 
 
