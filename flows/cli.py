@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import traceback
@@ -153,16 +154,35 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def analyze(arguments: argparse.Namespace) -> int:
-    """Analyse trajectory files."""
+    """Analyse trajectory files, or models that play the same episodes first."""
     settings = _optional(arguments)
-    missing = [path for path in arguments.paths if not Path(path).exists()]
+    from tasks.model_names import given_models
+
+    models = given_models(arguments.paths) if settings else {}
+    missing = [path for path in arguments.paths if not models and not Path(path).exists()]
     if missing:
         raise DataError(f"{missing[0]}: no such file; give trajectories.jsonl files or folders that hold some")
+    if not settings and (models := given_models(arguments.paths)):
+        raise SettingsError(f"{arguments.paths[0]}: is a model; --config CONFIG says which episodes it is to play")
+    if settings and models:
+        return _analyze_models(settings, models, Path(arguments.out), arguments.quiet)
     from flows.single_stage import analyze as analyze_paths
 
     report = analyze_paths([Path(path) for path in arguments.paths], settings, Path(arguments.out))
     print(f"report: {report}")
     return 0
+
+
+def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
+    _prepare(settings)
+    from flows.single_stage import analyze_models
+
+    result = analyze_models(settings, models, quiet=quiet)
+    print(result.table())
+    if "analyze" in result.results:
+        shutil.copytree(result.results["analyze"].path, out, dirs_exist_ok=True)
+        print(f"report: {out / 'report.html'}")
+    return 0 if result.ok else 1
 
 
 def promote(arguments: argparse.Namespace) -> int:

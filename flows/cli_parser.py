@@ -149,11 +149,15 @@ def _add_analyze(commands: Any) -> None:
     examples = [
         "analyze outputs/demo/stages/evaluate/KEY --out report",
         "analyze sft.jsonl policy.jsonl --config configs/demo.yaml",
+        "analyze path/to/sft path/to/policy models:/demo@champion --config configs/demo.yaml",
     ]
-    about = "analyse trajectory files: tables, pictures, one HTML report"
+    about = "analyse trajectory files, or models on the same episodes: tables, pictures, one HTML report"
     parser = _add(commands, "analyze", about, examples)
-    parser.add_argument("paths", metavar="PATH", nargs="+", help="trajectories.jsonl files, or folders that hold some")
+    parser.add_argument(
+        "paths", metavar="PATH", nargs="+", help="trajectories.jsonl files, or folders that hold some; or models"
+    )
     _add_config(parser, option=True)
+    _add_quiet(parser)
     parser.add_argument("--out", default="analysis", help="folder of the report (default: analysis)")
 
 

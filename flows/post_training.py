@@ -84,13 +84,19 @@ def _flow_run_url() -> str:
     validate_parameters=False,
     persist_result=False,
 )
-def post_training(settings: dict[str, Any] | str, fresh: bool = False, only: str | None = None) -> PipelineResult:
+def post_training(
+    settings: dict[str, Any] | str,
+    fresh: bool = False,
+    only: str | None = None,
+    models: dict[str, str] | None = None,
+) -> PipelineResult:
     """Run the pipeline that `settings` describes.
 
     Args:
         settings: what a config file holds, or the path of one (relative to where the flow runs).
         fresh: run stages again though they are finished.
         only: the one stage that `fresh` is meant for; None = all.
+        models: name -> folder or hub name, to evaluate and compare in place of what the stages train.
     """
     typed = load(settings) if isinstance(settings, str) else from_dict(settings)
     display = _display.get()
@@ -102,7 +108,7 @@ def post_training(settings: dict[str, Any] | str, fresh: bool = False, only: str
         flow_run_url=_flow_run_url(),
         on_progress=display,
     ) as session:
-        _run_stages(session)
+        _run_stages(session, models or {})
         rows = result_rows(session)
         session.parent.log_metrics(parent_metrics(session), 0)
         session.parent.set_description(describe(session, rows))
@@ -124,7 +130,7 @@ def post_training(settings: dict[str, Any] | str, fresh: bool = False, only: str
     )
 
 
-def _run_stages(session: Session) -> None:
+def _run_stages(session: Session, given: dict[str, str]) -> None:
     """The DAG. Each arrow is a path that one stage hands to another."""
     stages = session.settings.stages
     base = session.resolve_base_model()
@@ -158,18 +164,24 @@ def _run_stages(session: Session) -> None:
     if stages.evaluate is None:
         return
     trained = {name: session.results[name] for name in models}  # in the order of the pipeline
-    evaluation = stage_task("evaluate", evaluate_models, session)(models or {"base": model}, data)
+    played = {name: session.resolve_model(source)[0] for name, source in given.items()} or models or {"base": model}
+    evaluation = stage_task("evaluate", evaluate_models, session)(played, data)
     if stages.analyze is not None:
-        stage_task("analyze", analyze_trajectories, session)(evaluation, trained, data)
+        stage_task("analyze", analyze_trajectories, session)(evaluation, played, data, reward)
     if stages.promote is not None and trained:
         challenger = list(trained.values())[-1]
         stage_task("promote", promote, session)(evaluation, challenger.stage, challenger, data)
 
 
 def run_pipeline(
-    settings: PipelineSettings, *, fresh: bool = False, only: str | None = None, quiet: bool = False
+    settings: PipelineSettings,
+    *,
+    fresh: bool = False,
+    only: str | None = None,
+    models: dict[str, str] | None = None,
+    quiet: bool = False,
 ) -> PipelineResult:
-    """Run the flow in this process, with live progress on the terminal.
+    """Run the flow in this process, with live progress on the terminal. Arguments: see `post_training`.
 
     Raises: what a stage raises; Stopped when it was interrupted and its state saved.
     """
@@ -177,7 +189,7 @@ def run_pipeline(
         token = _display.set(display)
         try:
             start_embedded_server()
-            result: PipelineResult = post_training(resolve(settings), fresh, only)
+            result: PipelineResult = post_training(resolve(settings), fresh, only, models)
         finally:
             _display.reset(token)
     return result

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from flows.post_training import PipelineResult, run_pipeline
 from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.settings import AnalysisSettings, EvaluationSettings
-from tasks.analyze import find_trajectories, image_function
+from tasks.analyze import find_trajectories, image_function, image_tools, log_analysis
 from tasks.config import STAGES, PipelineSettings, StagesSettings
 from tasks.policy_model import make_environment
+from tasks.tracking import Tracking
 
 __all__ = ["analyze", "evaluate_model", "run_stage"]
 
@@ -52,12 +54,43 @@ def evaluate_model(settings: PipelineSettings, model: str, *, quiet: bool = Fals
     return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), quiet=quiet)
 
 
+def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:
+    """Play the config's held-out episodes with several models and compare them, the first one with all others.
+
+    Args:
+        models: name -> folder, or hub name.
+    """
+    stages = StagesSettings(
+        prepare_data=settings.stages.prepare_data,
+        evaluate=settings.stages.evaluate or EvaluationSettings(),
+        analyze=settings.stages.analyze or AnalysisSettings(),
+    )
+    start = dataclasses.replace(settings.model, path=next(iter(models.values())))
+    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), models=models, quiet=quiet)
+
+
 def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path) -> Path:
     """Analyse trajectory files (or every one in a folder), the oldest model first; returns the report's path.
 
+    With a config, the result is a run in its experiment, and the report shows its environment's images.
     Raises: DataError when there is no trajectory file, or one cannot be read.
     """
     models = find_trajectories(paths)
-    stage = settings.stages.analyze if settings else None
-    image_of = image_function(make_environment(settings, None)) if settings else None
-    return analyze_trajectories(models, out, stage or AnalysisSettings(), image_of=image_of).report
+    if settings is None:
+        return analyze_trajectories(models, out, AnalysisSettings()).report
+    environment = make_environment(settings, None)
+    result = analyze_trajectories(
+        models,
+        out,
+        settings.stages.analyze or AnalysisSettings(),
+        image_of=image_function(environment),
+        image_tools=image_tools(environment),
+    )
+    output = Path(settings.output).resolve()
+    tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
+    started = time.strftime("%Y-%m-%d %H:%M:%S")
+    folder = output / settings.name / "analyses" / started.replace(" ", "-").replace(":", "-")
+    run = tracking.start_run(f"analysis · {started}", folder, tags={"kind": "analysis", "models": ", ".join(models)})
+    log_analysis(run, result)
+    run.close()
+    return result.report

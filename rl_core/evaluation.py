@@ -24,7 +24,7 @@ from rl_core.errors import DataError, SettingsError
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.sampling import RolloutBackend
 from rl_core.settings import EvaluationSettings, SamplingSettings
-from rl_core.types import StopReason, Trajectory
+from rl_core.types import Rollout, StopReason, Trajectory
 
 __all__ = [
     "EpisodeResult",
@@ -38,6 +38,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_PLAYED = ("trajectories", "rollouts")  # fields of an Evaluation that belong into files of their own
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,7 @@ class Evaluation:
     seconds: float
     episodes: list[EpisodeResult]  # in the order of the requests
     trajectories: list[Trajectory] = field(default_factory=list)  # not part of `to_json`
+    rollouts: list[Rollout] = field(default_factory=list)  # the same with their tokens; not part of `to_json` either
 
     @property
     def samples(self) -> int:
@@ -112,8 +115,8 @@ class Evaluation:
         return {f"{prefix}/{name}": value for name, value in plain.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict without the trajectories, which belong into trajectories.jsonl."""
-        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "trajectories"}
+        """A plain dict without what was played, which belongs into trajectories.jsonl and tokens.jsonl."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _PLAYED}
         row["interval"] = list(self.interval)
         row["by_level"] = {level: rate._asdict() for level, rate in self.by_level.items()}
         row["by_kind"] = {kind: rate._asdict() for kind, rate in self.by_kind.items()}
@@ -123,7 +126,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Self:
-        """Inverse of `to_json`; `trajectories` is empty.
+        """Inverse of `to_json`; `trajectories` and `rollouts` are empty.
 
         Raises: DataError if the row was not written by `to_json`.
         """
@@ -237,7 +240,10 @@ def evaluate(
         group_size=samples, sampling=sampling, seed=seed, policy_version=policy_version,
     )  # fmt: skip
     seconds = time.perf_counter() - start
-    return summarize((rollout.trajectory for group in groups for rollout in group.rollouts), seconds)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    result = summarize((rollout.trajectory for rollout in rollouts), seconds)
+    result.rollouts = rollouts
+    return result
 
 
 def summarize(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evaluation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import threading
 from collections import deque
@@ -17,6 +18,10 @@ from rl_core.folders import write_text_atomic
 
 __all__ = ["MetricHistory"]
 
+logger = logging.getLogger(__name__)
+
+MAX_METRICS = 5000  # names kept; one that is made up anew at every step (a seed in it) must not fill the memory
+
 
 class MetricHistory:
     """The newest observations of every metric, each with the step it was made at. Safe to use from several threads.
@@ -25,19 +30,28 @@ class MetricHistory:
     window that is not full yet are given from what there is; `is_full` tells the two apart.
     """
 
-    def __init__(self, limit: int = 1000) -> None:
-        if limit < 1:
-            raise DataError(f"limit: {limit} must be at least 1")
+    def __init__(self, limit: int = 1000, max_metrics: int = MAX_METRICS) -> None:
+        if limit < 1 or max_metrics < 1:
+            raise DataError(f"limit: {limit} and max_metrics {max_metrics} must be at least 1")
+        self.max_metrics = max_metrics
+        self._is_full_said = False  # that names are left out
         self.limit = limit  # observations kept of each metric: the longest window that can be asked for
         self._series: dict[str, deque[tuple[float, float]]] = {}
         self._counts: dict[str, int] = {}
         self._lock = threading.RLock()
 
     def observe(self, metrics: Mapping[str, float], step: float) -> None:
-        """Append one observation of each metric. Values that are not finite are left out: they would spoil a window."""
+        """Append one observation of each metric. Values that are not finite are left out: they would spoil a window.
+
+        New names beyond `max_metrics` are left out too; a warning says so once.
+        """
         with self._lock:
             for name, value in metrics.items():
-                if math.isfinite(value):
+                if name not in self._series and len(self._series) >= self.max_metrics:
+                    if not self._is_full_said:
+                        logger.warning("more than %d metrics: '%s' and later ones are not kept", self.max_metrics, name)
+                    self._is_full_said = True
+                elif math.isfinite(value):
                     self._series.setdefault(name, deque(maxlen=self.limit)).append((float(step), float(value)))
                     self._counts[name] = self._counts.get(name, 0) + 1
 

@@ -2,61 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.analysis import analyze
+from rl_core.analysis import AnalysisResult, analyze
 from rl_core.environments.base import Environment
 from rl_core.environments.pixel_grid_render import to_png
-from rl_core.errors import DataError
+from rl_core.errors import DataError, PosttrainError
 from rl_core.settings import AnalysisSettings
+from tasks.model_probes import measure_models
 from tasks.policy_model import make_environment
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
+from tasks.tracking import RunTracker
 
-__all__ = ["analyze_trajectories", "find_trajectories", "image_function"]
+__all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image_tools", "log_analysis"]
 
 
 def analyze_trajectories(
-    session: Session, evaluation: StageResult, training: dict[str, StageResult], data: StageResult | None
+    session: Session,
+    evaluation: StageResult,
+    models: Mapping[str, StageResult | Path | str],
+    data: StageResult | None,
+    reward: StageResult | None = None,
 ) -> StageResult:
-    """Run the stage. `evaluation`: the evaluation's result; `training`: trained stages, for their curves."""
+    """Run the stage. `evaluation`: the evaluation's result; `models`: what it played, `reward`: the reward model."""
     inputs: dict[str, StageResult | Path | str] = {"evaluation": evaluation}
-    inputs |= {f"training.{name}": result for name, result in training.items()}
+    inputs |= {f"model.{name}": model for name, model in models.items()}
     if data is not None:
         inputs["data"] = data
+    if reward is not None:
+        inputs["reward_model"] = reward
     settings = session.settings.stages.analyze or AnalysisSettings()
     return run_stage(session, "analyze", _body, settings=settings, inputs=inputs)
 
 
 def _body(context: StageContext) -> dict[str, Any]:
-    evaluation = Path(context.inputs["evaluation"])
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
-    models = find_trajectories([evaluation])
-    training = {
-        name.removeprefix("training."): Path(folder) / "metrics.jsonl"
-        for name, folder in context.inputs.items()
-        if name.startswith("training.") and (Path(folder) / "metrics.jsonl").is_file()
-    }
+    reward = Path(context.inputs["reward_model"]) if "reward_model" in context.inputs else None
+    trajectories = find_trajectories([Path(context.inputs["evaluation"])])
+    models = {name.removeprefix("model."): m for name, m in context.inputs.items() if name.startswith("model.")}
+    curves = {**models, **({"reward_model": reward} if reward else {})}
+    environment = make_environment(context.pipeline, data)
+    policy = context.pipeline.stages.policy
+    context.tracker.progress(0, 2, "reading the episodes with the models")
+    probes = measure_models(
+        context.pipeline, context.settings, models, trajectories, environment=environment, data=data,
+        reward_model=reward,
+    )  # fmt: skip
+    context.tracker.progress(1, 2, "counting and drawing")
     result = analyze(
-        models,
+        trajectories,
         context.folder,
         context.settings,
-        training=training or None,
+        training={name: path for name, folder in curves.items() if (path := Path(folder) / "metrics.jsonl").is_file()},
+        probes=probes,
         title=f"{context.pipeline.name}: trajectory analysis",
         seed=context.seed,
-        image_of=image_function(make_environment(context.pipeline, data)),
+        image_of=image_function(environment),
+        image_tools=image_tools(environment),
+        curriculum=[stage.name for stage in policy.curriculum] if policy is not None else [],
     )
-    context.tracker.log_metrics(result.metrics, 0)
-    for path in result.files:
-        context.tracker.log_artifact(path, "figures" if path.suffix == ".png" else "")
+    context.tracker.progress(2, 2)
+    log_analysis(context.tracker, result)
     context.session.parent.log_artifact(result.report)
     for path in result.files:
         if path.suffix == ".png":
             context.session.parent.log_artifact(path, "figures")
-    note = "; ".join([f"report.html compares {', '.join(models)}", *result.notes])
+    note = "; ".join([f"report.html compares {', '.join(trajectories)}", *result.notes])
     return {"rows": result.summary, "report": result.report.name, "note": note, "metrics": result.metrics}
+
+
+def log_analysis(run: RunTracker, result: AnalysisResult) -> None:
+    """Every number as a metric, every file as an artifact."""
+    run.log_metrics(result.metrics, 0)
+    for path in result.files:
+        run.log_artifact(path, "figures" if path.suffix == ".png" else "")
 
 
 def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
@@ -73,7 +95,10 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
                 name += "'"
             models[name] = file
     if not models:
-        raise DataError(f"{', '.join(map(str, paths))}: no trajectories*.jsonl there")
+        raise DataError(
+            f"{', '.join(map(str, paths))}: no trajectories*.jsonl there; name the files, or the "
+            "folder of a finished evaluation"
+        )
     order = {"base": 0, "sft": 1, "preference": 2, "policy": 3, "thoughts": 4}
     return dict(sorted(models.items(), key=lambda item: order.get(item[0].rstrip("'"), 4)))
 
@@ -96,3 +121,13 @@ def image_function(environment: Environment) -> Callable[[str, int], bytes | Non
         return to_png(image()) if callable(image) else None
 
     return draw
+
+
+def image_tools(environment: Environment) -> tuple[str, ...] | None:
+    """Tools that look at a hidden image: all of an environment whose episodes have one, none of any other's."""
+    try:
+        seed = environment.seeds_of("heldout", environment.levels[0])[0]
+        has_image = callable(getattr(environment.episode(seed, environment.levels[0]), "image", None))
+    except (LookupError, PosttrainError):
+        return None
+    return None if has_image else ()

@@ -12,8 +12,9 @@ from typing import Any
 from rl_core.analysis import write_trajectories
 from rl_core.evaluation import Evaluation, evaluate, heldout_requests
 from rl_core.folders import write_json_atomic
+from rl_core.rollouts.record import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
-from tasks.policy_model import load_policy, make_environment
+from tasks.policy_model import load_policy, make_environment, model_folder
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
 
@@ -58,7 +59,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     stored: dict[str, Any] = {}
     for index, name in enumerate(names):
         context.tracker.progress(index, len(names), f"playing {len(requests)} episodes with {name}")
-        policy = load_policy(_model_folder(context.inputs[f"model.{name}"]), context.pipeline)
+        policy = load_policy(model_folder(context.inputs[f"model.{name}"]), context.pipeline)
         backend = policy.backend()
         result = evaluate(
             environment, backend, policy.renderer, requests,
@@ -78,6 +79,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         context.tracker.log_metrics(metrics, index)
         path = trajectories_path(context.folder, name)
         write_trajectories(path, result.trajectories)
+        write_tokens(tokens_path(path), result.rollouts)  # for the analysis, which never tokenises again
         context.tracker.log_artifact(path, "trajectories")
         context.tracker.log_traces(result.trajectories, context.pipeline.tracking.traces, model=name)
         table[name] = {**row, "metrics": metrics}
@@ -87,12 +89,6 @@ def _body(context: StageContext) -> dict[str, Any]:
     context.tracker.progress(len(names), len(names))
     note = ", ".join(f"{name} {row['success']:.1%}" for name, row in table.items())
     return {"models": table, "episodes": len(requests), "note": f"success on {len(requests)} held-out episodes: {note}"}
-
-
-def _model_folder(source: Path | str) -> Path | str:
-    """A finished stage's folder holds its model in model/; any other folder or hub name is the model itself."""
-    folder = Path(source) / "model"
-    return folder if folder.is_dir() else source
 
 
 def _row(result: Evaluation) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rl_core.models import causal_lm
 from rl_core.rollouts.engine import RolloutBackend, make_backend
 from tasks.config import PipelineSettings
 
-__all__ = ["Policy", "load_policy", "make_environment"]
+__all__ = ["Policy", "load_policy", "make_environment", "model_folder"]
 
 
 @dataclass
@@ -41,6 +41,12 @@ def load_policy(source: Path | str, pipeline: PipelineSettings) -> Policy:
     """The policy of a model folder or hub name, with the pipeline's dtype, device and adapters."""
     model, tokenizer = causal_lm.load(source, pipeline.model)
     return Policy(model, tokenizer, ChatRenderer(tokenizer))
+
+
+def model_folder(source: Path | str) -> Path | str:
+    """A finished stage's folder holds its model in model/; any other folder or hub name is the model itself."""
+    folder = Path(source) / "model"
+    return folder if folder.is_dir() else source
 
 
 def make_environment(pipeline: PipelineSettings, data: Path | None) -> Environment:

@@ -191,14 +191,17 @@ class Session:
         path = self.settings.model.path
         if path is None:
             return None
+        resolved, self._base_model = self.resolve_model(path)
+        return resolved
+
+    def resolve_model(self, path: str) -> tuple[Path | str, str]:
+        """Where a model lies (a registered one is downloaded), and its name for good (an alias moves on)."""
         registry, cache = self.tracking.registry, self.home / "base_models"
         if is_registered_reference(path):
             version = registry.find(path)
-            self._base_model = version.reference  # an alias moves on; the version that it meant does not
-            return registry.download(version, cache)
+            return registry.download(version, cache), version.reference
         resolved = registry.resolve_model(path, cache)
-        self._base_model = str(resolved)
-        return resolved
+        return resolved, str(resolved)
 
     def register(self, tracker: RunTracker, folder: Path, stage: str, summary: dict[str, Any]) -> dict[str, Any]:
         """Make a stage's model a version of a registered model; what that adds to the stage's summary."""

@@ -16,7 +16,7 @@ LEVELS = [
     {"losses", "checkpoint"},
     {"data", "models", "environments", "analysis"},
     {"rewards", "curriculum", "rollouts"},
-    {"evaluation"},
+    {"evaluation", "probe"},
     {"trainers"},
 ]
 

@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
+from rl_core.analysis.canvas import color_of
 from rl_core.analysis.comparison import Comparison
 from rl_core.analysis.results import Analysis, Case, ModelResult
 from rl_core.analysis.statistics import Difference, Rate
 from rl_core.analysis.style import STYLE
 from rl_core.analysis.summary import NO_CALL
+from rl_core.analysis.wording import GLOSSARY, MEASURES
 from rl_core.types import Trajectory, Turn
 
 __all__ = ["render"]
@@ -22,35 +24,6 @@ __all__ = ["render"]
 MAX_TEXT = 4000  # characters shown of one action or observation
 
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-_MEASURES = (
-    ("reward_mean", "Mean reward", "{:.3f}"),
-    ("turns_mean", "Turns per episode", "{:.2f}"),
-    ("tool_calls_mean", "Tool calls per episode", "{:.2f}"),
-    ("action_tokens_mean", "Sampled tokens per episode", "{:.1f}"),
-    ("looked_rate", "Looked with a tool before answering", "{:.1%}"),
-    ("answered_rate", "Gave an answer", "{:.1%}"),
-    ("truncated_rate", "Cut by a limit", "{:.1%}"),
-    ("misuse_rate", "Turns that misused a tool", "{:.2%}"),
-    ("trajectories_with_misuse", "Episodes with misuse", "{:.1%}"),
-    ("loop_rate", "Episodes with a loop", "{:.1%}"),
-    ("exploration_efficiency", "Exploration efficiency", "{:.3f}"),
-    ("distinct_2", "Diversity (distinct-2)", "{:.3f}"),
-    ("strategy_entropy", "Strategy entropy (nats)", "{:.2f}"),
-    ("nll_per_token", "Surprise of own tokens (nats)", "{:.3f}"),
-)
-_GLOSSARY = (
-    ("Interval", "Success: Wilson 95%, at the effective sample size where an episode was sampled several times. "
-     "Differences: paired bootstrap over episodes, 95%; of rewards: normal, 95%."),
-    ("Looked with a tool", "Share of episodes in which a tool showed the policy something before it answered: "
-     "reasoning in pixel space, where the tools look at an image."),
-    ("Misuse", "An action that parses as neither call nor answer, names no tool, or whose tool failed."),
-    ("Loop", "A block of tool steps (the same actions leading to the same observations) that is at once repeated."),
-    ("Exploration efficiency", "Distinct useful observations over steps; 1 = no step was wasted on an error or on "
-     "what was known already."),
-    ("Diversity", "distinct-2: distinct pairs of neighbouring words over all pairs, in the actions of up to 1,000 "
-     "episodes of each model. Strategy entropy: of the sequences of tools used."),
-    ("Turning point", "The first turn in which a model acts differently from the first model."),
-)  # fmt: skip
 
 
 def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str = "Trajectory analysis") -> str:
@@ -68,6 +41,7 @@ def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str =
         "".join(f"<p class='note'>{_text(note)}</p>" for note in analysis.notes),
         _overview(analysis.models),
         _comparisons(analysis.comparisons),
+        _reward_model(analysis),
         _pictures(figures),
         _rates("Success by level", [(m.name, m.by_level) for m in analysis.models], "Level"),
         _rates("Success by kind of question", [(m.name, m.by_kind) for m in analysis.models], "Kind"),
@@ -76,7 +50,7 @@ def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str =
         _regressions(analysis.comparisons),
         _cases(analysis),
         "<section><h2>How to read this</h2><dl>",
-        "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in _GLOSSARY),
+        "".join(f"<dt>{name}</dt><dd>{meaning}</dd>" for name, meaning in GLOSSARY),
         "</dl></section></main></body></html>\n",
     ]
     return "".join(parts)
@@ -134,7 +108,7 @@ def _headline(analysis: Analysis) -> str:
 
 def _overview(models: Sequence[ModelResult]) -> str:
     ks = sorted({k for model in models for k in model.pass_at_k if k > 1})
-    metrics = [model.summary.metrics() for model in models]
+    metrics = [model.metrics() for model in models]
     rows: list[list[str]] = [
         ["Success (95% interval)", *(_percent(model.total) for model in models)],
         *(
@@ -142,9 +116,37 @@ def _overview(models: Sequence[ModelResult]) -> str:
             for k in ks
         ),
         ["Episodes &times; samples", *(f"{m.episodes:,} &times; {m.total.n / m.episodes:.3g}" for m in models)],
-        *([label, *(form.format(row[name]) for row in metrics)] for name, label, form in _MEASURES),
+        *(
+            [label, *(form.format(row[name]) if name in row else "&ndash;" for row in metrics)]
+            for name, label, form in MEASURES
+            if any(name in row for row in metrics)
+        ),
     ]
-    return f"<section><h2>Overview</h2>{_table(['', *(_text(m.name) for m in models)], rows)}</section>"
+    return (
+        f"<section><h2>Overview</h2>{_table(['', *(_named(n, m.name) for n, m in enumerate(models))], rows)}</section>"
+    )
+
+
+def _named(index: int, name: str) -> str:
+    """A model's name behind a dot in its colour."""
+    return f"<span class='dot' style='background:{color_of(index)}'></span>{_text(name)}"
+
+
+def _reward_model(analysis: Analysis) -> str:
+    found = analysis.probes.reward_model
+    if found is None:
+        return ""
+    accuracy = _percent(found.accuracy) if found.accuracy else "&ndash;"
+
+    def number(value: float | None) -> str:
+        return "&ndash;" if value is None else f"{value:.3f}"
+
+    row = [
+        f"{len(found.scores):,}", f"{found.pairs:,}", accuracy, number(found.ece), number(found.auc),
+        number(found.correlation),
+    ]  # fmt: skip
+    head = ["Episodes scored", "Pairs", "Ranked rightly", "Calibration error", "AUC", "Correlation with success"]
+    return f"<section><h2>Reward model against true success</h2>{_table(head, [row], text_columns=0)}</section>"
 
 
 def _comparisons(comparisons: Sequence[Comparison]) -> str:
@@ -252,7 +254,7 @@ def _case(case: Case, names: Sequence[str]) -> str:
     columns = []
     for index, (name, trajectory) in enumerate(zip(names, case.trajectories, strict=True)):
         turn = case.turning_points[index] if index else case.first_turning_point
-        columns.append(_column(name, trajectory, turn))
+        columns.append(_column(index, name, trajectory, turn))
     target = f"<p><b>Right answer</b> {_text(first.target)}</p>" if first.target else ""
     return (
         f"<article><h3>{_text(episode.level)} · {_text(episode.kind)} · seed {episode.seed}</h3><div class='question'>"
@@ -261,14 +263,14 @@ def _case(case: Case, names: Sequence[str]) -> str:
     )
 
 
-def _column(name: str, trajectory: Trajectory, turning: int | None) -> str:
+def _column(index: int, name: str, trajectory: Trajectory, turning: int | None) -> str:
     outcome = "<span class='good'>✓ success</span>" if trajectory.success else "<span class='bad'>✗ failure</span>"
     answer = "none" if trajectory.answer is None else _text(trajectory.answer, 200)
     turns = "".join(_turn(number, turn, number == turning) for number, turn in enumerate(trajectory.turns))
     ended_early = turning is not None and turning >= len(trajectory.turns)
     end = "<p class='turning'>turning point: it ends here</p>" if ended_early else ""
     return (
-        f"<div class='column'><h4>{_text(name)} {outcome}</h4><ol>{turns}</ol>{end}"
+        f"<div class='column'><h4><span>{_named(index, name)}</span> {outcome}</h4><ol>{turns}</ol>{end}"
         f"<p class='end'>answer: <b>{answer}</b> · reward {trajectory.reward:.3f} · {_text(trajectory.stop_reason)}</p>"
         "</div>"
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_core.analysis.comparison import Comparison
 from rl_core.analysis.index import EpisodeRef
+from rl_core.analysis.probes import ModelProbe, Probes
 from rl_core.analysis.statistics import Rate
 from rl_core.analysis.summary import Summary
 from rl_core.types import Trajectory
@@ -29,6 +30,11 @@ class ModelResult:
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
     episodes: int
+    probe: ModelProbe | None = None  # None = no model was at hand
+
+    def metrics(self) -> dict[str, float]:
+        """Scalars over all trajectories, and what the model itself was asked."""
+        return self.summary.metrics() | (self.probe.metrics() if self.probe else {})
 
 
 @dataclass
@@ -56,6 +62,7 @@ class Analysis:
     models: list[ModelResult]
     comparisons: list[Comparison]
     cases: list[Case] = field(default_factory=list)
+    probes: Probes = field(default_factory=Probes)
     notes: list[str] = field(default_factory=list)
 
 
@@ -70,7 +77,7 @@ def metrics_of(analysis: Analysis, prefix: str = "analysis") -> dict[str, float]
             f"{place}/success_rate_high": model.total.high,
             f"{place}/episodes": float(model.episodes),
         }
-        metrics |= {f"{place}/{name}": value for name, value in model.summary.metrics().items()}
+        metrics |= {f"{place}/{name}": value for name, value in model.metrics().items()}
         metrics |= {f"{place}/pass_at_{k}": value for k, value in model.pass_at_k.items()}
         metrics |= {f"{place}/success_rate_by_level/{_slug(name)}": rate.rate for name, rate in model.by_level.items()}
         metrics |= {f"{place}/success_rate_by_kind/{_slug(name)}": rate.rate for name, rate in model.by_kind.items()}
@@ -86,6 +93,9 @@ def metrics_of(analysis: Analysis, prefix: str = "analysis") -> dict[str, float]
             f"{place}/wins": float(pair.total.wins),
             f"{place}/losses": float(pair.total.losses),
         }
+    if analysis.probes.reward_model is not None:
+        found = analysis.probes.reward_model.metrics()
+        metrics |= {f"{prefix}/reward_model/{name}": value for name, value in found.items()}
     return metrics
 
 
@@ -99,7 +109,7 @@ def summary_rows(analysis: Analysis) -> list[dict[str, Any]]:
             "success_rate": model.total.rate,
             "low": model.total.low,
             "high": model.total.high,
-            **model.summary.metrics(),
+            **model.metrics(),
             **{f"pass_at_{k}": value for k, value in model.pass_at_k.items()},
         }
         for model in analysis.models
@@ -118,10 +128,12 @@ def write_json(path: Path, analysis: Analysis) -> Path:
                 "by_kind": {name: rate._asdict() for name, rate in model.by_kind.items()},
                 "pass_at_k": {str(k): value for k, value in model.pass_at_k.items()},
                 **model.summary.to_json(),
+                "probe": model.probe.to_json() if model.probe else None,
             }
             for model in analysis.models
         ],
         "comparisons": [comparison.to_json() for comparison in analysis.comparisons],
+        "reward_model": analysis.probes.reward_model.to_json() if analysis.probes.reward_model else None,
         "cases": [
             {
                 "environment": case.episode.environment,
@@ -149,7 +161,7 @@ def write_csv(path: Path, analysis: Analysis) -> Path:
             for group, rates in groups:
                 for name, rate in rates.items():
                     writer.writerow([_cell(model.name), group, _cell(name), "success_rate", *rate])
-            for metric, value in model.summary.metrics().items():
+            for metric, value in model.metrics().items():
                 writer.writerow([_cell(model.name), "all", "all", metric, value, "", "", model.summary.trajectories])
             for k, value in model.pass_at_k.items():
                 writer.writerow([_cell(model.name), "all", "all", f"pass_at_{k}", value, "", "", model.episodes])
@@ -163,6 +175,9 @@ def write_csv(path: Path, analysis: Analysis) -> Path:
             for row in (pair.total, *pair.by_level, *pair.by_kind):
                 writer.writerow([*place, _cell(row.name), "success_difference", *row.success, row.episodes])
             writer.writerow([*place, "all", "reward_difference", *pair.reward, pair.total.episodes])
+        if (found := analysis.probes.reward_model) is not None:
+            for metric, value in found.metrics().items():
+                writer.writerow(["reward_model", "all", "all", metric, value, "", "", len(found.scores)])
     return path
 
 

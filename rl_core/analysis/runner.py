@@ -12,9 +12,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rl_core.analysis import figures
+from rl_core.analysis import training_figure
 from rl_core.analysis.comparison import Comparison, compare_models
 from rl_core.analysis.index import EpisodeIndex, EpisodeRef
+from rl_core.analysis.pictures import draw
+from rl_core.analysis.probes import Probes
 from rl_core.analysis.report import render
 from rl_core.analysis.results import Analysis, Case, ModelResult, metrics_of, summary_rows, write_csv, write_json
 from rl_core.analysis.summary import Summary
@@ -53,8 +55,10 @@ def analyze(
     settings: AnalysisSettings,
     *,
     training: Mapping[str, Path] | None = None,
+    probes: Probes | None = None,
     image_of: ImageOf | None = None,
     image_tools: Collection[str] | None = None,
+    curriculum: Sequence[str] = (),
     title: str = "Trajectory analysis",
     seed: int = 0,
 ) -> AnalysisResult:
@@ -64,6 +68,8 @@ def analyze(
         models: name -> trajectories.jsonl, the oldest model first: differences are later minus earlier.
         out: folder to write into; made when everything was read, so bad input leaves nothing behind.
         training: name -> metrics.jsonl of a training stage, for its curves.
+        probes: what was measured with the models at hand; see `rl_core.probe`.
+        curriculum: names of the stages of the policy's curriculum.
         image_of: renders an episode's hidden image for the report. image_tools: tools that look at it; None = all.
     Raises: DataError for unreadable files (file, line, reason), and for models without a common episode.
     """
@@ -71,7 +77,8 @@ def analyze(
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
     names, paths = list(models), [Path(path) for path in models.values()]
     curves = {
-        name: read_training(path, figures.WANTED, figures.LEVEL_PREFIXES) for name, path in (training or {}).items()
+        name: read_training(path, training_figure.WANTED, training_figure.PREFIXES)
+        for name, path in (training or {}).items()
     }
     with EpisodeIndex() as index:
         results = [
@@ -84,11 +91,14 @@ def analyze(
         ]
         chosen = _choose(index, len(names), settings.side_by_side)
         cases = [_case(episode, paths, image_of) for episode in chosen]
-    analysis = Analysis(results, comparisons, cases, _notes(comparisons, curves))
+    probes = probes or Probes()
+    for result in results:
+        result.probe = probes.models.get(result.name)
+    analysis = Analysis(results, comparisons, cases, probes, [*_notes(comparisons, curves), *probes.notes])
     for note in analysis.notes:
         logger.warning("%s", note)
     out.mkdir(parents=True, exist_ok=True)
-    drawn = _draw(analysis, curves, out)
+    drawn = draw(analysis, curves, out, curriculum)
     report = out / "report.html"
     report.write_text(render(analysis, drawn, title), encoding="utf-8")
     files = [
@@ -160,69 +170,3 @@ def _notes(comparisons: Sequence[Comparison], curves: Mapping[str, TrainingCurve
         for name, run in curves.items()
         if run.skipped
     ]
-
-
-def _draw(analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path) -> list[tuple[Path, str]]:
-    """All pictures that the data can fill, with their captions."""
-    models = analysis.models
-    drawn: list[tuple[Path, str]] = []
-    by_level = {m.name: {"all": m.total, **m.by_level} for m in models}
-    path = figures.success_by_group(out / "success_by_level.png", by_level, "Success by level")
-    drawn.append((path, "Success on held-out episodes, by level of difficulty."))
-    if len({kind for m in models for kind in m.by_kind}) > 1:
-        by_kind = {m.name: m.by_kind for m in models}
-        path = figures.success_by_group(out / "success_by_kind.png", by_kind, "Success by kind of question")
-        drawn.append((path, "Success by kind of question."))
-    shown = [pair for pair in analysis.comparisons if pair.first == models[0].name]
-    rows = [
-        (f"{'all' if row is pair.total else row.name}: {pair.second}", row.success, row.episodes)
-        for pair in shown
-        for row in (pair.total, *pair.by_level)
-    ]
-    if rows:
-        title = f"Paired difference to {models[0].name}"
-        path = figures.differences(out / "differences.png", rows, title)
-        drawn.append((path, "Difference on the same episodes; blue is better, orange worse, grey undecided."))
-    panels = {
-        label: {m.name: m.summary.distributions[name].reservoir.items for m in models}
-        for name, label in (("reward", "reward"), ("action_tokens", "sampled tokens"), ("turns", "turns"))
-    }
-    path = figures.distributions(out / "distributions.png", panels)
-    drawn.append((path, "Reward and length of the trajectories."))
-    drawn += _draw_tools(models, out)
-    if any(len(m.summary.rewards) > 1 for m in models):
-        parts = {
-            m.name: {
-                name: moments.mean
-                for name, moments in m.summary.rewards.items()
-                if not name.startswith("weighted/")  # what a part adds to the total stands on another scale
-            }
-            for m in models
-        }
-        drawn.append((figures.reward_parts(out / "rewards.png", parts), "Reward components."))
-    for number, (name, run) in enumerate(curves.items()):
-        if figures.training(out / f"training_{number}.png", run, name) is not None:
-            drawn.append((out / f"training_{number}.png", f"Training of {name}."))
-    return drawn
-
-
-def _draw_tools(models: Sequence[ModelResult], out: Path) -> list[tuple[Path, str]]:
-    """Heat maps of tool calls and of misuse."""
-    drawn = []
-    wanted = (
-        ("tools", "calls", "How often each tool is called", "calls per episode", 2),
-        ("misuse", "errors", "Misuse", "errors per 100 episodes", 1),
-    )
-    for name, attribute, title, label, digits in wanted:
-        scale = 100 if attribute == "errors" else 1
-        tables = {
-            model.name: {
-                level: {tool: scale * n / tools.trajectories for tool, n in getattr(tools, attribute).most_common(12)}
-                for (_, level), tools in model.summary.tools.items()
-            }
-            for model in models
-        }
-        if any(row for table in tables.values() for row in table.values()):
-            path = figures.tool_heat_map(out / f"{name}.png", tables, title, label, digits)
-            drawn.append((path, f"{title}: {label}, by level."))
-    return drawn

@@ -35,6 +35,7 @@ article{background:var(--card);border:1px solid var(--line);border-radius:10px;p
 .question p{margin:6px 0}
 .columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(250px,1fr));gap:14px}
 .column{border-left:3px solid var(--line);padding-left:12px;min-width:0}
+.dot{display:inline-block;width:10px;height:10px;border-radius:50%;margin-right:7px}
 ol{margin:0;padding-left:22px}
 li{margin-bottom:8px}
 li::marker{color:var(--faint);font-size:12px}

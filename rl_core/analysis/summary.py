@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from rl_core.analysis.coherence import contradictions, repetitions
 from rl_core.analysis.statistics import distinct_n, entropy, find_loop
 from rl_core.analysis.trajectories import action_key, state_key
 from rl_core.types import StopReason, Trajectory
@@ -137,13 +138,22 @@ class Summary:
         self._nll -= trajectory.mean_logprob * trajectory.num_action_tokens
         self.stop_reasons[_bounded(self.stop_reasons, trajectory.stop_reason)] += 1
         # What a turn did besides answering: calls and misuse. Answers end an episode and cannot explore.
-        steps = [(action_key(turn), state_key(turn)) for turn in turns if turn.tool_call is not None or turn.is_error]
+        steps, useful = [], set()
+        for turn in turns:
+            if turn.tool_call is not None or turn.is_error:
+                step = action_key(turn), state_key(turn)
+                steps.append(step)
+                if turn.tool_call is not None and not turn.is_error and turn.observation is not None:
+                    useful.add(step)
         if loop := find_loop(steps):
             counts["looping"] += 1
             self.loop_periods[min(loop.period, 99)] += 1
         if steps:
-            useful = {(action_key(t), state_key(t)) for t in calls if not t.is_error and t.observation is not None}
             self.distributions["exploration"].add(len(useful) / len(steps))
+        repeated, taken_back = repetitions(trajectory), contradictions(trajectory)
+        counts["repeated"] += repeated
+        counts["taken_back"] += taken_back
+        counts["coherent"] += not (repeated or taken_back)
         strategy = " > ".join(
             turn.tool_call.name if turn.tool_call else "error" if turn.is_error else "text" for turn in turns
         )
@@ -177,6 +187,9 @@ class Summary:
             "trajectories_with_misuse": counts["with_errors"] / total,
             "loop_rate": counts["looping"] / total,
             "exploration_efficiency": parts["exploration"].moments.mean,
+            "coherent_rate": counts["coherent"] / total,
+            "repetitions_mean": counts["repeated"] / total,
+            "contradictions_mean": counts["taken_back"] / total,
             "distinct_1": distinct_n(self._actions.items, 1),
             "distinct_2": distinct_n(self._actions.items, 2),
             "strategy_entropy": entropy(self.strategies.values()),

@@ -55,6 +55,10 @@ class TrainingCurves:
         """The curve of the first of these names that the run logged."""
         return next((self.curves[name] for name in names if name in self.curves), None)
 
+    def starting_with(self, prefix: str) -> dict[str, Curve]:
+        """The curves of a family of metrics, by what follows the prefix."""
+        return {name.removeprefix(prefix): curve for name, curve in self.curves.items() if name.startswith(prefix)}
+
 
 def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str, ...] = ()) -> TrainingCurves:
     """Read the wanted metrics (and those that start with one of `prefixes`) of a metrics.jsonl.

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ __all__ = [
 
 MAX_LINE = 64 * 2**20  # bytes; a longer line is no trajectory, and reading it would break the promise of bounded memory
 _OPENINGS = {
-    b"\x1f\x8b": "is gzip-compressed; unpack it first",
+    b"\x1f\x8b": "is gzip-compressed; unpack it first (gunzip)",
     b"\xff\xfe": "is UTF-16; save it as UTF-8",
     b"\xfe\xff": "is UTF-16; save it as UTF-8",
     b"PAR1": "is Parquet; trajectories are read from JSONL",
@@ -33,13 +33,27 @@ _OPENINGS = {
     b"[": "starts with '[' as a JSON array does; one JSON object per line is expected",
 }
 _KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-_FIELDS = {f.name: str(f.type) for f in dataclasses.fields(Trajectory)}
+# Exact types that need no second look, which is what nearly every value has; a float may still be infinite.
+_QUICK: dict[str, set[type]] = {"str": {str}, "int": {int}, "float": {int}, "bool": {bool}}
+_encode = json.JSONEncoder(sort_keys=True, default=str).encode  # made once; json.dumps would make one at every call
+
+
+def _table(kind: type) -> dict[str, tuple[set[type], str]]:
+    """Field -> types that need no second look, kind."""
+    table = {}
+    for field in dataclasses.fields(kind):
+        name = str(field.type).removesuffix(" | None")
+        optional: set[type] = {type(None)} if name != str(field.type) else set()
+        table[field.name] = (_QUICK.get(name, set()) | optional, name)
+    return table
+
+
+_FIELDS, _TURN_FIELDS = _table(Trajectory), _table(Turn)
 _REQUIRED = [
     f.name
     for f in dataclasses.fields(Trajectory)
     if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
 ]
-_TURN_FIELDS = {f.name: str(f.type) for f in dataclasses.fields(Turn)}
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
@@ -99,13 +113,17 @@ def read_trajectory_at(path: Path | str, offset: int) -> Trajectory:
         return _parse(file.readline(MAX_LINE).removeprefix(b"\xef\xbb\xbf"), Path(path), None)
 
 
-def action_key(turn: Turn) -> str:
+def action_key(turn: Turn) -> Hashable:
     """An action in a form that is equal for actions that do the same, however they are written.
 
     A tool call counts by its name and arguments; other text without case and surplus white space.
     """
-    if turn.tool_call is not None:
-        return json.dumps([turn.tool_call.name, turn.tool_call.arguments], sort_keys=True, default=str)
+    call = turn.tool_call
+    if call is not None:
+        try:
+            return call.name, frozenset(call.arguments.items())
+        except TypeError:  # a list or an object among the arguments
+            return _encode([call.name, call.arguments])
     return " ".join(turn.action.split()).casefold()
 
 
@@ -155,7 +173,8 @@ def _parse(line: bytes, path: Path, number: int | None) -> Trajectory:
             raise DataError(
                 f"{place}: the last line is cut off after {len(line)} bytes; was the writer killed?"
             ) from None
-        raise DataError(f"{place}: this is not JSON ({error})") from None
+        what = f"{error.msg}, character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(f"{place}: this is not JSON ({what}); mend or remove the line") from None
     try:
         return _trajectory(row)
     except DataError as error:
@@ -171,7 +190,7 @@ def _trajectory(row: Any) -> Trajectory:
         raise DataError(f"found {_name(row)}, expected an object with the fields of a trajectory")
     missing = [name for name in _REQUIRED if name not in row]
     if missing:
-        raise DataError(f"field '{missing[0]}' is missing")
+        raise DataError(f"field '{missing[0]}' is missing, so this is no line of a trajectories.jsonl")
     _check_fields(row, _FIELDS, "")
     if not -(2**63) <= row["seed"] < 2**63:
         raise DataError("field 'seed': the number does not fit into 64 bits")
@@ -202,14 +221,15 @@ def _turn(row: Any, place: str) -> Turn:
     return Turn(**{**row, "tool_call": ToolCall(call["name"], call["arguments"])})
 
 
-def _check_fields(row: dict[str, Any], fields: dict[str, str], prefix: str) -> None:
+def _check_fields(row: dict[str, Any], fields: dict[str, tuple[set[type], str]], prefix: str) -> None:
     for name, value in row.items():
         if name not in fields:
-            raise DataError(f"field '{prefix}{name}' is unknown; was the file written by another version?")
-        kind = fields[name].removesuffix(" | None")
-        if value is None and kind != fields[name]:
-            continue
-        if kind in _KINDS and not _is(value, kind):
+            raise DataError(
+                f"field '{prefix}{name}' is unknown; the file was written by another version (play the episodes again) "
+                "or holds no trajectories"
+            )
+        quick, kind = fields[name]
+        if type(value) not in quick and kind in _KINDS and not _is(value, kind):
             raise DataError(f"field '{prefix}{name}': found {_name(value)}, expected {kind}")
 
 

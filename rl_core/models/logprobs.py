@@ -5,6 +5,7 @@ B rows, S sequence, N tokens that carry loss, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ from rl_core.models.lora import unwrap
 from rl_core.models.trunk import hidden_states, model_inputs
 from rl_core.types import TrainBatch
 
-__all__ = ["TokenOutputs", "completion_logprobs", "selected_logprobs", "token_outputs"]
+__all__ = ["TokenOutputs", "completion_logprobs", "next_token_logprobs", "selected_logprobs", "token_outputs"]
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
@@ -123,6 +124,36 @@ def _read_places(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
         last_B = batch.attention_mask_BS.sum(1) - 1
         places_BS[torch.arange(len(last_B), device=last_B.device), last_B] = True
     return places_BS
+
+
+@torch.no_grad()
+def next_token_logprobs(
+    model: PreTrainedModel, batch: TrainBatch, *, chunk_tokens: int | None = None
+) -> Iterator[torch.Tensor]:
+    """The whole distributions that the tokens carrying loss are drawn from, some positions at a time.
+
+    Args, Raises: as `token_outputs`; two models of one vocabulary and device give chunks of equal positions.
+    Returns: log p float32 [C, V] in nats, C <= chunk_tokens; without gradient.
+    """
+    mask_BS = batch.loss_mask_BS
+    positions_N = mask_BS.reshape(-1).nonzero().squeeze(1) - 1
+    base = unwrap(model)
+    head = base.get_output_embeddings()
+    plain = _is_plain_head(base, head)
+    if plain:
+        states_BS = hidden_states(base, batch, _read_places(batch, with_last=False))
+    else:
+        states_BS = base(**model_inputs(base, batch), use_cache=False).logits
+    flat = states_BS.reshape(-1, states_BS.shape[-1])
+    size = int(base.config.get_text_config().vocab_size)
+    chunk = chunk_tokens or max(128, _CHUNK_ELEMENTS.get(flat.device.type, 2**24) // size)
+    for part_C in positions_N.split(chunk):
+        chosen = flat.index_select(0, part_C)
+        yield (
+            _log_softmax(chosen, head.weight, head.bias)
+            if plain
+            else torch.log_softmax(chosen, dim=-1, dtype=_accurate(chosen.dtype))
+        )
 
 
 def selected_logprobs(

@@ -5,21 +5,19 @@ H hidden, N states.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from statistics import fmean
 from typing import ClassVar
 
 from torch.nn import functional
 
-from rl_core.environments.question import read_answer, same_text
-from rl_core.environments.solutions import final_of_solution, same_number
+from rl_core.analysis.coherence import band_score, contradictions, repetitions
 from rl_core.rewards.component import Component
 from rl_core.rollouts.states import TurnStates
 from rl_core.settings import CoherenceSettings
-from rl_core.types import Rollout, Trajectory, Turn
+from rl_core.types import Rollout
 
-__all__ = ["CoherenceReward", "band_score", "contradictions", "repetitions"]
+__all__ = ["CoherenceReward"]
 
 
 class CoherenceReward(Component):
@@ -53,52 +51,3 @@ class CoherenceReward(Component):
             self.metrics["similarity"] = fmean(similar)
             self.metrics["in_band"] = fmean(settings.low <= cosine <= settings.high for cosine in similar)
         return values
-
-
-def band_score(cosine: float, low: float, high: float) -> float:
-    """1 inside [low, high], falling linearly to 0 at -1 and at +1."""
-    cosine = min(1.0, max(-1.0, cosine))  # rounding
-    if cosine < low:
-        return (cosine + 1) / (low + 1)
-    return (1 - cosine) / (1 - high) if cosine > high else 1.0
-
-
-def repetitions(trajectory: Trajectory) -> int:
-    """Turns whose action, up to case and blanks, was written before in the same part of the episode."""
-    count = 0
-    for part in _parts(trajectory):
-        actions = [" ".join(turn.action.lower().split()) for turn in part]
-        count += len(actions) - len(set(actions))
-    return count
-
-
-def contradictions(trajectory: Trajectory) -> int:
-    """Stated answers that differ from the one stated before them in the same part of the episode.
-
-    An answer is what an environment may read as one: a line 'answer X', or '#### X', in an action or in a draft before
-    its last line.
-    """
-    count = 0
-    for part in _parts(trajectory):
-        answers = [answer for turn in part for answer in _answers(turn.action)]
-        pairs = pairwise(answers)
-        count += sum(not (same_text(a, b) or same_number(a, b)) for a, b in pairs)
-    return count
-
-
-def _answers(action: str) -> Iterator[str]:
-    for line in action.rpartition("</think>")[2].splitlines():  # what is merely thought is not stated
-        answer = read_answer(line)
-        stated = answer if answer is not None else final_of_solution(line)
-        if stated:
-            yield stated
-
-
-def _parts(trajectory: Trajectory) -> list[list[Turn]]:
-    """The turns up to each answer that the environment took before it asked on; the next question may want another."""
-    parts: list[list[Turn]] = [[]]
-    for turn in trajectory.turns:
-        parts[-1].append(turn)
-        if turn.tool_call is None and not turn.is_error and turn.observation is not None:
-            parts.append([])
-    return parts

@@ -101,3 +101,10 @@ class AnalysisSettings(Settings):
 
     bootstrap_samples: int = setting(2000, ge=100, doc="resamples of each interval")
     side_by_side: int = setting(5, ge=0, doc="episodes shown under each model in the report")
+    probe_episodes: int = setting(
+        100, ge=0, doc="sampled episodes that each model reads again: entropy, KL, coherence; 0 = none"
+    )
+    probe_scores: int = setting(
+        400, ge=0, doc="sampled episodes of each model that the reward model scores: calibration; 0 = none"
+    )
+    probe_demonstrations: int = setting(200, ge=0, doc="held-out demonstrations whose perplexity is taken; 0 = none")

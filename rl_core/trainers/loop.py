@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rl_core.checkpoint import CheckpointStore
-from rl_core.errors import SettingsError, Stopped, nearest
+from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
 from rl_core.faults import fault
 from rl_core.metrics import MetricHistory
 from rl_core.settings import LoopSettings
@@ -243,7 +243,10 @@ class _Loop:
         """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
         if self.export_to is None or (self.exported is not None and self.clock() - self.exported < after):
             return
-        self.history.export(self.export_to)
+        try:
+            self.history.export(self.export_to)
+        except (CheckpointError, OSError) as error:  # a dashboard's file is an extra; what is kept still raises
+            logger.warning("the history of metrics is not shown: %s", error)
         self.exported = self.clock()
 
     def _evaluate_when_due(self) -> None:

@@ -183,6 +183,49 @@ def test_analyze_missing_path(capsys):
     assert "nowhere.jsonl: no such file" in capsys.readouterr().err
 
 
+def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, capsys):
+    calls = []
+    finished = tmp_path / "finished"
+    finished.mkdir()
+    (finished / "report.html").write_text("<p>")
+
+    def analyze_models(settings, models, *, quiet):
+        calls.append((settings.name, models, quiet))
+        results = {"analyze": SimpleNamespace(path=finished)}
+        return SimpleNamespace(ok=True, table=lambda: "the table", results=results)
+
+    monkeypatch.setitem(sys.modules, "flows.single_stage", SimpleNamespace(analyze_models=analyze_models))
+    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    assert cli.main(["analyze", "old", "new"]) == 2
+    assert "old: is a model; --config CONFIG says which episodes it is to play" in capsys.readouterr().err
+    assert cli.main(["analyze", "old", "new", "--config", config, "--out", "report", "-q"]) == 0
+    assert calls == [("demo", {"old": str(tmp_path / "old"), "new": str(tmp_path / "new")}, True)]
+    assert (tmp_path / "report" / "report.html").read_text() == "<p>"
+    assert capsys.readouterr().out == "the table\nreport: report/report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"\x1f\x8b\x08", "a.jsonl: the file is gzip-compressed; unpack it first"),
+        ("a.jsonl", b'{"level": "easy"}\n', "a.jsonl:1: field 'environment' is missing"),
+        ("a.jsonl", b"{\n", "a.jsonl:1: this is not JSON"),
+        ("folder/other.txt", b"", "folder: no trajectories*.jsonl there; name the files"),
+    ],
+)
+def test_unreadable_trajectories_exit_with_2_and_leave_nothing(name, content, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    assert cli.main(["analyze", name.split("/")[0], "--out", "report"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
 # Running
 
 

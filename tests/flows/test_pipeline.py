@@ -76,6 +76,18 @@ def test_every_stage_leaves_a_verified_folder_and_a_row_in_the_table(first):
     assert result.run_url in table
 
 
+def test_the_analysis_measures_the_models_and_the_reward_model(first):
+    _, result = first
+    metrics = result.results["analyze"].summary["metrics"]
+    for name in ("sft", "policy"):
+        assert metrics[f"analysis/{name}/perplexity"] > 1 and metrics[f"analysis/{name}/entropy"] > 0
+        assert metrics[f"analysis/{name}/coherence"] <= 1
+    assert metrics["analysis/sft/kl_to_first"] == 0 < metrics["analysis/policy/kl_to_first"]
+    assert metrics["analysis/reward_model/trajectories"] == 24  # 12 episodes of two models
+    logged = dict(metric_rows(result.results["analyze"].path)[0][1])
+    assert logged["analysis/policy/kl_to_first"] == metrics["analysis/policy/kl_to_first"]
+
+
 def test_nothing_is_left_open_and_no_pickle_is_written(first):
     output, _ = first
     stages = output / "test" / "stages"

@@ -32,6 +32,18 @@ def test_windows_are_bounded():
             made.is_full("x", window)
 
 
+def test_names_are_bounded_too(caplog):
+    made = MetricHistory(3, max_metrics=2)
+    for step in range(4):
+        made.observe({"x": 1.0, f"seed/{step}": 2.0}, step)
+    assert made.names == ["seed/0", "x"] and made.count("x") == 4
+    assert [record.getMessage() for record in caplog.records] == [
+        "more than 2 metrics: 'seed/1' and later ones are not kept"
+    ]
+    with pytest.raises(DataError, match="max_metrics 0"):
+        MetricHistory(3, max_metrics=0)
+
+
 def test_slope_by_hand_up_and_down():
     assert history(1.0, 3.0, 5.0, start=7).slope("x", 3) == pytest.approx(2.0)
     assert history(9.0, 1.0, 0.0, -1.0).slope("x", 3) == pytest.approx(-1.0)  # the 9 is outside the window
@@ -124,3 +136,27 @@ def test_threads_lose_nothing():
     for thread in threads:
         thread.join()
     assert made.count("x") == 2000 and made.mean("x", 100) == 1.0
+
+
+def test_readers_of_the_export_never_see_half_a_file(tmp_path):
+    path = tmp_path / "history.json"
+    made = MetricHistory(50)
+    made.observe({f"m{number}": 0.0 for number in range(40)}, 0)
+    made.export(path)
+    done = threading.Event()
+
+    def train():
+        for step in range(1, 60):
+            made.observe({f"m{number}": float(step) for number in range(40)}, step)
+            made.export(path)
+        done.set()
+
+    writer = threading.Thread(target=train)
+    writer.start()
+    lasts = []
+    while not done.is_set():
+        row = json.loads(path.read_text())
+        assert len({summary["last"] for summary in row["summary"].values()}) == 1  # all of one moment
+        lasts.append(row["summary"]["m0"]["last"])
+    writer.join()
+    assert lasts == sorted(lasts) and json.loads(path.read_text())["summary"]["m39"]["last"] == 59.0

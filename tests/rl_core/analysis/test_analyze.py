@@ -9,7 +9,10 @@ import pytest
 from handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
-from rl_core.analysis import analyze, figures, write_trajectories
+from rl_core.analysis import analyze, training_figure, write_trajectories
+from rl_core.analysis.calibration import calibrate
+from rl_core.analysis.canvas import COLORS, shades
+from rl_core.analysis.probes import ModelProbe, Probes
 from rl_core.analysis.training import MAX_POINTS, Curve, read_training
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
@@ -178,12 +181,44 @@ def test_one_model_alone_and_no_cases(tmp_path):
     assert found.metrics["analysis/only/success_rate"] == 1.0
 
 
+def test_what_models_said_is_reported(tmp_path):
+    for name in ("sft", "policy"):
+        write_trajectories(tmp_path / f"{name}.jsonl", [trajectory(1, name == "policy"), trajectory(2)])
+    probes = Probes(
+        {
+            "sft": ModelProbe(perplexity=2.0, demonstrations=3, entropy=0.5, kl_to_first=0.0, entropy_by_turn=[0.5]),
+            "policy": ModelProbe(
+                entropy=0.25, kl_to_first=0.125, coherence=0.75, entropy_by_turn=[0.25], kl_by_turn=[0.125]
+            ),
+        },
+        calibrate([0.0, 1.0, 2.0, 2.0], [False, True, True, True], [1, 1, 2, 2]),
+        ["'x' was left out."],
+    )
+    models = {name: tmp_path / f"{name}.jsonl" for name in ("sft", "policy")}
+    found = analyze(models, tmp_path / "out", SETTINGS, probes=probes)
+    metrics = found.metrics
+    assert metrics["analysis/policy/kl_to_first"] == 0.125 and metrics["analysis/sft/perplexity"] == 2.0
+    assert "analysis/policy/perplexity" not in metrics and metrics["analysis/policy/coherence"] == 0.75
+    assert metrics["analysis/reward_model/accuracy"] == 1.0 and metrics["analysis/reward_model/pairs"] == 1
+    assert {"entropy_and_kl.png", "reward_model.png"} <= {path.name for path in found.files}
+    row = json.loads(found.files[1].read_text())
+    assert row["models"][1]["probe"]["kl_by_turn"] == [0.125]
+    assert row["reward_model"]["pairs"] == 1 and row["reward_model"]["bins"][0]["right"]["rate"] == 1.0
+    with found.files[2].open(newline="") as file:
+        cells = {(r["model"], r["metric"]): r["value"] for r in csv.DictReader(file)}
+    assert cells["policy", "kl_to_first"] == "0.125" and cells["reward_model", "auc"] == "1.0"
+    words = " ".join(Page(found.report.read_text(encoding="utf-8")).words)
+    for expected in ("Reward model against true success", "KL from the first model", "Perplexity", "'x' was left out."):
+        assert expected in words
+
+
 def test_pass_at_k_is_reported(tmp_path):
     rows = [trajectory(1, sample < 1, sample=sample) for sample in range(4)]
     write_trajectories(tmp_path / "a.jsonl", rows)
     found = analyze({"m": tmp_path / "a.jsonl"}, tmp_path / "out", SETTINGS)
     assert [found.metrics[f"analysis/m/pass_at_{k}"] for k in (1, 2, 4)] == [0.25, 0.5, 1.0]
     assert "pass@4" in found.report.read_text()
+    assert (tmp_path / "out" / "pass_at_k.png").is_file()
 
 
 def test_different_episodes_are_compared_on_the_common_ones(tmp_path):
@@ -283,11 +318,40 @@ def test_rollbacks_of_the_curriculum_are_read_and_drawn(tmp_path):
         for i, (s, r) in enumerate(zip(stages, rollbacks, strict=True), 1)
     ]
     path.write_text("\n".join(map(json.dumps, [*lines, lines[3]])))  # replayed after a kill
-    run = read_training(path, figures.WANTED)
+    run = read_training(path, training_figure.WANTED)
     assert run.rollbacks == [4, 6] and run.stages == [(1, 0), (2, 1), (4, 0), (5, 1)]
-    drawn = figures.training(tmp_path / "with.png", run, "policy")
+    drawn = training_figure.training(tmp_path / "with.png", run, "policy")
     run.rollbacks = []
-    assert drawn.read_bytes() != figures.training(tmp_path / "without.png", run, "policy").read_bytes()
+    assert drawn.read_bytes() != training_figure.training(tmp_path / "without.png", run, "policy").read_bytes()
+
+
+def test_a_curve_of_one_point_or_of_zeros_is_no_picture(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": i, "metrics": {"policy/kl": 0.0}} for i in range(9)] + [{"step": 9, "metrics": {"eval/loss": 0.5}}]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    assert training_figure.training(tmp_path / "x.png", read_training(path, training_figure.WANTED), "sft") is None
+
+
+def test_parts_of_the_reward_are_drawn_where_there_are_several(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+
+    def drawn(*parts):
+        metrics = {f"reward/weighted/{part}": 0.5 for part in parts}
+        path.write_text("\n".join(json.dumps({"step": i, "metrics": metrics}) for i in range(9)))
+        run = read_training(path, training_figure.WANTED, training_figure.PREFIXES)
+        assert sorted(run.starting_with("reward/weighted/")) == sorted(parts)
+        return training_figure.training(tmp_path / "x.png", run, "policy")
+
+    assert drawn("task", "curiosity") is not None and drawn("task") is None
+
+
+def test_shades_run_from_light_to_dark():
+    def brightness(color):
+        return sum(int(color[place : place + 2], 16) for place in (1, 3, 5))
+
+    for color in COLORS:
+        values = [brightness(shade) for shade in shades(color, 4)]
+        assert values == sorted(values, reverse=True) and len(set(values)) == 4
 
 
 def test_matplotlib_is_imported_only_to_draw():

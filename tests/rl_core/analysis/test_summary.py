@@ -71,6 +71,16 @@ def test_looking_counts_image_tools_that_worked():
     assert summary_of(trajectory(turns=[failed, ANSWER])).metrics()["looked_rate"] == 0
 
 
+def test_repeated_actions_and_answers_taken_back_by_hand():
+    fine = trajectory(1, turns=[zoom(1, 1), zoom(1, 2), ANSWER])
+    again = trajectory(2, turns=[zoom(1, 1), zoom(1, 1), zoom(1, 1), ANSWER])
+    wavers = trajectory(3, turns=[Turn("answer blue\nanswer red"), ANSWER])
+    metrics = summary_of(fine, again, wavers).metrics()
+    assert metrics["repetitions_mean"] == pytest.approx(2 / 3)
+    assert metrics["contradictions_mean"] == pytest.approx(1 / 3)
+    assert metrics["coherent_rate"] == pytest.approx(1 / 3)
+
+
 def test_loops_are_cycles_of_states_and_actions():
     back_and_forth = [zoom(1, 1, "red"), zoom(2, 2, "blue")] * 2  # no two neighbours alike
     spelled = [zoom(1, 1), Turn("<tool_call>...", ToolCall("zoom", {"column": 1, "row": 1}), "RED ")]

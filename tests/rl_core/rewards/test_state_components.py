@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_rollouts import call, rollout, say, walk
 
-from rl_core.rewards.coherence import CoherenceReward, band_score, contradictions, repetitions
+from rl_core.analysis.coherence import band_score, contradictions, repetitions
+from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.settings import CoherenceSettings, CuriositySettings
 from rl_core.state_codec import Decoder, Encoder

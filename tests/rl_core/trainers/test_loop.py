@@ -547,3 +547,13 @@ def test_the_history_of_metrics_is_shown_while_training_and_survives_a_kill(tmp_
         history=other)  # fmt: skip
     assert json.loads(other.read_text())["metrics"]["train/loss"] == final["metrics"]["train/loss"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "history.json", "other.json"]
+
+
+def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplog):
+    settings = LoopSettings(eval_every=0, checkpoint_every=2)
+    outcome, _, _ = run(
+        tmp_path / "a", trainer=ScriptedTrainer([0.1] * 8), settings=settings, iterations=3, best_metric=None,
+        history=tmp_path / "nowhere" / "history.json",
+    )  # fmt: skip
+    assert outcome.iterations == 3
+    assert "nowhere/history.json: cannot be written" in caplog.text

@@ -1,0 +1,100 @@
+"""Which pictures an analysis fills, in which order, and what each shows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rl_core.analysis import figures, probe_figures, training_figure
+from rl_core.analysis.canvas import COLORS, color_of
+from rl_core.analysis.results import Analysis, ModelResult
+from rl_core.analysis.training import TrainingCurves
+
+__all__ = ["draw"]
+
+
+def draw(
+    analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path, curriculum: Sequence[str] = ()
+) -> list[tuple[Path, str]]:
+    """All pictures that the data can fill, with their captions."""
+    models = analysis.models
+    colors = {model.name: color_of(index) for index, model in enumerate(models)}
+    drawn: list[tuple[Path, str]] = []
+    by_level = {m.name: {"all": m.total, **m.by_level} for m in models}
+    path = figures.success_by_group(out / "success_by_level.png", by_level, "Success by level")
+    drawn.append((path, "Success on held-out episodes, by level of difficulty."))
+    if len({kind for m in models for kind in m.by_kind}) > 1:
+        by_kind = {m.name: m.by_kind for m in models}
+        path = figures.success_by_group(out / "success_by_kind.png", by_kind, "Success by kind of question")
+        drawn.append((path, "Success by kind of question."))
+    shown = [pair for pair in analysis.comparisons if pair.first == models[0].name]
+    rows = [
+        (f"{'all' if row is pair.total else row.name}: {pair.second}", row.success, row.episodes, colors[pair.second])
+        for pair in shown
+        for row in (pair.total, *pair.by_level)
+    ]
+    if rows:
+        title = f"Paired difference to {models[0].name}"
+        path = figures.differences(out / "differences.png", rows, title)
+        drawn.append((path, "Difference on the same episodes; right of the line is better, a hollow dot is undecided."))
+    panels = {
+        label: {m.name: m.summary.distributions[name].reservoir.items for m in models}
+        for name, label in (("reward", "reward"), ("action_tokens", "sampled tokens"), ("turns", "turns"))
+    }
+    path = figures.distributions(out / "distributions.png", panels)
+    drawn.append((path, "Reward and length of the trajectories."))
+    if any(len(m.pass_at_k) > 1 for m in models):
+        path = figures.pass_at_k(out / "pass_at_k.png", {m.name: m.pass_at_k for m in models})
+        drawn.append((path, "pass@k: chance that at least one of k samples of an episode succeeds."))
+    drawn += _draw_tools(models, out)
+    if any(len(m.summary.rewards) > 1 for m in models):
+        parts = {
+            m.name: {
+                name: moments.mean
+                for name, moments in m.summary.rewards.items()
+                if not name.startswith("weighted/")  # what a part adds to the total stands on another scale
+            }
+            for m in models
+        }
+        drawn.append((figures.reward_parts(out / "rewards.png", parts), "Reward components."))
+    drawn += _draw_probes(analysis, out)
+    for number, (name, run) in enumerate(curves.items()):
+        path = out / f"training_{number}.png"
+        if training_figure.training(path, run, name, colors.get(name, COLORS[6]), curriculum) is not None:
+            drawn.append((path, f"Training of {name}."))
+    return drawn
+
+
+def _draw_probes(analysis: Analysis, out: Path) -> list[tuple[Path, str]]:
+    """What the models said about texts."""
+    drawn = []
+    probes = {m.name: m.probe for m in analysis.models if m.probe is not None and m.probe.entropy_by_turn}
+    if probes:
+        path = probe_figures.entropy_and_kl(out / "entropy_and_kl.png", probes, analysis.models[0].name)
+        drawn.append((path, "How unsure each model is, and how far it moved from the first, on its own episodes."))
+    if analysis.probes.reward_model is not None:
+        path = probe_figures.calibration(out / "reward_model.png", analysis.probes.reward_model)
+        drawn.append((path, "The reward model against true success, on the evaluated episodes of all models."))
+    return drawn
+
+
+def _draw_tools(models: Sequence[ModelResult], out: Path) -> list[tuple[Path, str]]:
+    """Heat maps of tool calls and of misuse."""
+    drawn = []
+    wanted = (
+        ("tools", "calls", "How often each tool is called", "calls per episode", 2),
+        ("misuse", "errors", "Misuse", "errors per 100 episodes", 1),
+    )
+    for name, attribute, title, label, digits in wanted:
+        scale = 100 if attribute == "errors" else 1
+        tables = {
+            model.name: {
+                level: {tool: scale * n / tools.trajectories for tool, n in getattr(tools, attribute).most_common(12)}
+                for (_, level), tools in model.summary.tools.items()
+            }
+            for model in models
+        }
+        if any(row for table in tables.values() for row in table.values()):
+            path = figures.tool_heat_map(out / f"{name}.png", tables, title, label, digits)
+            drawn.append((path, f"{title}: {label}, by level."))
+    return drawn

@@ -1,0 +1,156 @@
+"""What models say about texts that are there already, teacher-forced: perplexity, entropy, KL, coherence, scores.
+
+N tokens that carry loss, C a chunk of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from transformers import PreTrainedModel
+
+from rl_core.analysis.probes import ModelProbe
+from rl_core.data.chat import ChatRenderer
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
+from rl_core.rewards.coherence import CoherenceReward
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.states import turn_spans, turn_states
+from rl_core.settings import CoherenceSettings
+from rl_core.types import Message, Rollout
+
+__all__ = ["Divergence", "Subject", "divergence", "mean_nll", "probe", "same_vocabulary"]
+
+MAX_TOKENS = 4096  # padded tokens of one pass; more gains nothing on a CPU, whose caches it outgrows
+MAX_TURNS = 8  # turns told apart; later ones count for the whole only
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to measure and how it reads text."""
+
+    model: PreTrainedModel
+    renderer: ChatRenderer
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """Means over the sampled tokens of some rollouts, in nats per token."""
+
+    entropy: float
+    kl: float | None  # None without a reference
+    entropy_by_turn: list[float]
+    kl_by_turn: list[float]
+
+
+def probe(
+    subject: Subject,
+    first: Subject | None,
+    rollouts: Sequence[Rollout],
+    demonstrations: Sequence[Sequence[Message]] = (),
+    coherence: CoherenceSettings | None = None,
+) -> ModelProbe:
+    """Measure one model.
+
+    Args:
+        first: the model that KL and states are taken from; None = `subject` is the first one, and KL is 0.
+        rollouts: sampled by `subject`. demonstrations: conversations that no model was trained on; those longer than
+            the model's context are passed over.
+    """
+    nll, count = mean_nll(subject, demonstrations)
+    spread = divergence(subject.model, first.model if first else None, rollouts, subject.renderer.pad_id)
+    yardstick = first or subject
+    score = None
+    if rollouts:
+        states = turn_states(yardstick.model, rollouts, pad_id=yardstick.renderer.pad_id, max_tokens=MAX_TOKENS)
+        score = fmean(CoherenceReward(coherence or CoherenceSettings())(rollouts, states))
+    return ModelProbe(
+        perplexity=math.exp(min(nll, 700.0)) if nll is not None else None,
+        demonstrations=count,
+        entropy=spread.entropy if spread else None,
+        kl_to_first=(spread.kl if first else 0.0) if spread else None,
+        coherence=score,
+        trajectories=len(rollouts),
+        entropy_by_turn=spread.entropy_by_turn if spread else [],
+        kl_by_turn=spread.kl_by_turn if spread else [],
+    )
+
+
+def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tuple[float | None, int]:
+    """Mean nats per assistant token (its end-of-turn token included), and of how many conversations.
+
+    Perplexity is its exponential; it compares models with one tokenizer only.
+    """
+    context = int(getattr(subject.model.config, "max_position_embeddings", None) or 2**20)
+    rows = []
+    for messages in conversations:
+        ids, mask = subject.renderer.conversation(messages)
+        if len(ids) <= context:
+            rows.append(TrainRow(prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:]))
+    if not rows:
+        return None, 0
+    device = next(subject.model.parameters()).device
+    total, tokens = 0.0, 0
+    with evaluating(subject.model), torch.no_grad():
+        for batch in make_batches(rows, MAX_TOKENS, subject.renderer.pad_id):
+            logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
+            total -= float(logprobs_BS.double().sum())  # 0 where a token carries no loss
+            tokens += batch.num_loss_tokens
+    return total / tokens, len(rows)
+
+
+@torch.no_grad()
+def divergence(
+    model: PreTrainedModel, reference: PreTrainedModel | None, rollouts: Sequence[Rollout], pad_id: int
+) -> Divergence | None:
+    """Entropy of `model` and KL(model || reference) before every token that it sampled, exact over the vocabulary.
+
+    H = -sum_v p log p, KL = sum_v p (log p - log q), both at temperature 1 whatever the rollouts were sampled at.
+    Returns: None without rollouts.
+    """
+    if not rollouts:
+        return None
+    device = next(model.parameters()).device
+    entropy_N: list[torch.Tensor] = []
+    kl_N: list[torch.Tensor] = []
+    turns_N: list[int] = []
+    with evaluating(model), evaluating(reference or model):
+        for batch in make_batches(list(rollouts), MAX_TOKENS, pad_id):
+            batch = batch.to(device)
+            theirs = next_token_logprobs(reference, batch) if reference is not None else None
+            for log_p_CV in next_token_logprobs(model, batch):
+                p_CV = log_p_CV.exp()
+                entropy_N.append(-(p_CV * log_p_CV).sum(-1).cpu())
+                if theirs is not None:
+                    kl_N.append((p_CV * (log_p_CV - next(theirs))).sum(-1).cpu())
+            for row in batch.rows:
+                spans = turn_spans(rollouts[row].loss_mask)
+                turns_N += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]
+    turns = torch.tensor(turns_N)
+    entropy, kl = torch.cat(entropy_N), torch.cat(kl_N) if kl_N else None
+    return Divergence(
+        entropy=float(entropy.double().mean()),
+        kl=float(kl.double().mean()) if kl is not None else None,
+        entropy_by_turn=_by_turn(entropy, turns),
+        kl_by_turn=_by_turn(kl, turns) if kl is not None else [],
+    )
+
+
+def same_vocabulary(one: ChatRenderer, other: ChatRenderer) -> bool:
+    """Whether equal token ids mean equal text for both."""
+    return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
+
+
+def _by_turn(values_N: torch.Tensor, turns_N: torch.Tensor) -> list[float]:
+    """Mean at each turn, up to the first that nobody played."""
+    means = []
+    for turn in range(MAX_TURNS):
+        chosen = values_N[turns_N == turn]
+        if not len(chosen):
+            break
+        means.append(float(chosen.double().mean()))
+    return means

@@ -1,0 +1,57 @@
+"""Models that a user names on the command line: which arguments are models, and what tables and pictures call them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_core.errors import DataError
+
+__all__ = ["given_models"]
+
+_KEY = re.compile(r"[0-9a-f]{16}")  # a finished stage's folder
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def given_models(paths: Sequence[str]) -> dict[str, str]:
+    """Name -> model folder, registered model or hub name; {} where all paths are trajectory files or folders of them.
+
+    A finished stage's folder stands for the model in it, and the stage names it.
+    Raises: DataError where some are models and others are not.
+    """
+    sources = [_model_at(path) for path in paths]
+    if not any(sources):
+        return {}
+    if None in sources:
+        raise DataError(
+            f"{paths[sources.index(None)]}: holds no model (config.json), but {next(filter(None, sources))} does; give "
+            "models alone, which then play the same episodes, or trajectory files alone"
+        )
+    models: dict[str, str] = {}
+    for source in filter(None, sources):
+        name = _name_of(source)
+        while name in models:
+            name += "'"
+        models[name] = source
+    return models
+
+
+def _model_at(path: str) -> str | None:
+    """The model that a path means, if it does."""
+    folder = Path(path)
+    for place in (folder, folder / "model"):
+        if (place / "config.json").is_file():
+            return str(place.resolve())
+    hub = not folder.exists() and _HUB_NAME.fullmatch(path) and not path.endswith((".jsonl", ".json"))
+    return path if path.startswith("models:/") or hub else None
+
+
+def _name_of(source: str) -> str:
+    """A short name that may stand in a file's name."""
+    parts = source.removeprefix("models:/").rstrip("/").split("/")
+    if len(parts) > 1 and parts[-1] == "model":
+        parts.pop()
+    if len(parts) > 1 and _KEY.fullmatch(parts[-1]):
+        parts.pop()
+    return re.sub(r"[^\w.@-]+", "_", parts[-1])

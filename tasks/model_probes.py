@@ -1,0 +1,102 @@
+"""What the analysis measures with models at hand: each policy on its own episodes, the reward model on all of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+from rl_core.analysis.calibration import Calibration, calibrate
+from rl_core.analysis.probes import ModelProbe, Probes
+from rl_core.data.chat import ChatRenderer
+from rl_core.environments.base import Environment
+from rl_core.models import heads
+from rl_core.probe import MAX_TOKENS, Subject, probe, same_vocabulary
+from rl_core.rollouts.record import read_rollouts, tokens_path
+from rl_core.settings import AnalysisSettings
+from rl_core.types import Message, Rollout
+from tasks.config import PipelineSettings
+from tasks.policy_model import load_policy, model_folder
+
+__all__ = ["measure_models"]
+
+logger = logging.getLogger(__name__)
+
+
+def measure_models(
+    pipeline: PipelineSettings,
+    settings: AnalysisSettings,
+    models: Mapping[str, Path | str],
+    trajectories: Mapping[str, Path],
+    *,
+    environment: Environment | None = None,
+    data: Path | None = None,
+    reward_model: Path | None = None,
+) -> Probes:
+    """Measure every model that has trajectories; at most two are in memory at once.
+
+    Args:
+        models: name -> finished stage, model folder or hub name, the first model first.
+        trajectories: name -> trajectories_NAME.jsonl, with tokens_NAME.jsonl beside it.
+        environment, data: held-out demonstrations are the data stage's, or else what the environment's demonstrator
+            shows at held-out seeds. reward_model: the reward model stage's folder.
+    """
+    limit = max(settings.probe_episodes, settings.probe_scores if reward_model else 0)
+    played = {
+        name: read_rollouts(path, limit)
+        for name, path in trajectories.items()
+        if name in models and tokens_path(path).is_file()
+    }
+    demonstrations = _demonstrations(data, environment, settings.probe_demonstrations)
+    first: Subject | None = None
+    probes: dict[str, ModelProbe] = {}
+    notes: list[str] = []
+    for name in [name for name in models if name in played]:
+        policy = load_policy(model_folder(models[name]), pipeline)
+        subject = Subject(policy.model, policy.renderer)
+        if first is not None and not same_vocabulary(first.renderer, subject.renderer):
+            notes.append(f"'{name}' has another tokenizer than the first model: KL and coherence are not comparable.")
+            probes[name] = probe(subject, None, [], demonstrations)
+            continue
+        probes[name] = probe(subject, first, played[name][: settings.probe_episodes], demonstrations)
+        first = first or subject
+    scored = [rollout for rollouts in played.values() for rollout in rollouts[: settings.probe_scores]]
+    calibration = None
+    if reward_model is not None and scored and first is not None:
+        calibration = _calibration(pipeline, reward_model, first.renderer, scored, notes)
+    return Probes(probes, calibration, notes)
+
+
+def _calibration(
+    pipeline: PipelineSettings, folder: Path, renderer: ChatRenderer, rollouts: list[Rollout], notes: list[str]
+) -> Calibration | None:
+    model, tokenizer = heads.load_reward_model(folder / "model", pipeline.model)
+    if tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
+        notes.append("the reward model has another tokenizer than the policies: it was not scored.")
+        return None
+    scores = heads.score(
+        model, [[*r.prompt_ids, *r.completion_ids] for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS
+    )
+    episodes = [(r.trajectory.environment, r.trajectory.level, r.trajectory.seed) for r in rollouts]
+    return calibrate(scores, [r.success for r in rollouts], episodes)
+
+
+def _demonstrations(data: Path | None, environment: Environment | None, limit: int) -> list[list[Message]]:
+    """Up to `limit` held-out demonstrations, always the same ones; [] where there are none."""
+    path = data / "demonstrations_heldout.jsonl" if data is not None else None
+    if path is not None and path.is_file():
+        with path.open(encoding="utf-8") as file:
+            return [json.loads(line)["messages"] for line in islice(file, limit)]
+    shown: list[list[Message]] = []
+    if environment is None:
+        return shown
+    for level in environment.levels:
+        seeds = environment.seeds_of("heldout", level)[: -(-limit // len(environment.levels))]
+        for seed in seeds:
+            demonstration = environment.demonstration(seed, level)
+            if demonstration is None:
+                return []
+            shown.append(demonstration.messages)
+    return shown[:limit]

@@ -1,0 +1,46 @@
+import pytest
+
+from rl_core.analysis import write_trajectories
+from rl_core.errors import DataError
+from rl_core.rollouts.record import read_rollouts, tokens_path, write_tokens
+from rl_core.types import Rollout, Trajectory
+
+MASKS = ([True, True, False, True], [False, True], [True])
+
+
+def rollouts():
+    made = []
+    for number, mask in enumerate(MASKS):
+        trajectory = Trajectory(
+            "fake", "easy", "k", number, "p", "t", num_completion_tokens=len(mask), num_action_tokens=sum(mask)
+        )
+        made.append(Rollout([7, number], list(range(len(mask))), mask, [0.0] * len(mask), 0.0, trajectory))
+    return made
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "trajectories_sft.jsonl"
+    write_trajectories(path, [rollout.trajectory for rollout in rollouts()])
+    write_tokens(tokens_path(path), rollouts())
+    return path
+
+
+def test_tokens_and_masks_come_back(path):
+    assert tokens_path(path).name == "tokens_sft.jsonl"
+    assert read_rollouts(path, 10) == rollouts()
+    assert read_rollouts(path, 2) == rollouts()[:2]
+    assert read_rollouts(path, 0) == []
+
+
+def test_files_that_do_not_belong_together(path):
+    lines = tokens_path(path).read_text().splitlines(keepends=True)
+    tokens_path(path).write_text("".join(lines[1:]))
+    with pytest.raises(DataError, match=r"tokens_sft.jsonl:1: 2 tokens, but the trajectory has 4"):
+        read_rollouts(path, 3)
+    tokens_path(path).write_text("".join(lines[:2]))
+    with pytest.raises(DataError, match=r"tokens_sft.jsonl:3: 0 tokens"):
+        read_rollouts(path, 3)
+    tokens_path(path).write_text('{"prompt": [1]}\n')
+    with pytest.raises(DataError, match=r"tokens_sft.jsonl:1: this is no line of a tokens file"):
+        read_rollouts(path, 3)

@@ -1,0 +1,108 @@
+"""Teacher-forced measures against brute force and by hand."""
+
+import math
+
+import pytest
+import torch
+from tiny import PAD, VOCABULARY, nano
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.models import causal_lm
+from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
+from rl_core.probe import Subject, divergence, mean_nll, probe
+from rl_core.rollouts.batching import make_batches
+from rl_core.settings import ModelSettings, SFTSettings
+from rl_core.trainers.sft import SFTTrainer
+from rl_core.types import Rollout, Trajectory
+
+MASKS = ([True, True, False, True], [True, False, False, True, True, False, True], [True])
+
+
+def rollouts():
+    draw = torch.Generator().manual_seed(3)
+    made = []
+    for number, mask in enumerate(MASKS):
+        ids = torch.randint(1, VOCABULARY, (2 + len(mask),), generator=draw).tolist()
+        trajectory = Trajectory("fake", "easy", "k", number, "p", "t")
+        made.append(Rollout(ids[:2], ids[2:], list(mask), [0.0] * len(mask), 0.0, trajectory))
+    return made
+
+
+def brute_force(model, reference):
+    """(entropy, KL, turn) at every sampled token, one sequence at a time."""
+    model.eval()
+    rows = []
+    for rollout in rollouts():
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
+        with torch.no_grad():
+            p, q = (torch.log_softmax(m(ids).logits[0].double(), -1) for m in (model, reference))
+        turn, before = -1, False
+        for place, sampled in enumerate(rollout.loss_mask):
+            turn += sampled and not before
+            before = sampled
+            if sampled:
+                here = len(rollout.prompt_ids) + place - 1
+                weights = p[here].exp()
+                rows.append((-(weights * p[here]).sum(), (weights * (p[here] - q[here])).sum(), turn))
+    return [(float(h), float(kl), t) for h, kl, t in rows]
+
+
+def test_entropy_and_kl_agree_with_brute_force():
+    model, other = nano(0), nano(1)
+    found = divergence(model, other, rollouts(), PAD)
+    rows = brute_force(model, other)
+    assert len(rows) == 8
+    assert found.entropy == pytest.approx(sum(h for h, _, _ in rows) / 8, abs=1e-5)
+    assert found.kl == pytest.approx(sum(kl for _, kl, _ in rows) / 8, abs=1e-6) and found.kl > 0
+    for turn in range(3):
+        chosen = [(h, kl) for h, kl, t in rows if t == turn]
+        assert found.entropy_by_turn[turn] == pytest.approx(sum(h for h, _ in chosen) / len(chosen), abs=1e-5)
+        assert found.kl_by_turn[turn] == pytest.approx(sum(kl for _, kl in chosen) / len(chosen), abs=1e-6)
+    assert len(found.kl_by_turn) == 3
+
+
+def test_kl_from_itself_is_zero_and_of_a_flat_model_entropy_is_log_v():
+    model = nano(0)
+    assert divergence(model, nano(0), rollouts(), PAD).kl == pytest.approx(0, abs=1e-7)
+    torch.nn.init.zeros_(model.get_output_embeddings().weight)
+    assert divergence(model, None, rollouts(), PAD).entropy == pytest.approx(math.log(VOCABULARY), rel=1e-6)
+    assert divergence(model, None, [], PAD) is None
+
+
+def test_distributions_do_not_depend_on_the_chunk_and_hold_the_training_log_probabilities():
+    model = nano(0).eval()
+    [batch] = make_batches(rollouts(), 1000, PAD)
+    whole = torch.cat(list(next_token_logprobs(model, batch)))
+    assert [len(part) for part in next_token_logprobs(model, batch, chunk_tokens=3)] == [3, 3, 2]
+    torch.testing.assert_close(torch.cat(list(next_token_logprobs(model, batch, chunk_tokens=3))), whole)
+    torch.testing.assert_close(whole.exp().sum(-1), torch.ones(8))
+    targets = batch.input_ids_BS[batch.loss_mask_BS]
+    logprobs, _ = completion_logprobs(model, batch)
+    torch.testing.assert_close(whole.gather(1, targets[:, None]).squeeze(1), logprobs[batch.loss_mask_BS].detach())
+
+
+@pytest.fixture(scope="module")
+def subject():
+    tokenizer = train_tokenizer(["zoom 1 2", "answer red", "colour at row 1?"] * 4, 300)
+    model = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 0)
+    return Subject(model, ChatRenderer(tokenizer))
+
+
+def conversation(answer):
+    return [{"role": "user", "content": "colour?"}, {"role": "assistant", "content": answer}]
+
+
+def test_perplexity_is_that_of_the_sft_trainer(subject):
+    talks = [conversation("answer red"), conversation("zoom 1 2")]
+    rows = [subject.renderer.conversation(talk) for talk in talks]
+    trainer = SFTTrainer(subject.model, subject.renderer.pad_id, rows, rows, SFTSettings(packing=False), 0)
+    found = probe(subject, None, [], talks)
+    assert found.perplexity == pytest.approx(trainer.evaluate()["eval/perplexity"], rel=1e-5)
+    assert found.demonstrations == 2 and found.metrics().keys() == {"perplexity"}
+
+
+def test_what_does_not_fit_the_context_is_passed_over(subject):
+    assert mean_nll(subject, [conversation("x" * 500)]) == (None, 0)
+    nll, count = mean_nll(subject, [conversation("x" * 500), conversation("answer red")])
+    assert count == 1 and nll > 0

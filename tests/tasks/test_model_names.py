@@ -1,0 +1,36 @@
+import pytest
+
+from rl_core.errors import DataError
+from tasks.model_names import given_models
+
+
+def model(path):
+    path.mkdir(parents=True)
+    (path / "config.json").touch()
+    return path
+
+
+def test_stages_and_folders_name_their_models(tmp_path):
+    first = model(tmp_path / "sft" / "0123456789abcdef" / "model")
+    second = model(tmp_path / "policy" / "fedcba9876543210" / "model")
+    third = model(tmp_path / "mine")
+    found = given_models([str(first), str(second.parent), str(third), str(third)])
+    assert found == {"sft": str(first), "policy": str(second), "mine": str(third), "mine'": str(third)}
+
+
+def test_registered_models_and_hub_names():
+    found = given_models(["models:/demo@champion", "models:/demo/3", "Qwen/Qwen2.5-0.5B"])
+    assert found == {
+        "demo@champion": "models:/demo@champion", "3": "models:/demo/3", "Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B"
+    }  # fmt: skip
+
+
+def test_trajectory_files_are_no_models(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    assert given_models([str(tmp_path), str(tmp_path / "a.jsonl"), "nowhere/none.jsonl"]) == {}
+
+
+def test_models_and_files_together_are_refused(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    with pytest.raises(DataError, match=r"a\.jsonl: holds no model .*give models alone"):
+        given_models([str(model(tmp_path / "m")), str(tmp_path / "a.jsonl")])
