@@ -97,6 +97,7 @@ class GSM8K(Environment):
 
     name: ClassVar[str] = "gsm8k"
     levels: ClassVar[tuple[str, ...]] = ("short", "medium", "long")
+    quick: ClassVar[bool] = True
 
     def __init__(
         self,
