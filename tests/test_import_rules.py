@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers")  # extras: one environment each
 FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 
 # rl_core's rooms, lowest first; a room imports rooms of its own level or below, never one above it.
@@ -55,6 +56,18 @@ def test_rl_core_imports_without_prefect_mlflow_pydantic_yaml():
     assert (after - before) & set(FORBIDDEN) == set()
     assert {"prefect", "mlflow", "tasks", "flows"} & after == set()
     assert {"prefect", "mlflow", "pydantic", "yaml"} & modules_loaded_by("import rl_core, rl_core.types") == set()
+
+
+def test_optional_packages_are_imported_inside_functions_alone():
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in modules_of("rl_core")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
+        if name.split(".")[0] in OPTIONAL
+    ]
+    assert wrong == []
 
 
 @pytest.mark.parametrize("package", ["rl_core", "tasks", "flows"])

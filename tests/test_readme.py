@@ -19,13 +19,23 @@ def module_of(block, name, monkeypatch):
     return module
 
 
-def test_the_environment_is_short_and_plays(monkeypatch):
+def test_the_environment_is_short_and_plays(monkeypatch, tmp_path):
+    """The block as a file, found by the very line of configuration that README shows."""
+    import yaml
+
+    from tasks.config import from_dict
+
     block = next(block for block in BLOCKS if "class Echo(" in block)
     assert len([line for line in block.splitlines() if line.strip()]) <= 13
-    module = module_of(block, "readme_echo", monkeypatch)
-    for cls in (module.Echo, module.EchoEpisode):
-        cls.__module__ = "readme_echo"
-    environment = make("readme_echo:Echo")
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "echo.py").write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    shown = re.search(r"\(`(environment: \{name: .*?\})`\)", README)[1]
+    settings = from_dict(
+        {"name": "x", "model": {"path": "a/b"}, **yaml.safe_load(shown), "stages": {"policy": {}}}, check_files=False
+    )
+    environment = make(settings.environment.name, settings.environment.options)
+    assert type(environment).__module__ == "my_package.echo"
     for action, reward in (("7", 1.0), ("8", 0.0)):
         episode = environment.episode(17, "easy")
         assert episode.reset() == [{"role": "user", "content": "say 7"}]

@@ -22,6 +22,9 @@ SHIPPED = {
     "reckoning": "rl_core.environments.reckoning:Reckoning",
     "maze": "rl_core.environments.maze:Maze",
     "gsm8k": "rl_core.environments.gsm8k:GSM8K",
+    "gymnasium": "rl_core.environments.gymnasium_text:GymnasiumText",
+    "reasoning_gym": "rl_core.environments.reasoning_gym_tasks:ReasoningGym",
+    "verifiers": "rl_core.environments.verifiers_tasks:Verifiers",
 }
 
 

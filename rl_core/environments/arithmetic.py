@@ -54,6 +54,7 @@ class Arithmetic(Environment):
 
     name = "arithmetic"
     levels = tuple(LEVELS)
+    quick = True
 
     def __init__(
         self,

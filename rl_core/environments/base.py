@@ -94,7 +94,11 @@ class Environment(ABC):
     """A family of episodes, a tool set and levels of difficulty."""
 
     name: ClassVar[str]
-    levels: ClassVar[tuple[str, ...]]
+    levels: tuple[str, ...]
+    # True = `reset` and `step` only compute, for milliseconds: they are called at once, on the thread that decodes.
+    # False = they may wait for a server, a subprocess or a slow tool: they are called on threads, those of several
+    # episodes at a time but one of each, within a time limit (settings: sampling.max_concurrent_steps and beside it).
+    quick: bool = False
 
     def __init__(self, data: Path | None = None) -> None:
         """`data` is the folder that the data stage prepared; environments that generate their episodes ignore it."""

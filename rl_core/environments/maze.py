@@ -154,6 +154,7 @@ class Maze(Environment):
 
     name = "maze"
     levels = tuple(LEVELS)
+    quick = True
 
     def __init__(
         self,

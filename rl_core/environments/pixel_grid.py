@@ -82,6 +82,7 @@ class PixelGrid(Environment):
 
     name = "pixel_grid"
     levels = tuple(LEVELS)
+    quick = True
 
     def __init__(
         self,

@@ -78,6 +78,7 @@ class Reckoning(Environment):
 
     name = "reckoning"
     levels = tuple(LEVELS)
+    quick = True
 
     def __init__(
         self,

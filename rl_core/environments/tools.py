@@ -4,6 +4,9 @@ Two ways to write a call are always understood:
 
     line     the last non-empty line starts with a tool's name:        zoom 2 3
     hermes   a JSON object between tags, as Qwen and Hermes models do: <tool_call>{"name": "zoom", ...}</tool_call>
+
+In the latter the object may also be an OpenAI-style call: {"type": "function", "function": {"name": ..., "arguments":
+"{...}"}}, its arguments an object or a string of JSON.
 """
 
 from __future__ import annotations
@@ -163,16 +166,17 @@ class Toolset:
         body, closed, _ = text.partition(OPEN_TAG)[2].partition(CLOSE_TAG)
         if not closed:
             raise ToolMisuse(f"the tool call is not closed by {CLOSE_TAG}")
-        try:
-            value = json.loads(body, parse_constant=_refuse_constant)
-        except (ValueError, RecursionError) as error:
-            raise ToolMisuse(f"the tool call is not valid JSON: {str(error)[:100]}") from None
+        value = _read_json(body)
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):  # OpenAI's wrapping
+            value = value["function"]
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ToolMisuse('the tool call must be {"name": ..., "arguments": {...}}')
         tool = self._tools.get(value["name"])
         if tool is None:
             raise ToolMisuse(f"no tool '{value['name'][:64]}'; {nearest(value['name'][:64], self._tools)}")
         arguments = value.get("arguments", {})
+        if isinstance(arguments, str):  # OpenAI's encoding
+            arguments = _read_json(arguments)
         if not isinstance(arguments, dict) or set(arguments) != set(tool.parameters):
             raise ToolMisuse(f"{tool.name} takes the arguments {list(tool.parameters)}")
         kinds = tool.parameters.items()
@@ -228,6 +232,13 @@ def _from_json(tool: Tool, name: str, kind: type, value: Any) -> Any:
     if fits:
         return kind(value)
     raise ToolMisuse(f"{tool.name}: {name} must be {_WORDS[kind]}, not {json.dumps(value)[:40]}")
+
+
+def _read_json(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ToolMisuse(f"the tool call is not valid JSON: {str(error)[:100]}") from None
 
 
 def _refuse_constant(constant: str) -> None:

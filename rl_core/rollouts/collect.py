@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
+from rl_core.rollouts.steps import PendingTurn, StepPool, Turnover
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, Trajectory, Turn
 
@@ -51,28 +53,39 @@ def collect(
     """Play every requested episode `group_size` times and record everything.
 
     Sample g of an episode is drawn from numbers that (seed, environment, level, episode seed, g) determine, whatever
-    else is played beside it; an episode that is requested twice gets new samples the second time.
+    else is played beside it; an episode that is requested twice gets new samples the second time. Steps of an
+    environment that is not `quick` run on threads; what comes out, and in which order, does not depend on when they
+    finish, except as `sampling.rejoin` says.
 
     Args:
         seed: of the sampling; give another one at every iteration.
         policy_version: kept in each rollout: optimizer steps behind the sampling weights.
     Returns: one group per request, in order; its reward is the episode's.
-    Raises: EnvironmentFault naming environment, level and seed when an environment raises or breaks its protocol;
-        DataError when a prompt leaves no room in the context.
+    Raises: EnvironmentFault naming environment, level and seed when an environment raises, hangs or breaks its
+        protocol; DataError when a prompt leaves no room in the context.
     """
-    groups: list[list[_EpisodeSession]] = []
-    times_seen: dict[EpisodeRequest, int] = {}
-    for request in requests:
-        first = times_seen.get(request, 0) * group_size
-        times_seen[request] = times_seen.get(request, 0) + 1
-        group: list[_EpisodeSession] = []
-        for sample in range(first, first + group_size):
-            key = session_seed(seed, environment.name, request.level, request.seed, sample)
-            group.append(_EpisodeSession(environment, renderer, request, sampling, backend.max_length, key))
-            if group[-1].messages != group[0].messages:
-                raise EnvironmentFault(f"{group[0].place}: two episodes of the same seed began with different messages")
-        groups.append(group)
-    backend.run([session for group in groups for session in group], sampling)
+    with ExitStack() as stack:
+        pool = None
+        if not environment.quick:
+            pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
+        groups: list[list[_EpisodeSession]] = []
+        times_seen: dict[EpisodeRequest, int] = {}
+        for request in requests:
+            first = times_seen.get(request, 0) * group_size
+            times_seen[request] = times_seen.get(request, 0) + 1
+            keys = [
+                session_seed(seed, environment.name, request.level, request.seed, sample)
+                for sample in range(first, first + group_size)
+            ]
+            groups.append([_EpisodeSession(environment, renderer, request, sampling, pool, key) for key in keys])
+        for group in groups:
+            for session in group:
+                session.begin(backend.max_length)
+                if session.messages != group[0].messages:
+                    raise EnvironmentFault(
+                        f"{session.place}: two episodes of the same seed began with different messages"
+                    )
+        backend.run([session for group in groups for session in group], sampling)
     return [
         RolloutGroup([session.rollout(sample, policy_version) for sample, session in enumerate(group)])
         for group in groups
@@ -88,24 +101,19 @@ class _EpisodeSession:
         renderer: Renderer,
         request: EpisodeRequest,
         sampling: SamplingSettings,
-        max_length: int,
+        pool: StepPool | None,
         seed: int,
     ) -> None:
         self.place = f"environment '{environment.name}', level '{request.level}', seed {request.seed}"
         self.seed = seed
+        self.messages: list[Message] = []
+        self.prompt_ids: list[int] = []
         self._environment_name = environment.name
         self._renderer = renderer
-        self._max_turns = sampling.max_turns
+        self._max_turns, self._room = sampling.max_turns, sampling.max_completion_tokens
+        self._pool = pool  # None = the environment is called on the caller's thread
         self._episode: Episode = self._guard(environment.episode, seed=request.seed, level=request.level)
-        self.messages: list[Message] = self._guard(self._episode.reset)
-        if not self.messages:
-            raise EnvironmentFault(f"{self.place}: the episode began without a message")
-        self.prompt_ids: list[int] = renderer.prompt_ids(self.messages)
-        self._room = min(sampling.max_completion_tokens, max_length - len(self.prompt_ids))
-        if self._room < 1:
-            raise DataError(
-                f"{self.place}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of {max_length}"
-            )
+        self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
         self._request = request
         self._turns: list[Turn] = []
         self._completion_ids: list[int] = []
@@ -115,16 +123,34 @@ class _EpisodeSession:
         self._last = Step()
         self._stop_reason: StopReason | None = None
 
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+    def begin(self, max_length: int) -> None:
+        """Take the opening messages, of which a context of `max_length` tokens has to leave some room."""
+        self.messages = self._reset.result() if self._reset else self._guard(self._episode.reset)
+        if not self.messages:
+            raise EnvironmentFault(f"{self.place}: the episode began without a message")
+        self.prompt_ids = self._renderer.prompt_ids(self.messages)
+        self._room = min(self._room, max_length - len(self.prompt_ids))
+        if self._room < 1:
+            raise DataError(
+                f"{self.place}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of {max_length}"
+            )
+
+    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
         """Play one action; see `Session`."""
         self._append(action_ids, logprobs, sampled=True)
         text = self._renderer.action_text(action_ids)
-        turn = Turn(action=text, num_tokens=len(action_ids))
-        self._turns.append(turn)
+        self._turns.append(Turn(action=text, num_tokens=len(action_ids)))
         if hit_limit:  # cut in the middle: the environment is not shown half an action
             self._stop_reason = StopReason.MAX_TOKENS
             return None
-        step = self._last = self._guard(self._episode.step, text)
+        if self._pool is None:
+            return self._take(self._guard(self._episode.step, text))
+        call = self._pool.submit(f"{self.place}: a step", self._guard, self._episode.step, text)
+        return PendingTurn(call, self._take)
+
+    def _take(self, step: Step) -> list[int] | None:
+        """What a step brought about, as tokens."""
+        self._last, turn = step, self._turns[-1]
         if not math.isfinite(step.reward):
             raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
         self._reward += step.reward

@@ -3,6 +3,7 @@
     prompts are prefilled once and copied to every session that begins with them;
     a slot is refilled as soon as its session ends; with nothing left to refill from, the active slots close up;
     observations are appended to the live cache in the very step in which the other slots decode;
+    a session whose environment takes its time is parked in its slot, and the others go on;
     a token's sampling and its log-probability come from one pass over the logits, with one read-back per step.
 
 n active slots, B rows.
@@ -28,6 +29,7 @@ from rl_core.rollouts.sampling import (
     draw,
     uniforms,
 )
+from rl_core.rollouts.steps import PendingTurn, wait_for_any
 from rl_core.rollouts.transformers_backend import TransformersBackend
 from rl_core.settings import SamplingSettings
 
@@ -77,8 +79,9 @@ class Engine:
 class _Run:
     """One call of `Engine.run`: the host's side of every slot.
 
-    Slots 0..n-1 are active. `length` counts a slot's tokens in the cache; the newest token, `pending`, is taken in by
-    the next step, and so are the tokens of `before`, which come before it.
+    Slots 0..n-1 are active, n = `count`; those after them are free or parked. `length` counts a slot's tokens in the
+    cache; the newest token, `pending`, is taken in by the next step, and so are the tokens of `before`, which come
+    before it.
     """
 
     def __init__(
@@ -92,11 +95,12 @@ class _Run:
     ) -> None:
         self._decoder, self._sampling, self._is_eos, self._pad_id = decoder, sampling, is_eos, pad_id
         self._queue = deque(sessions)
-        self._slots = min(sampling.slots, len(sessions))
+        self._slots = self._count = min(sampling.slots, len(sessions))
         self._limits = {id(s): min(len(s.prompt_ids) + sampling.max_completion_tokens, max_length) for s in sessions}
         most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sessions)
         decoder.reserve(self._slots, max(self._limits.values()))
-        self._sessions: list[Session | None] = []  # of the active slots; None = ended in this step
+        self._sessions: list[Session | None] = [None] * self._slots  # None = a free slot
+        self._parked: dict[int, PendingTurn] = {}
         self._before: dict[int, list[int]] = {}
         self._pending, self._length, self._limit, self._sampled, self._acted = (
             np.zeros(self._slots, dtype=np.int64) for _ in range(5)
@@ -114,13 +118,37 @@ class _Run:
     def play(self) -> None:
         """Run every session to its end."""
         self._begin(list(range(self._slots)))
-        while self._sessions:
-            ended = self._step()
-            if ended:
-                self._begin(ended[: len(self._queue)])
-                self._close_up(ended)
+        while self._count:
+            changed, ended = self._step()
+            self._begin(ended[: len(self._queue)])
+            if changed or self._parked:
+                self._arrange(self._rejoin())
 
-    # -- beginning and ending ------------------------------------------------------------------------------------------
+    # -- beginning, waiting and ending ---------------------------------------------------------------------------------
+
+    def _rejoin(self) -> list[int]:
+        """The slots that shall be active next, after those that waited long enough took up what came back.
+
+        With 'together' they do so once there is nothing else to decode: who is decoded beside whom, and with it every
+        last bit, then depends on the tokens alone.
+        """
+        active = self._going()
+        while self._parked and (not active or self._sampling.rejoin == "ready"):
+            waiting = sorted(self._parked)
+            if self._sampling.rejoin == "ready":
+                if not active:
+                    wait_for_any(self._parked.values())
+                waiting = [slot for slot in waiting if self._parked[slot].done()]
+            ended = [slot for slot in waiting if not self._go_on(slot, self._parked.pop(slot).result())]
+            self._begin(ended[: len(self._queue)])
+            active = self._going()
+            if active:
+                break
+        return active
+
+    def _going(self) -> list[int]:
+        """Slots whose sessions are neither over nor parked."""
+        return [slot for slot in range(self._slots) if self._sessions[slot] is not None and slot not in self._parked]
 
     def _begin(self, slots: list[int]) -> None:
         """Start waiting sessions in free slots."""
@@ -131,10 +159,7 @@ class _Run:
         self._prefill(prompts)
         by_batch: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
         for slot, session, prompt in zip(slots, sessions, prompts, strict=True):
-            if slot == len(self._sessions):
-                self._sessions.append(session)
-            else:
-                self._sessions[slot] = session
+            self._sessions[slot] = session
             if len(prompt) > 1:
                 kv, row = self._prefilled[prompt]
                 _, targets, rows = by_batch.setdefault(id(kv), (kv, [], []))
@@ -171,31 +196,37 @@ class _Run:
             for row, index in enumerate(rows):
                 self._prefilled[missing[index]] = (kv, row)
 
-    def _close_up(self, ended: list[int]) -> None:
-        """Drop the slots that found no new session: the last active ones move into the holes."""
-        holes = [slot for slot in ended if self._sessions[slot] is None]
+    def _arrange(self, active: list[int]) -> None:
+        """Make these slots 0..n-1: the last ones move into the holes, and what is parked there changes places."""
+        self._count = len(active)
+        holes = sorted(set(range(self._count)) - set(active))
         if not holes:
             return
-        count = len(self._sessions) - len(holes)
-        targets = [slot for slot in holes if slot < count]
-        sources = [slot for slot in range(count, len(self._sessions)) if self._sessions[slot] is not None]
-        if targets:
-            self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))
-            for array in (self._pending, self._length, self._limit, self._sampled, self._acted):
-                array[targets] = array[sources]
-            for table in (self._uniforms, self._tokens, self._logprobs):
-                table[targets] = table[sources]
-            for source, target in zip(sources, targets, strict=True):
-                self._sessions[target] = self._sessions[source]
-                if source in self._before:
-                    self._before[target] = self._before.pop(source)
-        del self._sessions[count:]
+        outside = [slot for slot in active if slot >= self._count]
+        moves = dict(zip(holes, outside, strict=True))  # target -> source
+        moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if hole in self._parked}
+        targets, sources = list(moves), list(moves.values())
+        # whatever moves is read before anything is written, so two slots can change places
+        self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))
+        for array in (self._pending, self._length, self._limit, self._sampled, self._acted):
+            array[targets] = array[sources]
+        for table in (self._uniforms, self._tokens, self._logprobs):
+            table[targets] = table[sources]
+        sessions = {target: self._sessions[source] for target, source in moves.items()}
+        for slot in {*targets, *sources}:
+            self._sessions[slot] = sessions.get(slot)
+        moved_to = {source: target for target, source in moves.items()}
+        self._before = {moved_to.get(slot, slot): ids for slot, ids in self._before.items()}
+        self._parked = {moved_to.get(slot, slot): turn for slot, turn in self._parked.items()}
 
     # -- one token for every slot --------------------------------------------------------------------------------------
 
-    def _step(self) -> list[int]:
-        """Sample one token in every active slot; the slots whose sessions ended by it, in order."""
-        n = len(self._sessions)
+    def _step(self) -> tuple[bool, list[int]]:
+        """Sample one token in every active slot.
+
+        Returns: whether some slots are active no more (their sessions ended, or wait); those that ended, in order.
+        """
+        n = self._count
         before, self._before = self._before, {}
         extension, extra_tokens, extra_positions = self._extension(before, n)
         for slot, ids in before.items():
@@ -213,7 +244,10 @@ class _Run:
         self._acted[:n] += 1
         is_eos = self._is_eos[chosen]
         acted = np.flatnonzero(is_eos | (self._length[:n] + 1 >= self._limit[:n]))
-        return [slot for slot in acted.tolist() if not self._end_turn(slot, hit_limit=not is_eos[slot])]
+        for slot in acted.tolist():
+            self._end_turn(slot, hit_limit=not is_eos[slot])
+        ended = [slot for slot in acted.tolist() if self._sessions[slot] is None]
+        return bool(ended or any(slot in self._parked for slot in acted.tolist())), ended
 
     def _sample(
         self, tokens: np.ndarray, positions: np.ndarray, n: int, extension: Extension | None
@@ -227,14 +261,21 @@ class _Run:
         both_2n = torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()  # token ids are exact in float64
         return both_2n[0].astype(np.int64), both_2n[1]
 
-    def _end_turn(self, slot: int, hit_limit: bool) -> bool:
-        """Hand a finished action over; False = the session has ended."""
+    def _end_turn(self, slot: int, hit_limit: bool) -> None:
+        """Hand a finished action over; the slot is then going on, free or parked."""
         session, count = self._sessions[slot], int(self._acted[slot])
         assert session is not None
-        observation = session.advance(
+        turnover = session.advance(
             self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist(), hit_limit
         )
         self._acted[slot] = 0
+        if isinstance(turnover, PendingTurn):
+            self._parked[slot] = turnover
+        else:
+            self._go_on(slot, turnover, hit_limit)
+
+    def _go_on(self, slot: int, observation: list[int] | None, hit_limit: bool = False) -> bool:
+        """Take what came back; False = the session has ended."""
         if observation is None:
             self._sessions[slot] = None
             return False

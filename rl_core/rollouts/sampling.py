@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rl_core.errors import DataError
+from rl_core.rollouts.steps import Turnover
 from rl_core.settings import SamplingSettings
 
 __all__ = ["RolloutBackend", "Session", "check_observation", "check_prompt", "draw", "session_seed", "uniforms"]
@@ -24,8 +25,10 @@ class Session(Protocol):
     prompt_ids: list[int]  # at least one token; sessions with equal prompts share one prefill
     seed: int  # 0 <= seed < 2**128; the session's samples depend on it and on the weights alone
 
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
         """Take one action; give the observation tokens to append (at least one), or None when the episode is over.
+
+        Or a `PendingTurn`, which gives either once the environment has answered; the session waits until then.
 
         Args:
             action_ids: the sampled tokens of this turn, its end-of-turn token included, where there is one.

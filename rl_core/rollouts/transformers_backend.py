@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.rollouts.sampling import Session, check_observation, check_prompt, draw, uniforms
+from rl_core.rollouts.steps import Turnover, resolve
 from rl_core.settings import SamplingSettings
 
 __all__ = ["TransformersBackend"]
@@ -45,7 +46,8 @@ class TransformersBackend:
                 rows = [_Row(s, sampling, self.max_length) for s in sessions[start : start + sampling.slots]]
                 while rows:
                     self._play_turn(rows, sampling.temperature)
-                    rows = [row for row in rows if row.end_turn(self._eos_ids)]
+                    turns = [row.end_turn(self._eos_ids) for row in rows]  # all steps begin before one is waited for
+                    rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
     @torch.inference_mode()
     def _play_turn(self, rows: list[_Row], temperature: float) -> None:
@@ -87,6 +89,7 @@ class _Row:
         self.logprobs: list[float] = []
         self._uniforms = uniforms(session.seed, self.limit - len(self.ids))
         self._num_sampled = 0
+        self._hit_limit = False
 
     def next_uniform(self) -> float:
         """The uniform that decides the next token; rows that have acted stay where they are."""
@@ -103,13 +106,16 @@ class _Row:
         """Whether this turn's action has ended, or can go no further."""
         return bool(self.action) and (self.action[-1] in eos_ids or len(self.ids) >= self.limit)
 
-    def end_turn(self, eos_ids: Collection[int]) -> bool:
-        """Hand the action over; False = the session has ended."""
-        hit_limit = self.action[-1] not in eos_ids
-        observation = self.session.advance(self.action, self.logprobs, hit_limit)
+    def end_turn(self, eos_ids: Collection[int]) -> Turnover:
+        """Hand the action over."""
+        self._hit_limit = self.action[-1] not in eos_ids
+        return self.session.advance(self.action, self.logprobs, self._hit_limit)
+
+    def goes_on(self, observation: list[int] | None) -> bool:
+        """Take what came back; False = the session has ended."""
         if observation is None:
             return False
-        check_observation(observation, self.limit - len(self.ids), hit_limit)
+        check_observation(observation, self.limit - len(self.ids), self._hit_limit)
         self.ids += observation
         self.action, self.logprobs = [], []
         return True

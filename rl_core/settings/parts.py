@@ -63,6 +63,17 @@ class SamplingSettings(Settings):
     max_completion_tokens: int = setting(64, ge=1, doc="tokens after the prompt, observations included")
     max_turns: int = setting(6, ge=1, doc="actions of one episode")
     slots: int = setting(128, ge=1, doc="episodes decoded at once")
+    max_concurrent_steps: int = setting(
+        32, ge=1, doc="environment steps that run at once; only where steps may wait (Environment.quick is False)"
+    )
+    step_timeout_s: float = setting(
+        600.0, gt=0, doc="seconds after which such a step is an error that names its episode; a tool has its own limit"
+    )
+    rejoin: Literal["together", "ready"] = setting(
+        "together",
+        doc="together: episodes whose steps waited go on once no other can be decoded, so numbers never depend on "
+        "timing; ready: each at once, so a slow tool holds up nobody, but log-probabilities differ in their last bits",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, SettingsError
 from rl_core.evaluation import Evaluation, compare, evaluate, heldout_requests, summarize, validation_requests
 from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.steps import resolve
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, ToolCall, Trajectory, Turn
 
@@ -82,7 +83,7 @@ class Scripted:
             observation = ""
             while observation is not None:
                 ids = [*map(ord, self.policy(prompt, observation, sample)), 0]
-                after = session.advance(ids, [-0.5] * len(ids), False)
+                after = resolve(session.advance(ids, [-0.5] * len(ids), False))
                 observation = None if after is None else "".join(map(chr, after))
 
 

@@ -55,7 +55,8 @@ def test_shipped_names():
     assert type(make("pixel_grid")) is PixelGrid and type(make("arithmetic", {"max_number": 9})) is Arithmetic
     assert make("arithmetic", {"max_number": 9}).max_number == 9
     assert make("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
-    assert set(SHIPPED) == {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k"}
+    own = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k"}
+    assert set(SHIPPED) == own | {"gymnasium", "reasoning_gym", "verifiers"}
 
 
 def test_own_environment_by_import_path():

@@ -41,6 +41,13 @@ def make_tools(**options):
         ),
         ('<tool_call>\n{"name": "scale", "arguments": {"value": 3}}\n</tool_call>', "scale", {"value": 3.0}),
         ('<tool_call>{"name": "now"}</tool_call>', "now", {}),
+        (
+            '<tool_call>{"id": "1", "type": "function", "function": '
+            '{"name": "zoom", "arguments": "{\\"row\\": 2, \\"column\\": 3}"}}</tool_call>',
+            "zoom",
+            {"row": 2, "column": 3},
+        ),
+        ('<tool_call>{"function": {"name": "scale", "arguments": {"value": 3}}}</tool_call>', "scale", {"value": 3.0}),
     ],
 )
 def test_calls_are_parsed(text, name, arguments):
@@ -96,6 +103,10 @@ def hermes(value):
         (hermes("[1]"), 'must be {"name": ..., "arguments": {...}}'),
         (hermes({"name": 3}), "must be"),
         (hermes({"name": "zoom", "arguments": [2, 3]}), "takes the arguments"),
+        (hermes({"name": "zoom", "arguments": "2, 3"}), "not valid JSON"),
+        (hermes({"name": "zoom", "arguments": "[2, 3]"}), "takes the arguments"),
+        (hermes({"function": {"arguments": {}}}), "must be"),
+        (hermes({"function": "now"}), "must be"),
         ('<tool_call>{"name": "now"}', "not closed"),
         (hermes({"name": "now"}) * 2, "more than one tool call"),
     ],

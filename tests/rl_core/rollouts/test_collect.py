@@ -16,6 +16,7 @@ from rl_core.rollouts.batching import make_batches
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.rollouts.engine import make_backend
 from rl_core.rollouts.sampling import Session
+from rl_core.rollouts.steps import resolve
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, StopReason, ToolCall
 
@@ -86,7 +87,7 @@ class Typist:
             while True:
                 typed = self.script(session, turn)
                 ids = Renderer().action_ids(typed) if isinstance(typed, str) else typed
-                if session.advance(ids, [-0.5] * len(ids), ids[-1] != EOS) is None:
+                if resolve(session.advance(ids, [-0.5] * len(ids), ids[-1] != EOS)) is None:
                     break
                 turn += 1
 

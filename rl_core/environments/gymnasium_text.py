@@ -1,0 +1,280 @@
+"""`gymnasium`: an environment of the package of that name, read as text and acted on with words.
+
+    user    S start, F ice, H hole, G goal; you are at [ ]. Write one of: left, down, right, up
+            [S]FFF
+            FHFH ...
+    policy  right
+    tool    S[F]FF ...
+
+Actions are Discrete, by name or number, or Text; observations are what the environment renders as `ansi`, or its value.
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_core.environments.base import Demonstration, Environment, Episode, Step
+from rl_core.environments.optional import require_module
+from rl_core.environments.tools import Toolset
+from rl_core.errors import SettingsError
+from rl_core.types import Message
+
+__all__ = ["GymnasiumText", "plain"]
+
+_MAX_ACTIONS = 32  # of a Discrete space, named in the opening message
+_COLOURED = re.compile(r"\x1b\[([0-9;]*)m([^\x1b]*)\x1b\[0m")
+_MARKS = {"42": "{}", "34": "()", "35": "<>"}  # by colour code; other backgrounds are [], other letters ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of an environment that ships with the package: words for its actions and its task."""
+
+    actions: tuple[str, ...]
+    task: str
+    describe: Callable[[Any], str] | None = None
+
+
+def _blackjack(value: Any) -> str:
+    own, dealer, ace = value
+    return f"you have {int(own)}{' with a usable ace' if ace else ''}, the dealer shows {int(dealer)}"
+
+
+_KNOWN = {
+    "FrozenLake": _Known(("left", "down", "right", "up"), "S start, F ice, H hole, G goal; you are at [ ]."),
+    "CliffWalking": _Known(("up", "right", "down", "left"), "x you, C cliff, T goal."),
+    "Taxi": _Known(
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        "[ ] taxi, { } taxi with passenger, ( ) passenger, < > destination; : can be passed, | not.",
+    ),
+    "Blackjack": _Known(("stick", "hit"), "Come nearer to 21 than the dealer, not above it.", _blackjack),
+}
+
+
+def plain(text: str) -> str:
+    """Terminal colours as brackets, since they often say where the player is: [] background, () letters, by _MARKS."""
+
+    def marked(match: re.Match[str]) -> str:
+        codes = match[1].split(";")
+        mark = next((_MARKS[code] for code in codes if code in _MARKS), None)
+        if mark is None:
+            mark = "[]" if any(code.startswith("4") and len(code) == 2 for code in codes) else "()"
+        return f"{mark[0]}{match[2]}{mark[1]}"
+
+    while (found := _COLOURED.sub(marked, text)) != text:  # colours may lie inside one another
+        text = found
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip("\n")
+
+
+class GymnasiumEpisode(Episode):
+    """One episode. Its success is `info['is_success']` or `info['success']`, else a last reward above a threshold."""
+
+    def __init__(self, environment: GymnasiumText, seed: int, level: str) -> None:
+        super().__init__(seed, level)
+        self._environment = environment
+        self._inner: Any = None
+        self._steps = 0
+
+    def reset(self) -> list[Message]:
+        """The task, what can be done, and the first observation."""
+        environment = self._environment
+        self._inner = environment.make_inner(self.level)
+        value, _ = self._inner.reset(seed=self.seed)
+        self.prompt = f"{environment.task(self._inner)}\n{environment.text_of(self._inner, value)}"
+        return [Message(role="user", content=self.prompt)]
+
+    def act(self, text: str) -> Step:
+        """Take the action that the last line names; one that names none is misuse, and nothing moves."""
+        environment = self._environment
+        action = environment.action_of(self._inner, text)
+        if action is None:
+            complaint = f"error: write one of: {', '.join(environment.actions_of(self._inner))}"
+            return Step([Message(role="tool", content=complaint)], reward=0.0 - environment.misuse_cost, is_error=True)
+        value, reward, terminated, truncated, info = self._inner.step(action)
+        self._steps += 1
+        reward, terminated = float(reward), bool(terminated)
+        truncated = bool(truncated) or (environment.max_steps is not None and self._steps >= environment.max_steps)
+        if not (terminated or truncated):
+            observation = Message(role="tool", content=environment.text_of(self._inner, value))
+            return Step([observation], reward=reward, info=dict(info))
+        self._inner.close()
+        told = info.get("is_success", info.get("success"))
+        success = bool(told) if told is not None else terminated and reward > environment.success_above
+        answer = str(text).strip().splitlines()[-1]
+        return Step(
+            reward=reward, terminated=terminated, truncated=truncated and not terminated, answer=answer,
+            success=success, info=dict(info),
+        )  # fmt: skip
+
+
+class GymnasiumText(Environment):
+    """Episodes of one registered environment, or of a `gymnasium.Env` class at an import path."""
+
+    name = "gymnasium"
+
+    def __init__(
+        self,
+        data: Path | None = None,
+        *,
+        id: str,
+        options: dict[str, Any] | None = None,
+        levels: dict[str, dict[str, Any]] | None = None,
+        actions: list[str] | None = None,
+        task: str | None = None,
+        observation: Literal["auto", "render", "value"] = "auto",
+        max_steps: int | None = None,
+        success_above: float = 0.0,
+        misuse_cost: float = 0.0,
+        demonstration_steps: int = 20,
+    ) -> None:
+        """What to play, and how it is read.
+
+        Args:
+            id: 'FrozenLake-v1', or 'package.module:Class'.
+            options: keyword arguments of every environment that is made.
+            levels: level -> further keyword arguments; left out: one level, 'default'.
+            actions: words for the actions 0, 1, ...; left out: known ones, else the numbers.
+            task: what the opening message says first.
+            observation: render = as `ansi`; value = what step returns; auto = render where that is possible.
+            max_steps: the episode is truncated after so many actions, beside the environment's own limit.
+            success_above: the last reward of a success is greater than this, where `info` does not tell.
+            misuse_cost: taken off the reward for an action that is none.
+            demonstration_steps: actions of a demonstration at most; they are random, and show SFT the form alone.
+        Raises: SettingsError when the package is missing or the environment cannot be made or read as text.
+        """
+        super().__init__(data)
+        self._gymnasium = require_module("gymnasium", self.name)
+        self._id, self._options = id, options or {}
+        self._by_level = levels or {"default": {}}
+        self.levels = tuple(self._by_level)
+        self.max_steps, self.success_above, self.misuse_cost = max_steps, success_above, misuse_cost
+        self._demonstration_steps = demonstration_steps
+        for option, least in (("max_steps", max_steps), ("demonstration_steps", demonstration_steps)):
+            if least is not None and least < 1:
+                raise SettingsError(f"options.{option}: {least} must be at least 1")
+        self._known = _KNOWN.get(id.rpartition("-v")[0])
+        self.quick = self._known is not None  # of others nothing is known
+        self._task = task if task is not None else self._known.task if self._known else ""
+        self._words = [*actions] if actions is not None else [*self._known.actions] if self._known else None
+        self._renders = False
+        for level in self.levels:
+            inner = self._probe(level, observation)
+            self._check_space(inner)
+            inner.close()
+
+    @property
+    def tools(self) -> Toolset:
+        """None: an action is the word itself."""
+        return Toolset([])
+
+    def episode(self, seed: int, level: str) -> GymnasiumEpisode:
+        """The episode of that seed, which goes to `reset`."""
+        self.check_level(level)
+        return GymnasiumEpisode(self, seed, level)
+
+    def demonstration(self, seed: int, level: str) -> Demonstration | None:
+        """Random actions; None where actions are free text."""
+        episode = self.episode(seed, level)
+        messages = episode.reset()
+        rng = random.Random(f"gymnasium/demonstrator/{level}/{seed}")
+        words = self.actions_of(episode._inner)
+        for _ in range(self._demonstration_steps if words else 0):
+            action = rng.choice(words)
+            step = episode.step(action)
+            messages += [Message(role="assistant", content=action), *step.messages]
+            if step.terminated or step.truncated:
+                return Demonstration(messages, level, episode.kind, seed, bool(step.success))
+        while messages and messages[-1]["role"] != "assistant":  # a conversation ends in what the policy says
+            messages.pop()
+        return Demonstration(messages, level, episode.kind, seed, False) if messages else None
+
+    # -- one environment of the package --------------------------------------------------------------------------------
+
+    def make_inner(self, level: str, render: bool | None = None) -> Any:
+        """A new one."""
+        options = {**self._options, **self._by_level[level]}
+        if self._renders if render is None else render:
+            options["render_mode"] = "ansi"
+        if ":" not in self._id:
+            return self._gymnasium.make(self._id, **options)
+        module, _, name = self._id.partition(":")
+        return getattr(importlib.import_module(module), name)(**options)
+
+    def task(self, inner: Any) -> str:
+        """The opening words."""
+        words = self.actions_of(inner)
+        return " ".join(part for part in (self._task, f"Write one of: {', '.join(words)}" if words else "") if part)
+
+    def text_of(self, inner: Any, value: Any) -> str:
+        """What the policy sees."""
+        if self._renders:
+            return plain(str(inner.render()))
+        if self._known is not None and self._known.describe is not None:
+            return self._known.describe(value)
+        return _value_text(value)
+
+    def actions_of(self, inner: Any) -> list[str]:
+        """The words for a Discrete space; [] = free text."""
+        if not _is_discrete(inner.action_space):
+            return []
+        return self._words or [str(number) for number in range(int(inner.action_space.n))]
+
+    def action_of(self, inner: Any, text: str) -> Any:
+        """The action that a text names; None = none."""
+        text = text.rpartition("</think>")[2].strip()
+        words = self.actions_of(inner)
+        if not words:
+            return text if text and inner.action_space.contains(text) else None
+        last = text.splitlines()[-1].strip().lower() if text else ""
+        names = [word.lower() for word in words]
+        if last not in names:
+            return None
+        return int(getattr(inner.action_space, "start", 0)) + names.index(last)
+
+    def _probe(self, level: str, observation: str) -> Any:
+        """One environment of that level, made to see whether it can be."""
+        try:
+            inner = self.make_inner(level, render=False)
+            can_render = "ansi" in (inner.metadata or {}).get("render_modes", ())
+            known_value = self._known is not None and self._known.describe is not None
+            self._renders = observation == "render" or (observation == "auto" and can_render and not known_value)
+            if observation == "render" and not can_render:
+                raise SettingsError(f"options.observation: '{self._id}' cannot render as ansi; use value")
+        except SettingsError:
+            raise
+        except Exception as error:  # unknown or deprecated id, wrong option, missing dependency, the user's own class
+            raise SettingsError(f"options.id: '{self._id}' cannot be made for level '{level}': {error}") from error
+        return inner
+
+    def _check_space(self, inner: Any) -> None:
+        space = inner.action_space
+        if _is_discrete(space):
+            count = int(space.n)
+            if count > _MAX_ACTIONS:
+                raise SettingsError(
+                    f"options.id: '{self._id}' has {count} actions, at most {_MAX_ACTIONS} can be named"
+                )
+            if self._words is not None and len(self._words) != count:
+                raise SettingsError(f"options.actions: {len(self._words)} words for {count} actions of '{self._id}'")
+        elif type(space).__name__ != "Text":
+            raise SettingsError(f"options.id: '{self._id}' has the action space {space}; it must be Discrete or Text")
+
+
+def _is_discrete(space: Any) -> bool:
+    return type(space).__name__ == "Discrete"
+
+
+def _value_text(value: Any) -> str:
+    """Numbers and arrays in few characters."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_value_text(part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(_value_text(part) for part in value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

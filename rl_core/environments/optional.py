@@ -1,0 +1,34 @@
+"""Packages that only some environments need: looked for when one of these is made, never before."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from rl_core.errors import SettingsError
+
+__all__ = ["require", "require_module"]
+
+
+def require(package: str, environment: str) -> None:
+    """Raise SettingsError, with what to install, where `package` is not there. Nothing is imported."""
+    try:
+        found = importlib.util.find_spec(package) is not None
+    except ValueError:  # a module without a spec, as one put together by hand has none
+        found = True
+    if not found:
+        extra = environment.replace("_", "-")
+        raise SettingsError(
+            f"name: environment '{environment}' needs the package '{package}', which is not installed; "
+            f"pip install 'posttrain[{extra}]'"
+        )
+
+
+def require_module(package: str, environment: str) -> ModuleType:
+    """The imported package. Raises: SettingsError as `require` does, and when the import fails."""
+    require(package, environment)
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise SettingsError(f"name: environment '{environment}': '{package}' cannot be imported: {error}") from error

@@ -1,0 +1,63 @@
+"""What the child process of `reasoning_gym` does: makes items and scores answers. See `reasoning_gym_tasks`."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import random
+from typing import Any
+
+__all__ = ["handle", "start"]
+
+MAX_TRIES = 200  # items drawn until one belongs to the wanted split
+
+
+def start(setup: dict[str, Any]) -> None:
+    """Import the package; takes seconds."""
+    import reasoning_gym  # noqa: F401
+
+
+def handle(request: dict[str, Any]) -> Any:
+    """One request: {"do": "check" | "item" | "score", ...}."""
+    if request["do"] == "check":
+        for task, options in request["tasks"].items():
+            _item(task, json.dumps(options), 0)
+        return None
+    if request["do"] == "item":
+        return draw(request["tasks"], request["key"], request["is_heldout"], request["share"])
+    dataset, item = _item(request["task"], json.dumps(request["options"]), request["seed"])
+    return float(dataset.score_answer(request["answer"], item))
+
+
+def draw(tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: float) -> dict[str, Any]:
+    """The item that `key` determines, of the wanted split.
+
+    A question is held out by its text, so that no item is in both splits, however small a task's world is. (Seeds alone
+    do not see to that: item i of a dataset with seed s is made from s + i, and different seeds can make equal items.)
+    """
+    rng = random.Random(key)
+    task = rng.choice(sorted(tasks))
+    for _ in range(MAX_TRIES):
+        seed = rng.randrange(2**31)
+        _, item = _item(task, json.dumps(tasks[task]), seed)
+        digest = hashlib.blake2b(f"{task}\x1f{item['question']}".encode(), digest_size=8).digest()
+        if (int.from_bytes(digest, "little") / 2**64 < share) == is_heldout:
+            answer = item.get("answer")
+            return {
+                "task": task,
+                "seed": seed,
+                "question": item["question"],
+                "answer": "" if answer is None else str(answer),
+            }
+    split = "held-out" if is_heldout else "training"
+    raise ValueError(f"task '{task}' gave no {split} question in {MAX_TRIES} tries: it has too few different ones")
+
+
+@functools.lru_cache(maxsize=256)
+def _item(task: str, options: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """The only item of a dataset of size 1, and the dataset, which knows how to score it."""
+    import reasoning_gym
+
+    dataset = reasoning_gym.create_dataset(task, **json.loads(options), seed=seed, size=1)
+    return dataset, dataset[0]

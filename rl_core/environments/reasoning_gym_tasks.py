@@ -1,0 +1,187 @@
+"""`reasoning_gym`: generated reasoning tasks of the package of that name (arXiv:2505.24760), one question an episode.
+
+    user    State the final answer to the following arithmetic problem: 26 + 91 - 5 = ...
+    policy  answer 112
+
+The package runs in child processes that are killed when they are late: several of its scorers (countdown, puzzle24,
+simple_integration, polynomial_multiplication, ...) evaluate what the model wrote.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from rl_core.environments.base import HELDOUT_START, Demonstration, Environment, Episode, Step
+from rl_core.environments.child import ChildFailed, ChildPool
+from rl_core.environments.optional import require
+from rl_core.environments.question import ANSWER_WORD
+from rl_core.environments.scored import NO_ANSWER, judge, read_tagged_answer
+from rl_core.environments.tools import Toolset
+from rl_core.errors import EnvironmentFault, SettingsError, nearest
+from rl_core.types import Message
+
+__all__ = ["TASKS", "ReasoningGym"]
+
+# Text tasks that make an item in well under a second, without a download; others can be had by a class of one's own.
+TASKS = (
+    "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation",
+    "binary_matrix", "bitwise_arithmetic", "caesar_cipher", "calendar_arithmetic", "chain_sum", "circuit_logic",
+    "coin_flip", "color_cube_rotation", "complex_arithmetic", "count_bits", "count_primes", "countdown",
+    "course_schedule", "cryptarithm", "decimal_arithmetic", "decimal_chain_sum", "dice", "family_relationships",
+    "fraction_simplification", "futoshiki", "game_of_life", "gcd", "graph_color", "gsm_symbolic",
+    "intermediate_integration", "isomorphic_strings", "jugs", "kakurasu", "knights_knaves", "largest_island", "lcm",
+    "leg_counting", "letter_counting", "letter_jumble", "list_functions", "manipulate_matrix", "maze", "mini_sudoku",
+    "n_queens", "number_filtering", "number_format", "number_sequence", "number_sorting", "palindrome_generation",
+    "polynomial_equations", "polynomial_multiplication", "pool_matrix", "power_function", "prime_factorization",
+    "products", "propositional_logic", "puzzle24", "ransom_note", "rotate_matrix", "rotten_oranges", "self_reference",
+    "shortest_path", "simple_equations", "simple_geometry", "simple_integration", "sokoban", "spell_backward",
+    "spiral_matrix", "string_manipulation", "sudoku", "survo", "syllogism", "time_intervals", "tower_of_hanoi",
+    "word_ladder", "word_sequence_reversal", "word_sorting", "zebra_puzzles",
+)  # fmt: skip
+_SCRIPT = Path(__file__).with_name("reasoning_gym_child.py")
+_INSTRUCTIONS = f"End with the line '{ANSWER_WORD} X'; put an answer of several lines between <answer> and </answer>."
+_MEMORY_GIB = 4.0  # an answer like 9**9**9 fills any memory
+
+
+class ReasoningGymEpisode(Episode):
+    """One question; the reward is the task's own score of the answer, mostly 0 to 1."""
+
+    def __init__(self, environment: ReasoningGym, seed: int, level: str) -> None:
+        super().__init__(seed, level)
+        self._environment = environment
+        self._item: dict[str, Any] = {}
+
+    def reset(self) -> list[Message]:
+        """The question."""
+        self._item = self._environment.item(self.seed, self.level)
+        self.kind, self.target = self._item["task"], self._item["answer"]
+        self.prompt = self._item["question"]
+        system = [Message(role="system", content=_INSTRUCTIONS)] if self._environment.instructions else []
+        return [*system, Message(role="user", content=self.prompt)]
+
+    def act(self, text: str) -> Step:
+        """Score the answer."""
+        answer = read_tagged_answer(text)
+        if answer is None:
+            return Step([Message(role="tool", content=NO_ANSWER)], is_error=True)
+        environment = self._environment
+        return judge(self, answer, lambda: environment.score(self._item, self.level, answer), environment.success_at)
+
+
+class ReasoningGym(Environment):
+    """Chosen tasks of reasoning-gym, each with options of its own at every level."""
+
+    name = "reasoning_gym"
+
+    def __init__(
+        self,
+        data: Path | None = None,
+        *,
+        tasks: list[str] | None = None,
+        levels: dict[str, dict[str, dict[str, Any]]] | None = None,
+        instructions: bool = True,
+        heldout: float = 0.2,
+        success_at: float = 1.0,
+        workers: int = 2,
+        timeout_s: float = 10.0,
+    ) -> None:
+        """Either `tasks` with the package's own options and one level, 'default', or `levels`.
+
+        Args:
+            levels: level -> task -> options of its config, as in {"easy": {"chain_sum": {"max_terms": 3}}}.
+            instructions: say in a system message how to answer.
+            heldout: share of questions, by their text, that only held-out episodes ask.
+            success_at: score from which an episode counts as a success.
+            workers: child processes at most.
+            timeout_s: for one answer to be scored or one item to be made; an answer that takes longer earns 0.
+        Raises: SettingsError when the package is missing, for a task outside the whitelist, or for bad options.
+        """
+        super().__init__(data)
+        if (tasks is None) == (levels is None):
+            raise SettingsError(
+                f"options.tasks: name some tasks, or levels of tasks with options, not both; {_known()}"
+            )
+        self._tasks = levels if levels is not None else {"default": {task: {} for task in tasks or ()}}
+        for level, chosen in self._tasks.items():
+            if not chosen:
+                raise SettingsError(f"options: level '{level}' names no task; {_known()}")
+            for task in chosen:
+                if task not in TASKS:
+                    raise SettingsError(f"options: '{task}' is not on the whitelist of tasks; {nearest(task, TASKS)}")
+        for name, number in (("heldout", heldout), ("success_at", success_at)):
+            if not 0 < number <= 1 or (name == "heldout" and number == 1):
+                raise SettingsError(f"options.{name}: {number} must be between 0 and 1")
+        if workers < 1 or not timeout_s > 0:
+            raise SettingsError("options: workers must be at least 1 and timeout_s above 0")
+        require("reasoning_gym", self.name)
+        self.levels = tuple(self._tasks)
+        self.instructions, self.success_at, self._heldout = instructions, success_at, heldout
+        self._children = ChildPool(_SCRIPT, setup={}, count=workers, timeout_s=timeout_s, memory_gib=_MEMORY_GIB)
+        self._items: dict[tuple[int, str], dict[str, Any]] = {}
+        self._lock = threading.Lock()
+        self._check_options()
+
+    @property
+    def tools(self) -> Toolset:
+        """None."""
+        return Toolset([])
+
+    def episode(self, seed: int, level: str) -> ReasoningGymEpisode:
+        """The question of that level and seed, made when the episode is reset."""
+        self.check_level(level)
+        return ReasoningGymEpisode(self, seed, level)
+
+    def demonstration(self, seed: int, level: str) -> Demonstration | None:
+        """The task's own answer; None where it has none (its scorer accepts several)."""
+        episode = self.episode(seed, level)
+        messages = episode.reset()
+        if not episode.target:
+            return None
+        one_line = "\n" not in episode.target
+        text = f"{ANSWER_WORD} {episode.target}" if one_line else f"<answer>\n{episode.target}\n</answer>"
+        return Demonstration([*messages, Message(role="assistant", content=text)], level, episode.kind, seed, True)
+
+    def item(self, seed: int, level: str) -> dict[str, Any]:
+        """{task, seed, question, answer}; the rollouts of a group share it. Raises: EnvironmentFault."""
+        with self._lock:
+            if (seed, level) in self._items:
+                return self._items[seed, level]
+        request = {
+            "do": "item",
+            "tasks": self._tasks[level],
+            "key": f"{level}/{seed}",
+            "is_heldout": seed >= HELDOUT_START,
+            "share": self._heldout,
+        }
+        try:
+            item: dict[str, Any] = self._children.ask(request)
+        except ChildFailed as error:
+            raise EnvironmentFault(f"reasoning_gym could not make an item: {error}") from error
+        with self._lock:
+            if len(self._items) >= 1024:
+                self._items.clear()
+            self._items[seed, level] = item
+        return item
+
+    def score(self, item: dict[str, Any], level: str, answer: str) -> float:
+        """The task's score of an answer. Raises: ChildFailed."""
+        request = {"do": "score", "task": item["task"], "options": self._tasks[level][item["task"]]}
+        return float(self._children.ask({**request, "seed": item["seed"], "answer": answer}))
+
+    def _check_options(self) -> None:
+        """Make one item of every task that is given options, so that a misspelt one is found before anything runs."""
+        for level, tasks in self._tasks.items():
+            for task, options in tasks.items():
+                if {"seed", "size"} & set(options):
+                    raise SettingsError(f"options.levels.{level}.{task}: seed and size are set by the environment")
+                if options:
+                    try:
+                        self._children.ask({"do": "check", "tasks": {task: options}})
+                    except ChildFailed as error:
+                        raise SettingsError(f"options.levels.{level}.{task}: {error}") from error
+
+
+def _known() -> str:
+    return f"known: {', '.join(TASKS)}"

@@ -1,0 +1,54 @@
+"""One question whose answer is scored elsewhere, in a child process: what `reasoning_gym` and `verifiers` share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import re
+from collections.abc import Callable
+
+from rl_core.environments.base import Episode, Step
+from rl_core.environments.child import ChildFailed, ChildTimeout
+from rl_core.environments.question import ANSWER_WORD, read_answer
+
+__all__ = ["NO_ANSWER", "judge", "read_tagged_answer"]
+
+logger = logging.getLogger(__name__)
+
+NO_ANSWER = f"error: no answer; write <answer>...</answer> or end with the line '{ANSWER_WORD} ...'"
+
+_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+def read_tagged_answer(text: str) -> str | None:
+    """What stands last between <answer> and </answer>, else what follows `answer` on the last line; None = neither."""
+    tagged = _TAGGED.findall(text.rpartition("</think>")[2])
+    return tagged[-1].strip() if tagged else read_answer(text)
+
+
+@functools.lru_cache(maxsize=64)  # each kind of trouble is told once
+def _warn(episode: str, trouble: str) -> None:
+    logger.warning("%s: %s; the answer earns 0", episode, trouble)
+
+
+def judge(episode: Episode, answer: str, score: Callable[[], float], success_at: float) -> Step:
+    """End `episode` with the score of its answer; one that cannot be scored earns 0 and counts as misuse."""
+    try:
+        value, trouble = float(score()), ""
+    except ChildTimeout as error:
+        value, trouble = 0.0, f"scoring was given up: {error}"
+    except (ChildFailed, TypeError, ValueError) as error:
+        value, trouble = 0.0, f"scoring failed: {error}"
+    if not math.isfinite(value):
+        value, trouble = 0.0, f"scoring gave {value}"
+    if trouble:
+        _warn(type(episode).__name__, trouble)
+    return Step(
+        reward=value,
+        terminated=True,
+        answer=answer,
+        success=not trouble and value >= success_at,
+        is_error=bool(trouble),
+        info={"scoring": trouble} if trouble else {},
+    )

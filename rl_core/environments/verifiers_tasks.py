@@ -1,0 +1,160 @@
+"""`verifiers`: a single-turn task set of the package of that name (version 0.4): its prompts, its rewards.
+
+    user    the task's prompt
+    policy  a reply; the task's own reward functions and judges score it
+
+The package runs in child processes that are killed when they are late, since rewards may run what the model wrote.
+Task sets with tools, containers or a user that answers need the package's own harness and are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_core.environments.base import HELDOUT_START, Environment, Episode, Step
+from rl_core.environments.child import ChildFailed, ChildPool
+from rl_core.environments.optional import require
+from rl_core.environments.scored import judge
+from rl_core.environments.tools import Toolset
+from rl_core.errors import SettingsError
+from rl_core.types import Message
+
+__all__ = ["Verifiers"]
+
+_SCRIPT = Path(__file__).with_name("verifiers_child.py")
+_LEVEL = "all"
+
+
+class VerifiersEpisode(Episode):
+    """One prompt and one reply."""
+
+    def __init__(self, environment: Verifiers, seed: int, index: int, row: dict[str, Any]) -> None:
+        super().__init__(seed, _LEVEL)
+        self.kind, self.target = row["kind"], row["target"]
+        self._environment, self._index = environment, index
+        self._messages = [Message(role=m["role"], content=m["content"]) for m in row["messages"]]
+        self.prompt = self._messages[-1]["content"]
+
+    def reset(self) -> list[Message]:
+        """The task's prompt."""
+        return list(self._messages)
+
+    def act(self, text: str) -> Step:
+        """Score the reply, whatever it is."""
+        scores: dict[str, Any] = {}
+
+        def score() -> float:
+            scores.update(self._environment.score(self._index, text))
+            return float(scores["reward"])
+
+        step = judge(self, text, score, self._environment.success_at)
+        step.info |= scores
+        return step
+
+
+class Verifiers(Environment):
+    """The tasks of one task set, split by their prompts; seeds number the tasks of each split."""
+
+    name = "verifiers"
+    levels = (_LEVEL,)
+
+    def __init__(
+        self,
+        data: Path | None = None,
+        *,
+        taskset: str,
+        config: dict[str, Any] | None = None,
+        max_tasks: int = 1000,
+        heldout: float = 0.1,
+        success_at: float = 1.0,
+        workers: int = 2,
+        timeout_s: float = 60.0,
+        pass_variables: list[str] | None = None,
+    ) -> None:
+        """What to play, and how.
+
+        Args:
+            taskset: id of an installed task set, or 'package.module:Class' of a `Taskset`.
+            config: fields of its config.
+            max_tasks: how many of its tasks are read, from the first on.
+            heldout: share of tasks, by their prompts, kept out of training.
+            success_at: total reward from which an episode counts as a success.
+            workers: child processes at most.
+            timeout_s: for one reply to be scored; one that takes longer earns 0.
+            pass_variables: names of environment variables that the rewards need, such as a judge's key.
+        Raises: SettingsError when the package is missing or an option is out of range.
+        """
+        super().__init__(data)
+        if not 0 < heldout < 1:
+            raise SettingsError(f"options.heldout: {heldout} must be between 0 and 1")
+        if max_tasks < 2 or workers < 1 or not timeout_s > 0:
+            raise SettingsError("options: max_tasks must be at least 2, workers at least 1 and timeout_s above 0")
+        require("verifiers", self.name)
+        self.success_at, self._heldout = success_at, heldout
+        self._taskset = taskset
+        self._children = ChildPool(
+            _SCRIPT,
+            setup={"taskset": taskset, "config": config or {}, "max_tasks": max_tasks},
+            count=workers,
+            timeout_s=timeout_s,
+            variables=pass_variables or (),
+        )
+        self._splits: dict[str, list[tuple[int, dict[str, Any]]]] | None = None  # (index in the task set, row)
+        self._lock = threading.Lock()
+
+    @property
+    def tools(self) -> Toolset:
+        """None."""
+        return Toolset([])
+
+    def seeds(self, split: str) -> range:
+        """Seeds of all tasks of 'train' or 'heldout'."""
+        start = 0 if split == "train" else HELDOUT_START
+        return range(start, start + len(self._rows(split)))
+
+    def seeds_of(self, split: str, level: str) -> Sequence[int]:
+        """As `seeds`: there is one level."""
+        self.check_level(level)
+        return self.seeds(split)
+
+    def episode(self, seed: int, level: str) -> VerifiersEpisode:
+        """The task of that number. Raises: SettingsError where there is none."""
+        self.check_level(level)
+        split, place = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
+        rows = self._rows(split)
+        if not 0 <= place < len(rows):
+            raise SettingsError(f"seed {seed}: the {split} set of this task set has {len(rows)} tasks")
+        index, row = rows[place]
+        return VerifiersEpisode(self, seed, index, row)
+
+    def score(self, index: int, reply: str) -> dict[str, Any]:
+        """{reward, rewards, metrics} of a reply. Raises: ChildFailed."""
+        scores: dict[str, Any] = self._children.ask({"do": "score", "index": index, "reply": reply})
+        return scores
+
+    def _rows(self, split: str) -> list[tuple[int, dict[str, Any]]]:
+        with self._lock:
+            if self._splits is None:
+                self._splits = self._read()
+        return self._splits[split]
+
+    def _read(self) -> dict[str, list[tuple[int, dict[str, Any]]]]:
+        name = self._taskset
+        try:
+            rows = self._children.ask({"do": "rows"})
+        except ChildFailed as error:
+            raise SettingsError(f"options.taskset: '{name}' cannot be used: {error}") from error
+        splits: dict[str, list[tuple[int, dict[str, Any]]]] = {"train": [], "heldout": []}
+        for index, row in enumerate(rows):
+            digest = hashlib.blake2b(json.dumps(row["messages"]).encode(), digest_size=8).digest()
+            is_heldout = int.from_bytes(digest, "little") / 2**64 < self._heldout
+            splits["heldout" if is_heldout else "train"].append((index, row))
+        for split, found in splits.items():
+            if not found:
+                raise SettingsError(f"options.heldout: of the {len(rows)} tasks of '{name}' none is left for {split}")
+        return splits

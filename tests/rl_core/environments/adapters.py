@@ -1,0 +1,38 @@
+"""What the tests of adapters share: stand-ins for packages that are not among the dependencies."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+FAKES = Path(__file__).parent / "fakes"
+
+
+@contextmanager
+def fakes(package: str) -> Iterator[None]:
+    """Have `package` be the fake one, here and in child processes."""
+
+    def take_out() -> dict[str, ModuleType]:
+        return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == package}
+
+    real = take_out()
+    sys.path.insert(0, str(FAKES))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(FAKES))
+        take_out()
+        sys.modules.update(real)
+
+
+def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Have `package` be missing."""
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else real(name, *rest))

@@ -1,0 +1,1 @@
+"""The package root is empty, as in version 0.4."""

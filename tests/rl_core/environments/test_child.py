@@ -1,0 +1,141 @@
+"""Children answer, fail, hang, die and flood; the pool goes on with new ones."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rl_core.environments.child import ChildFailed, ChildPool, ChildTimeout
+
+SCRIPT = """
+import os, subprocess, sys, time
+state = {}
+
+def start(setup):
+    state["setup"] = setup
+    state["count"] = 0
+    if setup.get("broken"):
+        raise ImportError("no such package")
+
+def handle(request):
+    state["count"] += 1
+    what = request["what"]
+    if what == "hello": return [state["setup"], state["count"], os.getpid()]
+    if what == "raise": raise KeyError("cell")
+    if what == "leave": raise SystemExit(3)
+    if what == "die": os._exit(7)
+    if what == "print": print("noise", flush=True); os.write(1, b"more noise"); return "quiet"
+    if what == "hang":
+        with open(request["file"], "w") as file:
+            file.write(str(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid))
+        while True: pass
+    if what == "flood": return len(bytearray(8 * 2**30))
+    if what == "odd": return {1, 2}
+    if what == "variables": return sorted(os.environ)
+    if what == "meet":  # returns once the other child has come too
+        open(request["own"], "w").close()
+        while not os.path.exists(request["other"]): time.sleep(0.01)
+        return "met"
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def ends(pid: int) -> bool:
+    """Whether a process is gone, or a zombie that its new parent has not asked after, within some seconds."""
+    for _ in range(200):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+            os.kill(pid, 0)
+        except (OSError, IndexError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_child_stays_for_the_next_request(script: Path) -> None:
+    pool = ChildPool(script, setup={"a": 1}, count=2, timeout_s=20)
+    setup, count, pid = pool.ask({"what": "hello"})
+    assert (setup, count) == ({"a": 1}, 1) and pid != os.getpid()
+    assert pool.ask({"what": "hello"}) == [{"a": 1}, 2, pid]
+    assert pool.ask({"what": "print"}) == "quiet", "what is printed is no answer"
+
+
+def test_what_a_function_raises_is_an_error_and_the_child_stays(script: Path) -> None:
+    pool = ChildPool(script, setup={}, count=1, timeout_s=20)
+    pid = pool.ask({"what": "hello"})[2]
+    for what, message in (("raise", "KeyError: 'cell'"), ("leave", "SystemExit: 3"), ("odd", "not JSON serializable")):
+        with pytest.raises(ChildFailed, match=message):
+            pool.ask({"what": what})
+    assert pool.ask({"what": "hello"})[2] == pid
+
+
+def test_a_child_that_hangs_is_killed_with_what_it_started(script: Path, tmp_path: Path) -> None:
+    pool = ChildPool(script, setup={}, count=1, timeout_s=1.0)
+    first = pool.ask({"what": "hello"})[2]
+    with pytest.raises(ChildTimeout, match="no answer within 1 s"):
+        pool.ask({"what": "hang", "file": str(tmp_path / "pid")})
+    assert ends(first) and ends(int((tmp_path / "pid").read_text()))
+    assert pool.ask({"what": "hello"})[1] == 1, "a new one"
+
+
+def test_a_child_that_dies_is_replaced(script: Path) -> None:
+    pool = ChildPool(script, setup={}, count=1, timeout_s=20)
+    with pytest.raises(ChildFailed, match=r"died \(exit status 7\)"):
+        pool.ask({"what": "die"})
+    assert pool.ask({"what": "hello"})[1] == 1
+
+
+def test_memory_is_limited(script: Path) -> None:
+    pool = ChildPool(script, setup={}, count=1, timeout_s=20, memory_gib=1.0)
+    with pytest.raises(ChildFailed, match="MemoryError"):
+        pool.ask({"what": "flood"})
+    assert pool.ask({"what": "hello"})[1] == 2
+
+
+def test_a_child_that_cannot_start_says_why(script: Path) -> None:
+    pool = ChildPool(script, setup={"broken": True}, count=1, timeout_s=20)
+    for _ in range(2):
+        with pytest.raises(ChildFailed, match="ImportError: no such package"):
+            pool.ask({"what": "hello"})
+
+
+def test_children_see_few_variables(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    monkeypatch.setenv("JUDGE_KEY", "y")
+    pool = ChildPool(script, setup={}, count=1, timeout_s=20, variables=["JUDGE_KEY"])
+    seen = pool.ask({"what": "variables"})
+    assert "SECRET_TOKEN" not in seen and {"JUDGE_KEY", "PATH"} <= set(seen)
+
+
+def test_several_requests_at_once(script: Path, tmp_path: Path) -> None:
+    pool = ChildPool(script, setup={}, count=2, timeout_s=20)
+    files = [str(tmp_path / "a"), str(tmp_path / "b")]
+    found: list[str] = []
+
+    def ask(own: str, other: str) -> None:
+        found.append(pool.ask({"what": "meet", "own": own, "other": other}))
+
+    threads = [threading.Thread(target=ask, args=pair) for pair in (files, files[::-1])]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == ["met", "met"]
+
+
+def test_children_end_with_their_pool(script: Path) -> None:
+    pool = ChildPool(script, setup={}, count=1, timeout_s=20)
+    pid = pool.ask({"what": "hello"})[2]
+    del pool
+    assert ends(pid)

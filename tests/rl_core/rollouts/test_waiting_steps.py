@@ -1,0 +1,272 @@
+"""Steps that wait: side by side, within their limit, and without a trace in what is sampled."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from scripted import VOCAB, ScriptedSession, make_model
+from test_collect import EOS, Looking, LookThenAnswer, Renderer, Typist
+from test_engine import make_sessions, sampling
+
+from rl_core.environments.base import Environment, Episode, Step
+from rl_core.errors import EnvironmentFault
+from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.engine import Engine
+from rl_core.rollouts.sampling import Session
+from rl_core.rollouts.steps import PendingTurn, StepPool, wait_for_any
+from rl_core.rollouts.transformers_backend import TransformersBackend
+from rl_core.settings import SamplingSettings
+from rl_core.types import Message
+
+EOS_IDS = list(range(1, VOCAB, 5))
+PATIENCE_S = 20.0  # what is waited for before a test that would hang fails
+BACKENDS = [Engine, TransformersBackend]
+
+
+def backend_of(cls: type, eos_ids: list[int] = EOS_IDS) -> Engine | TransformersBackend:
+    return cls(make_model("llama"), eos_ids=eos_ids, pad_id=0, max_length=128)
+
+
+class Slow(ScriptedSession):
+    """A scripted session whose observations arrive after `work` on a thread."""
+
+    pool: StepPool
+    work: Callable[[], None]
+
+    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> object:
+        observation = super().advance(action_ids, logprobs, hit_limit)
+        return observation if hit_limit else PendingTurn(self.pool.submit("s", self.work), lambda _: observation)
+
+
+def slow_sessions(pool: StepPool, work: Callable[[int], None]) -> list[Slow]:
+    sessions = make_sessions()
+    for index, session in enumerate(sessions):
+        session.__class__ = Slow
+        session.pool, session.work = pool, lambda index=index: work(index)
+    return sessions  # type: ignore[return-value]
+
+
+def played(session: ScriptedSession) -> tuple:
+    return session.turns, session.completion_ids, session.logprobs
+
+
+class CountingPool(StepPool):
+    """Says how many calls were running at the same time."""
+
+    def __init__(self, max_concurrent: int, timeout_s: float = PATIENCE_S) -> None:
+        super().__init__(max_concurrent, timeout_s)
+        self.lock, self.running, self.most = threading.Lock(), 0, 0
+
+    def submit(self, what: str, function: Callable, *args: object) -> object:
+        def counted() -> object:
+            with self.lock:
+                self.running += 1
+                self.most = max(self.most, self.running)
+            try:
+                return function(*args)
+            finally:
+                with self.lock:
+                    self.running -= 1
+
+        return super().submit(what, counted)
+
+
+def test_the_pool_runs_as_many_as_it_may_and_no_more() -> None:
+    barrier = threading.Barrier(3)
+    with CountingPool(3) as pool:
+        calls = [pool.submit("c", lambda index=index: (barrier.wait(PATIENCE_S), index)[1]) for index in range(9)]
+        assert [call.result() for call in calls] == list(range(9))
+    assert pool.most == 3
+
+
+def test_a_failing_call_raises_where_its_result_is_asked_for_and_the_pool_goes_on() -> None:
+    def fail() -> None:
+        raise KeyError("cell")
+
+    with StepPool(1, PATIENCE_S) as pool:
+        failing, fine = pool.submit("c", fail), pool.submit("c", lambda: 3)
+        assert fine.result() == 3
+        with pytest.raises(KeyError, match="cell"):
+            failing.result()
+
+
+def test_what_has_not_begun_is_not_overdue_and_never_begins_after_the_end() -> None:
+    release, began = threading.Event(), []
+    with pytest.raises(EnvironmentFault, match=r"first has not returned within 0\.05 s"), StepPool(1, 0.05) as pool:
+        hanging = pool.submit("first", release.wait, PATIENCE_S)
+        waiting = pool.submit("second", began.append, 1)
+        turns = [PendingTurn(waiting, list), PendingTurn(hanging, list)]
+        wait_for_any(turns)
+    release.set()
+    assert not waiting.future.done() and began == []
+
+
+@pytest.mark.parametrize("cls", BACKENDS)
+def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
+    """12 sessions whose first steps only return once all 12 are waiting."""
+    barrier = threading.Barrier(12)
+    first = dict.fromkeys(range(12), True)
+
+    def work(index: int) -> None:
+        if first.pop(index, False):
+            barrier.wait(PATIENCE_S)
+
+    plain = [ScriptedSession(s.prompt_ids, s.seed) for s in make_sessions()]
+    backend = backend_of(cls)
+    backend.run(plain, sampling())
+    assert not any(hit for s in plain for _, hit in s.turns[:1]), "every session takes a step"
+    with CountingPool(32) as pool:
+        sessions = slow_sessions(pool, work)
+        backend.run(sessions, sampling())
+    assert pool.most == 12
+    expected = make_sessions()
+    backend.run(expected, sampling())
+    assert [s.turns for s in sessions] == [s.turns for s in expected]
+    assert sum(len(s.turns) > 1 for s in sessions) >= 3
+
+
+@pytest.mark.parametrize("cls", BACKENDS)
+@pytest.mark.parametrize("slots", [100, 5])
+def test_the_order_in_which_steps_finish_changes_no_bit(cls: type, slots: int) -> None:
+    def run(delay: Callable[[int], float]) -> list[tuple]:
+        with StepPool(32, PATIENCE_S) as pool:
+            sessions = slow_sessions(pool, lambda index: time.sleep(delay(index)))
+            backend_of(cls).run(sessions, sampling(slots=slots))
+        return [played(session) for session in sessions]
+
+    forward = run(lambda index: 0.002 * index)
+    assert run(lambda index: 0.002 * (12 - index)) == forward
+    assert run(lambda index: 0.0) == forward
+
+
+@pytest.mark.parametrize("slots", [100, 5])
+def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> None:
+    """With 'ready' the first session's first step returns only when every other session is over."""
+    over, lock, others_over = set(), threading.Lock(), threading.Event()
+    waited: list[bool] = []
+
+    def work(index: int) -> None:
+        if index == 0 and not waited:
+            waited.append(others_over.wait(PATIENCE_S))
+
+    class Watched(Slow):
+        def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> object:
+            turnover = super().advance(action_ids, logprobs, hit_limit)
+            if turnover is None:
+                self.end()
+                return None
+            finish = turnover._finish
+            turnover._finish = lambda step: observation if (observation := finish(step)) is not None else self.end()
+            return turnover
+
+        def end(self) -> None:
+            with lock:
+                over.add(id(self))
+                if len(over) == 11:
+                    others_over.set()
+
+    with StepPool(32, PATIENCE_S + 10) as pool:
+        sessions = slow_sessions(pool, work)
+        for session in sessions:
+            session.__class__ = Watched
+        backend_of(Engine).run(sessions, sampling(slots=slots, rejoin="ready"))
+    assert waited == [True] and len(over) == 12
+    expected = make_sessions()
+    backend_of(Engine).run(expected, sampling(slots=slots))
+    assert [s.turns for s in sessions] == [s.turns for s in expected], "who waits for whom changes no token"
+
+
+# -- episodes ----------------------------------------------------------------------------------------------------------
+
+
+class Scripted(Looking):
+    """LookThenAnswer whose reset or step does something first."""
+
+    def __init__(self, on: str, work: Callable[[], object], quick: bool = False) -> None:
+        super().__init__()
+        self.on, self.work, self.looks = on, work, False
+        self.quick = quick  # type: ignore[misc]
+
+    def episode(self, seed: int, level: str) -> Episode:
+        environment = self
+
+        class Working(LookThenAnswer):
+            looks = seed % 3 if self.looks else 0  # turns that are looks, whatever a random model types
+
+            def reset(self) -> list[Message]:
+                if environment.on == "reset":
+                    environment.work()
+                return super().reset()
+
+            def act(self, text: str) -> Step:
+                if environment.on == "step":
+                    environment.work()
+                self.looks -= 1
+                return super().act(text if self.looks < 0 else "L" + text)
+
+        return Working(seed, level)
+
+
+def play(environment: Environment, backend: object, count: int = 4, group_size: int = 2, **options: object) -> list:
+    settings = SamplingSettings(**{"max_completion_tokens": 24, **options})
+    requests = [EpisodeRequest("easy", seed) for seed in range(1, count + 1)]
+    groups = collect(environment, backend, Renderer(), requests, group_size=group_size, sampling=settings, seed=4)
+    return [rollout for group in groups for rollout in group.rollouts]
+
+
+def test_resets_happen_side_by_side_too() -> None:
+    barrier = threading.Barrier(8)
+    rollouts = play(Scripted("reset", lambda: barrier.wait(PATIENCE_S)), Typist(lambda session, turn: "A"))
+    assert [rollout.trajectory.seed for rollout in rollouts] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
+def test_quick_environments_stay_on_the_callers_thread() -> None:
+    threads: list[threading.Thread] = []
+    for quick in (True, False):
+        environment = Scripted("step", lambda: threads.append(threading.current_thread()), quick)
+        play(environment, Typist(lambda session, turn: "A"), count=1, group_size=1)
+    assert threads[0] is threading.current_thread() and threads[1] is not threads[0] and threads[1].daemon
+
+
+def test_slow_episodes_are_the_same_rollouts_as_quick_ones() -> None:
+    """Same tokens; whole rollouts equal to the last bit between two slow runs."""
+    backend = backend_of(Engine, [EOS, *range(2, VOCAB, 7)])
+
+    def run(quick: bool, **options: object) -> list:
+        environment = Scripted("step", lambda: time.sleep(0.0005), quick)
+        environment.looks = True
+        return play(environment, backend, count=8, group_size=3, **options)
+
+    quick, slow, again, ready = run(True), run(False), run(False), run(False, rejoin="ready")
+    assert sum(len(rollout.trajectory.turns) > 1 for rollout in quick) > 2
+    for other in (slow, ready):
+        assert [r.completion_ids for r in other] == [r.completion_ids for r in quick]
+        assert [r.reward for r in other] == [r.reward for r in quick]
+    assert slow == again
+
+
+@pytest.mark.parametrize(("on", "what"), [("step", "a step"), ("reset", "its reset")])
+@pytest.mark.parametrize("rejoin", ["together", "ready"])
+def test_an_episode_that_hangs_is_named(on: str, what: str, rejoin: str) -> None:
+    release = threading.Event()
+
+    def script(session: Session, turn: int) -> str:
+        return "A"
+
+    try:
+        with pytest.raises(EnvironmentFault) as caught:
+            play(Scripted(on, lambda: release.wait(PATIENCE_S)), Typist(script), count=1, step_timeout_s=0.05)
+        assert str(caught.value) == (
+            f"environment 'looking', level 'easy', seed 1: {what} has not returned within 0.05 s "
+            "(sampling.step_timeout_s)"
+        )
+        with pytest.raises(EnvironmentFault, match="level 'easy', seed 1: "):
+            play(
+                Scripted(on, lambda: release.wait(PATIENCE_S)), backend_of(Engine),
+                count=1, step_timeout_s=0.05, rejoin=rejoin,
+            )  # fmt: skip
+    finally:
+        release.set()
