@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from flows.monitor.charts import chart, family, line, marks, number, overlay, percent, table
+from flows.monitor.charts import Drawn, chart, family, line, marks, number, overlay, percent, table
 from flows.monitor.episodes import episode_files, has_misuse, read_episodes, reward_parts, tool_table
 from flows.monitor.runs import RunView, StageView
 
@@ -58,11 +58,12 @@ def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         family("raw", "Raw parts", raw, pairs, drawn, unit="before weighing"),
         family("correlation", "Correlation with true success", _names(stage, "reward/correlation/"), pairs, drawn,
                unit="Pearson's r", span=(-1.0, 1.0)),
-        family("alarm", "Alarm", [("reward/alarm", "alarm")], pairs, drawn,
-               unit="1 = the total rises while success falls", span=(0.0, 1.0)),
     ]  # fmt: skip
-    blocks: list[dict[str, Any]] = []
+    blocks: list[dict[str, Any]] = [_reward_tiles(stage)]
     alarm = stage.table.series.get("reward/alarm")
+    if alarm is not None and float(alarm.arrays()[2].max()) > 0:
+        found = family("alarm", "Alarm", [("reward/alarm", "alarm")], pairs, Drawn(1, drawn.by_time), span=(0.0, 1.0))
+        parts.append(found)
     if alarm is not None and alarm.last > 0:
         lines = ["The alarm is on: the total reward rises while success falls.", "Look at what the parts below go with."]
         blocks.append({"kind": "note", "id": "alarm", "tone": "bad", "lines": lines})
@@ -79,6 +80,26 @@ def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         note = f"Means over the newest {count:,} rollouts of training; the last three columns are of the weighted part."
         blocks.append(table("parts", "Breakdown of the newest rollouts", columns, rows, note))
     return blocks
+
+
+def _reward_tiles(stage: StageView) -> dict[str, Any]:
+    series = stage.table.series
+    wanted = (
+        ("reward/mean", "total reward", "mean over the last 10 iterations"),
+        ("train/success_rate", "true success", "mean over the last 10 iterations"),
+        ("reward/correlation/total", "correlation of the two", "Pearson's r over rollouts"),
+        ("reward/masked_rate", "masked rollouts", "no reward could be computed"),
+    )
+    items = [
+        {"label": label, "value": number(series[name].mean(10)), "sub": sub}
+        for name, label, sub in wanted
+        if name in series
+    ]
+    if "reward/alarm" in series:
+        times = float(series["reward/alarm"].arrays()[2].sum()) * series["reward/alarm"].stride
+        value = "on" if series["reward/alarm"].last > 0 else "off"
+        items.append({"label": "alarm", "value": value, "sub": f"total rises while success falls: {times:.0f} times"})
+    return {"kind": "tiles", "id": "rewards now", "items": items}
 
 
 # ---------------------------------------------------------------------------------------------------------- tools

@@ -19,15 +19,19 @@ COLOURS = 8  # of the style sheet; more lines begin again, dashed
 # What a metric is measured in, by how its name begins or ends; the first that fits.
 _UNITS = (
     ("perf/tokens_per_second", "tokens/s"), ("_tokens_per_second", "tokens/s"), ("perf/memory_gb", "GB"),
-    ("_seconds", "s"), ("_percentage", "%"), ("_megabytes", "MiB"), ("_watts", "W"), ("train/success_rate", "share"),
+    ("learning_rate", ""), ("_seconds", "s"), ("_percentage", "%"), ("_megabytes", "MiB"), ("_watts", "W"), ("train/success_rate", "share"),
     ("success_rate", "share"), ("_rate", "share"), ("accuracy", "share"), ("_fraction", "share"),
     ("policy/kl", "nats per token"), ("policy/sampler_kl", "nats per token"), ("policy/entropy", "nats per token"),
     ("logprob", "nats per token"), ("eval/perplexity", ""), ("train/tokens", "tokens per step"),
     ("_tokens", "tokens per episode"), ("train/turns", "per episode"), ("tool/calls", "per episode"),
-    ("learning_rate", "per step"), ("train/epoch", "epochs"), ("explained_variance", "share"),
-    ("reward/correlation", "Pearson's r"), ("reward/alarm", "1 = total rises while success falls"),
+    ("train/epoch", "epochs"), ("explained_variance", "share"),
+    ("reward/correlation", "Pearson's r"), ("reward/mean", "per episode"), ("reward/std", "over episodes"), ("reward/alarm", "1 = total rises while success falls"),
     ("curriculum/stage_iterations", "iterations"),
 )  # fmt: skip
+
+# Set, not sampled, or averaged already: a moving average would only lag behind.
+_EXACT = ("learning_rate", "_coef", "train/epoch", "perf/memory_gb")
+_EXACT_GROUPS = ("curriculum/",)
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,11 @@ class Drawn:
 
     window: int = 10  # observations of the moving average; 1 = none
     by_time: bool = False  # x is minutes since the run began, not steps
+
+    def of(self, name: str) -> Drawn:
+        """How this metric is drawn: without an average where one makes no sense."""
+        plain = name.endswith(_EXACT) or name.startswith(_EXACT_GROUPS)
+        return Drawn(1, self.by_time) if plain else self
 
 
 def title_of(name: str) -> str:
@@ -138,7 +147,7 @@ def overlay(
         series = stage.table.series.get(name)
         if series is not None:
             label = name.rpartition("/")[2] if len(runs) == 1 else f"{run.pipeline} {run.started_text}"
-            lines.append(line(series, label, index, drawn, run.started))
+            lines.append(line(series, label, index, drawn.of(name), run.started))
     run, stage = runs[0]
     moves = marks(stage, drawn, run.started) if len(runs) == 1 else []
     identity = f"{stage.label}:{name}:{'t' if drawn.by_time else 's'}"
@@ -162,7 +171,7 @@ def family(
             series = stage.table.series.get(name)
             if series is not None:
                 shown = label if index == 0 else f"{label}, {run.started_text}"
-                lines.append(line(series, shown, colour, drawn, run.started, dash=index > 0))
+                lines.append(line(series, shown, colour, drawn.of(name), run.started, dash=index > 0))
     if not lines:
         return None
     run, stage = runs[0]

@@ -20,7 +20,7 @@ __all__ = ["REFRESH_SECONDS", "build_page"]
 
 REFRESH_SECONDS = 3.0
 _FOLLOW = ""  # value of the choice that follows the newest run, or the stage that trains
-_REFRESH = [("1 second", 1.0), ("3 seconds", 3.0), ("10 seconds", 10.0), ("1 minute", 60.0), ("paused", 0.0)]
+_REFRESH = [("every 1 s", 1.0), ("every 3 s", 3.0), ("every 10 s", 10.0), ("every 60 s", 60.0), ("paused", 0.0)]
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "queue": True, "api_visibility": "private"}
 # One view at a time in a page: a slow one is not overtaken, and ticks that come meanwhile are left out.
 _TICK: dict[str, Any] = {**_QUIET, "trigger_mode": "once", "concurrency_limit": 4, "concurrency_id": "view"}
@@ -40,9 +40,9 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             runs = gr.Dropdown(_run_choices(reader), value=run, label="Run", scale=3, min_width=260)
             compare = gr.Dropdown([], value=[], label="Compare with", multiselect=True, scale=3, min_width=220)
             stage = gr.Dropdown(_stage_choices(None), value=_FOLLOW, label="Stage", scale=1, min_width=150)
-            window = gr.Slider(1, 100, value=10, step=1, label="Moving average (observations)", scale=2, min_width=200)
-            axis = gr.Dropdown([("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=110)
-            pause = gr.Dropdown(_REFRESH, value=REFRESH_SECONDS, label="Refresh", scale=1, min_width=120)
+            window = gr.Slider(1, 100, value=10, step=1, label="Average over", scale=2, min_width=210)
+            axis = gr.Dropdown([("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125)
+            pause = gr.Dropdown(_REFRESH, value=REFRESH_SECONDS, label="Refresh", scale=1, min_width=140)
         extra: dict[str, Any] = {}
         opened = {}
         with gr.Tabs():
@@ -127,7 +127,7 @@ def _run_choices(reader: Reader) -> list[tuple[str, str]]:
 
 
 def _stage_choices(labels: list[str] | None) -> list[tuple[str, str]]:
-    return [("the one that trains", _FOLLOW), *((label.replace("_", " "), label) for label in labels or [])]
+    return [("automatic", _FOLLOW), *((label.replace("_", " "), label) for label in labels or [])]
 
 
 def _offers(reader: Reader, choice: Choice) -> tuple[list[Any], str]:

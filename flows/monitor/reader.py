@@ -215,9 +215,8 @@ class Reader:
         if not total:
             stage.done, stage.total = _progress_from(stage)
         if status == "finished":
-            stage.done = stage.total = stage.total or 1.0
-            if "iterations" in summary:
-                stage.done = stage.total = float(summary["iterations"])
+            last = table.series["train/loss"].last_step if "train/loss" in table.series else 0.0
+            stage.done = stage.total = float(summary.get("iterations") or (total or last or 1.0))
         stage.seconds_left = seconds_left(stage, time.time())
         return stage
 

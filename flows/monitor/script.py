@@ -51,7 +51,8 @@ const ticks = (lo, hi, n) => {
 
 _CHART = r"""
 const zoom = {}, hidden = {};   // per chart id: [x from, x to]; names of lines that are switched off
-const L = 52, R = 12, T = 8, B = 34, H = 220;
+const L = 52, R = 12, B = 34, H = 226;
+let T = 8;                      // room above the plot: more where marks have names
 const drawn = new WeakMap();    // chart element -> what it shows
 const makeChart = () => {
   const e = html('div', 'pt-chart');
@@ -90,6 +91,7 @@ const drawChart = (e, spec) => {
     i.title = 'click to hide or show';
     i.onclick = () => { const s = hidden[spec.id] = hidden[spec.id] || new Set(); s.has(l.name) ? s.delete(l.name) : s.add(l.name); drawChart(e, spec); };
   });
+  T = (spec.marks || []).length ? 20 : 8;
   const width = plot.clientWidth || 420, lines = spec.lines.filter(l => shown(spec, l) && l.x.length);
   let x0 = Infinity, x1 = -Infinity;
   for (const l of lines) { x0 = Math.min(x0, l.x[0]); x1 = Math.max(x1, l.x[l.x.length - 1]); }
@@ -99,7 +101,7 @@ const drawChart = (e, spec) => {
   let y0 = Infinity, y1 = -Infinity;
   const span = ys => (x, i) => { if (x >= x0 && x <= x1) { y0 = Math.min(y0, ys[i]); y1 = Math.max(y1, ys[i]); } };
   for (const l of lines) { l.x.forEach(span(l.y)); if (l.avg) l.ax.forEach(span(l.avg)); }
-  if (spec.range) { y0 = Math.min(spec.range[0], isFinite(y0) ? y0 : spec.range[0]); y1 = Math.max(spec.range[1], isFinite(y1) ? y1 : spec.range[1]); }
+  if (spec.range) { y0 = Math.min(spec.range[0], isFinite(y0) ? y0 : spec.range[0]); y1 = isFinite(y1) && y1 > spec.range[1] ? y1 + (y1 - y0) * 0.06 : spec.range[1]; }
   if (!isFinite(y0)) { y0 = 0; y1 = 1; }
   if (y1 - y0 < 1e-12 * Math.max(1, Math.abs(y0))) { const pad = Math.abs(y0) * 0.1 || 0.5; y0 -= pad; y1 += pad; }
   else if (!spec.range) { const pad = (y1 - y0) * 0.06; if (!(y0 >= 0 && y0 - pad < 0)) y0 -= pad; else y0 = Math.min(y0, 0); y1 += pad; }
@@ -108,12 +110,12 @@ const drawChart = (e, spec) => {
   const parts = [], clip = 'pt-clip-' + spec.id.replace(/\W/g, '-');
   const defs = svg('defs', {}), path = svg('clipPath', {id: clip});
   path.append(svg('rect', {x: L, y: T - 2, width: Math.max(1, width - L - R), height: H - T - B + 4})); defs.append(path); parts.push(defs);
-  const ys = spec.names ? spec.names.map((_, i) => i) : ticks(y0, y1, 4);
+  const ys = spec.names ? spec.names.map((_, i) => i) : ticks(y0, y1, 5);
   for (const v of ys) if (v >= y0 - 1e-9 && v <= y1 + 1e-9) {
     parts.push(svg('line', {x1: L, x2: width - R, y1: Y(v), y2: Y(v), class: 'pt-grid'}));
     parts.push(svg('text', {x: L - 6, y: Y(v) + 4, 'text-anchor': 'end'}, spec.names ? clipped(spec.names[v], 8) : short(v)));
   }
-  for (const v of ticks(x0, x1, Math.max(2, width / 110))) parts.push(svg('text', {x: X(v), y: H - B + 15, 'text-anchor': 'middle'}, short(v)));
+  for (const v of ticks(x0, x1, Math.max(2, width / 75))) parts.push(svg('text', {x: X(v), y: H - B + 15, 'text-anchor': 'middle'}, short(v)));
   parts.push(svg('text', {x: (L + width - R) / 2, y: H - 4, 'text-anchor': 'middle', class: 'pt-axis'}, spec.x));
   const body = svg('g', {'clip-path': `url(#${clip})`});
   const step = l => spec.step ? l.x.flatMap((x, i) => i ? [`${X(x)},${Y(l.y[i - 1])}`, `${X(x)},${Y(l.y[i])}`] : [`${X(x)},${Y(l.y[i])}`]) : l.x.map((x, i) => `${X(x)},${Y(l.y[i])}`);
@@ -121,8 +123,8 @@ const drawChart = (e, spec) => {
   for (const m of spec.marks || []) if (m.x >= x0 && m.x <= x1) {
     body.append(svg('line', {x1: X(m.x), x2: X(m.x), y1: T, y2: H - B, class: 'pt-mark ' + (m.kind || '')}));
     const room = m.label.length * 5.8 + 8, left = X(m.x) + room > width - R;
-    const start = left ? X(m.x) - room : X(m.x);
-    if (start >= free) { body.append(svg('text', {x: left ? X(m.x) - 4 : X(m.x) + 4, y: T + 9, 'text-anchor': left ? 'end' : 'start', class: 'pt-mark-label'}, m.label)); free = start + room; }
+    const start = left ? X(m.x) - room : X(m.x) - 3;
+    if (start >= free) { parts.push(svg('text', {x: left ? X(m.x) : X(m.x) - 3, y: T - 6, 'text-anchor': left ? 'end' : 'start', class: 'pt-mark-label'}, m.label)); free = start + room; }
   }
   for (const l of lines) {
     const common = {fill: 'none', stroke: `var(--c${l.colour})`, 'stroke-linejoin': 'round'};
@@ -132,11 +134,11 @@ const drawChart = (e, spec) => {
   }
   parts.push(body, svg('g', {class: 'pt-hover'}));
   root.replaceChildren(...parts);
-  drawn.set(e, {spec, x0, x1, y0, y1, width, X, Y, lines});
+  drawn.set(e, {spec, x0, x1, y0, y1, width, X, Y, T, lines});
 };
 const clipped = (text, n) => text.length > n ? text.slice(0, n - 1) + '…' : text;
 const hover = (e, tip, x, from) => {
-  const d = drawn.get(e), layer = e.querySelector('.pt-hover'), rows = [];
+  const d = drawn.get(e), layer = e.querySelector('.pt-hover'), rows = [], T = d.T;
   layer.replaceChildren();
   if (from !== null) layer.append(svg('rect', {x: Math.min(d.X(from), d.X(x)), width: Math.abs(d.X(x) - d.X(from)), y: T, height: H - T - B, class: 'pt-drag'}));
   let at = null;
@@ -174,7 +176,7 @@ const kinds = {
     () => { const t = html('div', 'pt-tile'); t.append(html('span'), html('b'), html('small')); return t; },
     (t, i) => { set(t.children[0], i.label); set(t.children[1], i.value); set(t.children[2], i.sub || ''); t.title = i.title || ''; })},
   charts: {make: () => { const e = html('section'); e.append(html('h3', 'pt-h'), html('p', 'pt-note'), html('div', 'pt-charts')); return e; },
-    update: (e, block) => { heading(e, block); e.lastChild.classList.toggle('wide', !!block.wide); keyed(e.lastChild, block.charts, makeChart, drawChart); }},
+    update: (e, block) => { heading(e, block); e.lastChild.classList.toggle('even', block.charts.length === 4); keyed(e.lastChild, block.charts, makeChart, drawChart); }},
   table: {make: () => { const e = html('section'), s = html('div', 'pt-scroll'); s.append(html('table')); e.append(html('h3', 'pt-h'), html('p', 'pt-note'), s); return e; },
     update: (e, block) => {
       heading(e, block);
@@ -183,12 +185,13 @@ const kinds = {
       e.shows = text;
       const head = html('tr');
       block.columns.forEach(c => head.append(html('th', c.c || '', c.t)));
+      e.lastChild.classList.toggle('narrow', !block.columns.some(c => c.c === 'text'));
       const table = e.querySelector('table'), thead = html('thead'), tbody = html('tbody');
       thead.append(head);
       for (const row of block.rows) { const tr = html('tr'); row.forEach((v, i) => { const td = cell(v); if (block.columns[i].c) td.classList.add(block.columns[i].c); tr.append(td); }); tbody.append(tr); }
       table.replaceChildren(thead, tbody);
     }},
-  note: {make: () => html('div', 'pt-message'), update: (e, block) => { e.className = 'pt-message ' + (block.tone || ''); const text = JSON.stringify(block.lines); if (e.shows === text) return; e.shows = text;
+  note: {make: () => html('div', 'pt-message'), update: (e, block) => { e.className = 'pt-block pt-message ' + (block.tone || ''); const text = JSON.stringify(block.lines); if (e.shows === text) return; e.shows = text;
     e.replaceChildren(...block.lines.map((l, i) => html(l.startsWith('$ ') ? 'pre' : i ? 'p' : 'h3', '', l.replace(/^\$ /, '')))); }},
   links: {make: () => html('div', 'pt-links'), update: (e, block) => keyed(e, block.items.map(i => ({...i, id: i.href})), () => html('a'), (a, i) => {
     a.href = i.href; a.setAttribute('download', ''); if (!a.firstChild) a.append(html('b'), html('span')); set(a.children[0], i.label); set(a.children[1], i.sub); })},
@@ -213,7 +216,7 @@ const episode = (e, row) => {
   const facts = html('dl');
   for (const [name, value] of row.facts) facts.append(html('dt', '', name), html('dd', '', value));
   words.append(facts);
-  if (row.image) { const image = html('img'); image.alt = 'the image that the question is about'; image.onerror = () => image.remove(); image.src = row.image; top.append(image); }
+  if (row.image) { const image = html('img'); image.alt = 'the image that the question is about'; image.hidden = true; image.onload = () => { image.hidden = false; }; image.onerror = () => image.remove(); image.src = row.image; top.append(image); }
   top.append(words);
   const turns = html('ol', 'pt-turns');
   for (const turn of row.turns) {

@@ -9,7 +9,10 @@ STYLE = """
 .dark{--pt-ink:#e4e8ed;--pt-faint:#9aa6b3;--pt-card:#1b1f26;--pt-line:#343b45;--pt-tint:#242a33;--pt-good:#7ed99a;
 --pt-goodbg:#173323;--pt-bad:#ffab78;--pt-badbg:#442412;--pt-info:#86c6f5;--pt-infobg:#14324a;--pt-mark:#e0b050;
 --c0:#62b3f5;--c1:#ff9d5c;--c2:#5fd3a2;--c3:#ee8fd2;--c4:#e3c455;--c5:#a9a4ff;--c6:#ff8686;--c7:#a4bccb}
-.gradio-container{max-width:1500px!important;padding:14px 20px!important}
+.gradio-container{max-width:none!important;padding:10px 22px!important}
+.gradio-container main{max-width:1720px!important;margin:0 auto!important;padding:0!important}
+.main.fillable{padding:0 10px!important}
+.gradio-container .html-container{padding:0!important}
 footer{display:none!important}
 .pt-page,.pt-panel{color:var(--pt-ink);font:14px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;
 font-variant-numeric:tabular-nums}
@@ -27,16 +30,17 @@ background:var(--pt-tint);color:var(--pt-faint);white-space:nowrap}
 .pt-block{margin:0 0 18px}
 .pt-h{font-size:15px;font-weight:600;margin:0 0 4px;color:var(--pt-ink)}
 .pt-h:empty,.pt-note:empty{display:none}
-.pt-note{color:var(--pt-faint);margin:0 0 8px;max-width:900px}
+.pt-note{color:var(--pt-faint);margin:0 0 8px}
 .pt-faint{color:var(--pt-faint)}
 .pt-tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:10px}
 .pt-tile{background:var(--pt-card);border:1px solid var(--pt-line);border-radius:8px;padding:9px 13px;min-width:0}
 .pt-tile span,.pt-tile small{display:block;color:var(--pt-faint);font-size:12.5px;white-space:nowrap;overflow:hidden;
 text-overflow:ellipsis}
 .pt-tile b{font-size:20px;font-weight:600;white-space:nowrap}
-.pt-charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(400px,1fr));gap:12px}
-.pt-charts.wide{grid-template-columns:1fr}
-.pt-chart{background:var(--pt-card);border:1px solid var(--pt-line);border-radius:8px;padding:10px 12px 6px;min-width:0}
+.pt-charts{display:grid;grid-template-columns:repeat(auto-fit,minmax(400px,1fr));gap:12px}
+.pt-charts.even{grid-template-columns:repeat(auto-fit,minmax(max(400px,40%),1fr))}
+.pt-chart{background:var(--pt-card);border:1px solid var(--pt-line);border-radius:8px;padding:10px 12px 6px;min-width:0;
+display:flex;flex-direction:column}
 .pt-title{display:flex;gap:8px;align-items:baseline}
 .pt-title b{font-weight:600;overflow-wrap:anywhere}
 .pt-title span{color:var(--pt-faint);font-size:12.5px}
@@ -47,7 +51,7 @@ overflow-wrap:anywhere}
 .pt-key i{width:16px;height:0;flex:none}
 .pt-key b{color:var(--pt-ink);font-weight:600}
 .pt-key.off{opacity:.4;text-decoration:line-through}
-.pt-plot{position:relative;cursor:crosshair;touch-action:pan-y;user-select:none;min-height:220px}
+.pt-plot{position:relative;margin-top:auto;cursor:crosshair;touch-action:pan-y;user-select:none;min-height:226px}
 .pt-plot svg{display:block;overflow:visible}
 .pt-plot text{font:11.5px system-ui,sans-serif;fill:var(--pt-faint)}
 .pt-grid{stroke:var(--pt-line);stroke-width:1}
@@ -63,6 +67,8 @@ max-width:70%}
 .pt-tip i{width:8px;height:8px;border-radius:50%;flex:none}
 .pt-tip b{margin-left:auto;padding-left:8px}
 .pt-scroll{overflow-x:auto;border:1px solid var(--pt-line);border-radius:8px;background:var(--pt-card)}
+.pt-scroll.narrow{width:max-content;max-width:100%}
+.pt-scroll.narrow th,.pt-scroll.narrow td{padding-left:20px;padding-right:20px}
 .pt-panel table{border-collapse:collapse;width:100%;margin:0;font-size:13.5px}
 .pt-panel th,.pt-panel td{padding:6px 12px;border:0;border-bottom:1px solid var(--pt-line);text-align:left;
 white-space:nowrap;color:var(--pt-ink)}
@@ -102,6 +108,7 @@ border-bottom:1px solid var(--pt-line);background:none;color:var(--pt-ink);curso
 .pt-episode:empty{display:none}
 .pt-question{display:flex;gap:18px;align-items:flex-start;margin-bottom:12px}
 .pt-question img{width:190px;border-radius:6px;image-rendering:pixelated;border:1px solid var(--pt-line);flex:none}
+.pt-question img[hidden]{display:none}
 .pt-question h3{margin:0 0 2px;font-size:16px;color:var(--pt-ink)}
 .pt-question p{margin:0 0 8px}
 .pt-question dl{display:grid;grid-template-columns:max-content 1fr;gap:1px 14px;margin:0;font-size:13.5px}

@@ -14,6 +14,7 @@ from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
 from flows.monitor.charts import Drawn, chart, duration, family, line, number, overlay, percent, table
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
+from flows.monitor.series import Series
 
 __all__ = ["TABS", "Choice", "prefixes", "view"]
 
@@ -164,9 +165,15 @@ def _average_note(choice: Choice) -> str:
 
 def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     names = set(pairs[0][1].table.series)
-    wanted = [name for name in _HEADLINES if name in names and pairs[0][1].table.series[name].count > 1]
-    charts = [_metric(name, pairs, choice) for name in wanted[:6]]
-    return charts + _speed_charts(pairs, choice)[:1]
+    wanted = [name for name in _HEADLINES if name in names and _varies(pairs[0][1].table.series[name])]
+    speed = _speed_charts(pairs, choice)[:1]
+    return [_metric(name, pairs, choice) for name in wanted[: 6 - len(speed)]] + speed
+
+
+def _varies(series: Series) -> bool:
+    """Whether a curve is worth the room: a KL of exactly 0 is not."""
+    values = series.arrays()[2]
+    return len(values) > 1 and float(values.max()) > float(values.min())
 
 
 def _metric(name: str, pairs: Runs, choice: Choice) -> dict[str, Any]:
@@ -235,7 +242,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     groups = [name for name in choice.groups if name in known] or [n for n in ("train", "reward", "policy") if n in known]
     names = [name for name in choice.metrics if name in pairs[0][1].table.series]
     names = names or [name for group in groups or list(known)[:2] for name in known[group]]
-    curved = [name for name in names if pairs[0][1].table.series[name].count > 1]
+    curved = [name for name in names if any(name in s.table.series and _varies(s.table.series[name]) for _, s in pairs)]
     blocks: list[dict[str, Any]] = []
     if curved:
         note = _average_note(choice)
@@ -247,7 +254,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     if once:
         rows = [[name, *[_last(stage, name) for _, stage in pairs]] for name in once]
         heads = ["metric", *(f"#{other.pipeline} {other.started_text}" for other, _ in pairs)]
-        blocks.append(table("single", "Measured once", heads, rows))
+        blocks.append(table("single", "Measured once, or always the same", heads, rows))
     return blocks or [_nothing("Nothing was measured under these names yet.")]
 
 
