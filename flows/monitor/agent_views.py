@@ -252,7 +252,8 @@ def _episode(run: RunView, row: Mapping[str, Any], has_image: bool) -> dict[str,
     level, seed = str(row.get("level", "")), row.get("seed", 0)
     turns = [turn for turn in row["turns"] if isinstance(turn, dict)]
     number_of = f"{len(turns)} turn{'s' if len(turns) != 1 else ''}"
-    where = f"iteration {row['iteration']} · " if "iteration" in row else ""
+    # Training counts from 0 where it records, from 1 where it shows how far it is.
+    where = f"iteration {int(row['iteration']) + 1} · " if isinstance(row.get("iteration"), int) else ""
     parts = ", ".join(f"{name} {number(value)}" for name, value in (row.get("rewards") or {}).items())
     answer = row.get("answer")
     facts = [

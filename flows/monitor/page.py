@@ -21,9 +21,9 @@ __all__ = ["REFRESH_SECONDS", "build_page"]
 REFRESH_SECONDS = 3.0
 _FOLLOW = ""  # value of the choice that follows the newest run, or the stage that trains
 _REFRESH = [("every 1 s", 1.0), ("every 3 s", 3.0), ("every 10 s", 10.0), ("every 60 s", 60.0), ("paused", 0.0)]
-_QUIET: dict[str, Any] = {"show_progress": "hidden", "queue": True, "api_visibility": "private"}
+_QUIET: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 # One view at a time in a page: a slow one is not overtaken, and ticks that come meanwhile are left out.
-_TICK: dict[str, Any] = {**_QUIET, "trigger_mode": "once", "concurrency_limit": 4, "concurrency_id": "view"}
+_TICK: dict[str, Any] = {**_QUIET, "trigger_mode": "once"}
 _ASKED: dict[str, Any] = {**_TICK, "trigger_mode": "always_last"}
 _PANEL = '<div class="pt-panel" data-tab="{tab}"></div>'
 
@@ -71,8 +71,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
 
         def show(current: str, shown: str, known: str, *values: Any) -> list[Any]:
             choice = _choice(*values)
-            offers, fingerprint = _offers(reader, choice)
-            changed = offers if fingerprint != known else [gr.skip()] * len(lists)
+            changed, fingerprint = _offers(reader, choice, known)
             found = view(reader, choice, current)
             version = f"{found['version']} {choice.run}"
             if version == shown:
@@ -93,7 +92,16 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
         for control in settings:
             control.input(ask, [tab, offered, *settings], outputs, **_ASKED)
         pause.input(lambda seconds: gr.Timer(seconds or 3600.0, active=seconds > 0), pause, timer, **_QUIET)
+    _calm(page)
     return page
+
+
+def _calm(page: gr.Blocks) -> None:
+    """Nothing here waits in Gradio's queue, which would still be looked at every millisecond (2.5 CPU s a minute)."""
+    queue = getattr(page, "_queue", None)
+    for name in ("sleep_when_free", "progress_update_sleep_when_free"):
+        if hasattr(queue, name):
+            setattr(queue, name, 0.5)
 
 
 def _opens(name: str, ask: Any) -> Any:
@@ -130,8 +138,9 @@ def _stage_choices(labels: list[str] | None) -> list[tuple[str, str]]:
     return [("automatic", _FOLLOW), *((label.replace("_", " "), label) for label in labels or [])]
 
 
-def _offers(reader: Reader, choice: Choice) -> tuple[list[Any], str]:
-    """What each list offers now, as updates that keep what is chosen, and a fingerprint of it."""
+def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]:
+    """What each list offers now, as updates that keep what is chosen, and a fingerprint of it; no update where that
+    is `known`."""
     run = reader.run(choice.run)
     choices = _run_choices(reader)
     labels = [stage.label for stage in run.stages if stage.table.series] if run is not None else []
@@ -139,7 +148,9 @@ def _offers(reader: Reader, choice: Choice) -> tuple[list[Any], str]:
     others = [item for item in choices[1:] if run is None or item[1] != run.id]
     files = list(episode_files(run)) if run is not None else []
     names = [name for group in known.values() for name in group]
-    fingerprint = json.dumps([choices, labels, names, files, others])
+    fingerprint = json.dumps([choices, labels, names, files, others, choice.run])
+    if fingerprint == known:
+        return [gr.skip()] * 6, fingerprint
     chosen = choice.source if choice.source in files else files[0] if files else None
     ids = [value for _, value in choices]
     if choice.run not in ids:

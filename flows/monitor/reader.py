@@ -75,7 +75,8 @@ class Reader:
         events = journal.events
         record = read_json(home / "run.json")
         started_text = events.name.rpartition(" · ")[2] or journal.folder.name
-        newest = record.get("started") == started_text
+        if record.get("started") != started_text:
+            record = {}  # it speaks of a later run
         try:
             written = (home / "run.json").stat().st_mtime
         except OSError:
@@ -87,8 +88,7 @@ class Reader:
             modified = max([modified, *((member.folder / "metrics.jsonl").stat().st_mtime for member in members)])
         except OSError:
             pass  # not written yet, or gone
-        pid = int(record["pid"]) if newest and str(record.get("pid", "")).isdigit() else 0
-        status, why = judge(events, pid, written, modified, newest=newest)
+        status, why = judge(events, record, written, modified)
         shipped = read_json(journal.folder / ".tracking" / "shipped.json")
         return RunView(
             id=f"{home.name}/{journal.folder.name}",
@@ -99,7 +99,7 @@ class Reader:
             started=events.started,
             ended=events.ended,
             modified=modified,
-            pid=pid,
+            pid=int(record.get("pid") or 0),
             run_id=str(shipped.get("run_id") or ""),
             result=events.tags.get("result", ""),
             config=events.texts.get("config.json", {}),

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,10 @@ import psutil
 from flows.monitor.series import SeriesTable
 from flows.monitor.tail import Tail, read_json
 
-__all__ = ["EventLog", "Journal", "RunView", "StageView", "process_lives", "seconds_left"]
+__all__ = ["EventLog", "Journal", "RunView", "StageView", "judge", "process_lives", "seconds_left"]
 
-FRESH_SECONDS = 30.0  # a journal written this recently belongs to something that lives, wherever its process is
+FRESH_SECONDS = 30.0  # a journal written this recently belongs to something that lives, whatever else is unknown
+LONG_SECONDS = 600.0  # without a record, though the machine's load is recorded every few seconds by default
 _ENDED = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 
@@ -184,28 +186,29 @@ def process_lives(pid: int, since: float) -> bool:
         return False
 
 
-def judge(events: EventLog, pid: int, written: float, modified: float, *, newest: bool) -> tuple[str, str]:
+def judge(events: EventLog, record: Mapping[str, Any], written: float, modified: float) -> tuple[str, str]:
     """Status of a pipeline run and the reason for it: what it said at its end, else whether its process lives.
 
     Args:
-        pid: of the newest run of this pipeline; 0 = unknown.
+        record: run.json where it speaks of this run, else {}.
         written: when run.json was written, in seconds since the epoch.
         modified: last sign of life in any of its journals.
-        newest: whether run.json speaks of this run.
     """
     if events.status:
         return events.status, events.tags.get("error", "") if events.status != "finished" else ""
-    silence = time.time() - modified
-    if newest and pid and process_lives(pid, written):
-        if silence > 10 * FRESH_SECONDS:
-            return "silent", f"process {pid} lives, but nothing was recorded for {silence / 60:.0f} minutes"
-        return "running", ""
-    if silence < FRESH_SECONDS and not (newest and pid):
-        return "running", ""
-    if silence < FRESH_SECONDS and not psutil.pid_exists(pid):
-        # A container or another machine has pids of its own; a process that just died looks the same for a moment.
-        return "running", f"process {pid} is not on this machine; the files were written {silence:.0f} s ago"
-    who = f"process {pid} is gone" if pid else "its process is gone"
+    silence = max(0.0, time.time() - modified)
+    host, pid = str(record.get("host", "")), record.get("pid")
+    if host and host != platform.node():
+        if silence < LONG_SECONDS:
+            return "running", f"on {host}"
+        return "silent", f"it runs on {host}, from where nothing has come for {silence / 60:.0f} minutes"
+    if isinstance(pid, int) and process_lives(pid, written):
+        if silence < LONG_SECONDS:
+            return "running", ""
+        return "silent", f"process {pid} lives, but nothing was recorded for {silence / 60:.0f} minutes"
+    if not record and silence < FRESH_SECONDS:
+        return "running", ""  # it has just begun: run.json comes a moment after the journal
+    who = f"Process {pid} is gone" if pid else "Its process is gone"
     return "dead", f"{who}; it ended without a word. The same command goes on from the last checkpoint."
 
 

@@ -129,7 +129,7 @@ const drawChart = (e, spec) => {
   for (const l of lines) {
     const common = {fill: 'none', stroke: `var(--c${l.colour})`, 'stroke-linejoin': 'round'};
     if (l.x.length === 1) body.append(svg('circle', {cx: X(l.x[0]), cy: Y(l.y[0]), r: 3, fill: `var(--c${l.colour})`}));
-    body.append(svg('polyline', {...common, points: step(l).join(' '), 'stroke-width': l.avg ? 1 : 1.8, opacity: l.avg ? 0.32 : 1, ...(l.dash ? {'stroke-dasharray': '5 4'} : {})}));
+    body.append(svg('polyline', {...common, points: step(l).join(' '), 'stroke-width': l.avg ? 1 : 1.8, opacity: l.avg ? 0.4 : 1, ...(l.dash ? {'stroke-dasharray': '5 4'} : {})}));
     if (l.avg) body.append(svg('polyline', {...common, points: l.ax.map((x, i) => `${X(x)},${Y(l.avg[i])}`).join(' '), 'stroke-width': 2.1, ...(l.dash ? {'stroke-dasharray': '6 4'} : {})}));
   }
   parts.push(body, svg('g', {class: 'pt-hover'}));

@@ -41,7 +41,6 @@ class MlflowStore:
         self.path = path
         self._seen: tuple[int, float] | None = None
         self._runs: list[StoredRun] = []
-        self._aliases: dict[str, dict[str, int]] = {}
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -57,17 +56,12 @@ class MlflowStore:
             if seen != self._seen:
                 with self._open() as connection:
                     self._runs = _read_runs(connection)
-                    self._aliases = _read_aliases(connection)
                 self._seen = seen
         except FileNotFoundError:
-            self._runs, self._aliases, self._seen = [], {}, None
+            self._runs, self._seen = [], None
         except (OSError, sqlite3.Error):
             pass  # being written: what was read before still stands
         return self._runs
-
-    def aliases(self, model: str) -> dict[str, int]:
-        """Alias -> version of a registered model, as of the last look at the runs."""
-        return self._aliases.get(model, {})
 
     def metrics(self, run_id: str) -> list[dict[str, Any]]:
         """Rows as in metrics.jsonl; [] where they cannot be read now."""
@@ -81,15 +75,6 @@ class MlflowStore:
         except (OSError, sqlite3.Error):
             return []
         return [{"step": step, "time": when, "metrics": {name: value}} for name, value, when, step in rows]
-
-    def params(self, run_id: str) -> dict[str, str]:
-        """Flat parameters of a run; {} where they cannot be read now."""
-        try:
-            with self._open() as connection:
-                rows = connection.execute("SELECT key, value FROM params WHERE run_uuid = ?", (run_id,)).fetchall()
-        except (OSError, sqlite3.Error):
-            return {}
-        return {str(name): str(value) for name, value in rows}
 
 
 def _read_runs(connection: sqlite3.Connection) -> list[StoredRun]:
@@ -118,10 +103,3 @@ def _read_runs(connection: sqlite3.Connection) -> list[StoredRun]:
         )
         for run_id, name, status, started, ended, experiment in rows
     ]
-
-
-def _read_aliases(connection: sqlite3.Connection) -> dict[str, dict[str, int]]:
-    found: dict[str, dict[str, int]] = {}
-    for name, alias, version in connection.execute("SELECT name, alias, version FROM registered_model_aliases"):
-        found.setdefault(name, {})[alias] = int(version)
-    return found

@@ -218,7 +218,7 @@ def _success(stage: StageView) -> str:
 
 def _speed(stage: StageView) -> str:
     series = stage.table.series.get("perf/tokens_per_second")
-    return number(series.mean(20)) if series is not None else ""
+    return number(series.mean(20), 0) if series is not None else ""
 
 
 # --------------------------------------------------------------------------------------------------------- curves

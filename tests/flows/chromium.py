@@ -34,7 +34,7 @@ class Chromium:
         self._process = subprocess.Popen(
             [*command, "about:blank"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        self._socket = connect(self._page(), max_size=None, proxy=None)
+        self._socket = connect(self._page(), max_size=None, proxy=None, ping_interval=None)
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
         self.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False)
