@@ -201,9 +201,7 @@ def _add_monitor(commands: Any) -> None:
     parser.add_argument(
         "--run", metavar="NAME", help="a pipeline (its newest run) or PIPELINE/STARTED (default: follow the newest run)"
     )
-    parser.add_argument(
-        "--port", type=_port, metavar="PORT", help="default: 7860; the next free one where it is taken"
-    )
+    parser.add_argument("--port", type=_port, metavar="PORT", help="default: 7860; the next free one where it is taken")
     parser.add_argument("--export", metavar="FOLDER", help="write the run as CSV and JSON into FOLDER and end; no page")
 
 

@@ -56,8 +56,8 @@ REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's 
 
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
 
-# Files that hold timings (and what a resumed run has less of): they are part of a stage's folder but not of its content digest, so that a stage that was
-# run again to the same result does not make the ones after it run again.
+# Files that hold timings, or what a resumed run has less of: they are part of a stage's folder but not of its content
+# digest, so that a stage that was run again to the same result does not make the ones after it run again.
 TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS})
 
 

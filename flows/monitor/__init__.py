@@ -1,4 +1,4 @@
-"""The live page of `posttrain monitor`: what a run is doing, read from the files that it leaves, and from MLflow's store.
+"""The live page of `posttrain monitor`: what a run does, read from the files that it leaves and from MLflow.
 
     tail          JSON lines of a growing file, each read once
     series        one metric in bounded memory: moving averages, points for drawing

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
-from flows.monitor.charts import Drawn, chart, family, line, marks, number, overlay, percent, table
+from flows.monitor.charts import NONE, Drawn, chart, family, line, marks, number, overlay, percent, table
 from flows.monitor.episodes import episode_files, has_misuse, read_episodes, reward_parts, tool_table
 from flows.monitor.runs import RunView, StageView
 
@@ -47,14 +47,17 @@ def _names(stage: StageView, prefix: str) -> list[tuple[str, str]]:
 def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     """What each component gives, raw and weighted, whether it goes with success, and the alarm."""
     if not pairs or "reward/mean" not in pairs[0][1].table.series:
-        return _nothing("This stage has no rewards. They come with the stage policy; choose it above once it has begun.")
+        return _nothing(
+            "This stage has no rewards. They come with the stage policy; choose it above once it has begun."
+        )
     stage = pairs[0][1]
     drawn = choice.drawn
     raw = [pair for pair in _names(stage, "reward/") if pair[1] not in ("mean", "std", "alarm", "total")]
     parts = [
         family("total", "Total reward", [("reward/mean", "mean"), ("reward/std", "std over rollouts")], pairs, drawn,
                unit="per episode"),
-        family("weighted", "Weighted parts", _names(stage, "reward/weighted/"), pairs, drawn, unit="add up to the total"),
+        family("weighted", "Weighted parts", _names(stage, "reward/weighted/"), pairs, drawn,
+               unit="add up to the total"),
         family("raw", "Raw parts", raw, pairs, drawn, unit="before weighing"),
         family("correlation", "Correlation with true success", _names(stage, "reward/correlation/"), pairs, drawn,
                unit="Pearson's r", span=(-1.0, 1.0)),
@@ -65,7 +68,10 @@ def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
         found = family("alarm", "Alarm", [("reward/alarm", "alarm")], pairs, Drawn(1, drawn.by_time), span=(0.0, 1.0))
         parts.append(found)
     if alarm is not None and alarm.last > 0:
-        lines = ["The alarm is on: the total reward rises while success falls.", "Look at what the parts below go with."]
+        lines = [
+            "The alarm is on: the total reward rises while success falls.",
+            "Look at what the parts below go with.",
+        ]
         blocks.append({"kind": "note", "id": "alarm", "tone": "bad", "lines": lines})
     charts = [found for found in parts if found is not None]
     blocks.append({"kind": "charts", "id": "rewards", "title": "", "note": "", "charts": charts})
@@ -109,7 +115,8 @@ def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     """How often tools are called and misused over training, and which ones in the newest episodes."""
     blocks: list[dict[str, Any]] = []
     if pairs:
-        names = [name for name in ("tool/calls", "tool/misuse_rate", "train/turns") if name in pairs[0][1].table.series]
+        first = ("tool/calls", "tool/misuse_rate", "train/turns")
+        names: list[str] = [name for name in first if name in pairs[0][1].table.series]
         names += [n for n, _ in _names(pairs[0][1], "tool/") if n not in names]
         if names:
             charts = [
@@ -140,7 +147,9 @@ def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     """The stage over iterations, what the next move waits for, every move with its reason."""
     if not pairs or "curriculum/stage" not in pairs[0][1].table.series:
-        return _nothing("This stage has no curriculum. It comes with the stage policy; choose it above once it has begun.")
+        return _nothing(
+            "This stage has no curriculum. It comes with the stage policy; choose it above once it has begun."
+        )
     stage = pairs[0][1]
     settings = (run.config.get("stages") or {}).get(stage.label) or {}
     planned = [row for row in settings.get("curriculum") or [] if isinstance(row, dict)]
@@ -148,11 +157,13 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
     now = int(stage.table.series["curriculum/stage"].last)
     names += [str(index) for index in range(len(names), now + 1)]
     blocks: list[dict[str, Any]] = [_tiles(stage, names, now)]
-    charts = [_stage_chart(run, stage, names, choice)]
+    charts: list[dict[str, Any] | None] = [_stage_chart(run, stage, names, choice)]
     levels = _names(stage, "train/success_rate_by_level/")
     charts.append(family("levels", "Success by level", levels, pairs, choice.drawn, unit="share", span=(0.0, 1.0)))
     averages = [(name, label) for name, label in _names(stage, "curriculum/average/")]
-    charts.append(family("average", "Averages that decide", averages, pairs, choice.drawn, unit="over their own windows"))
+    charts.append(
+        family("average", "Averages that decide", averages, pairs, choice.drawn, unit="over their own windows")
+    )
     blocks.append(
         {"kind": "charts", "id": "curriculum", "title": "", "note": "", "charts": [c for c in charts if c is not None]}
     )
@@ -169,7 +180,9 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
         columns = ("#iteration", "move", "from", "to", "~why", "~measured")
         blocks.append(table("moves", "History, the newest first", columns, rows))
     else:
-        blocks.append({"kind": "note", "id": "moves", "tone": "small", "lines": ["No move yet: the first stage goes on."]})
+        blocks.append(
+            {"kind": "note", "id": "moves", "tone": "small", "lines": ["No move yet: the first stage goes on."]}
+        )
     return blocks
 
 
@@ -180,7 +193,7 @@ def _tiles(stage: StageView, names: Sequence[str], now: int) -> dict[str, Any]:
     filled = series.get("curriculum/window_filled")
     items = [
         {"label": "stage of the curriculum", "value": names[now], "sub": f"{now + 1} of {len(names)}"},
-        {"label": "iterations in it", "value": number(here.last, 0) if here else "–", "sub": ""},
+        {"label": "iterations in it", "value": number(here.last, 0) if here else NONE, "sub": ""},
         {"label": "moves", "value": str(len(stage.curriculum)), "sub": "advances and rollbacks"},
         {"label": "rollbacks", "value": str(rollbacks), "sub": ""},
     ]
@@ -212,7 +225,9 @@ def _plan(
         joined = f" {'or' if row.get('require') == 'any' else 'and'} ".join(conditions)
         status = "info" if index == now else "good" if index < now else "none"
         word = "now" if index == now else "passed" if index < now else "to come"
-        rows.append([str(row.get("name", index)), {"t": word, "badge": status}, mix, joined or "the end of the iterations"])
+        rows.append(
+            [str(row.get("name", index)), {"t": word, "badge": status}, mix, joined or "the end of the iterations"]
+        )
     return table("plan", "Plan", ("stage", "", "mix of levels", "~is left when"), rows)
 
 
@@ -257,11 +272,14 @@ def _episode(run: RunView, row: Mapping[str, Any], has_image: bool) -> dict[str,
     parts = ", ".join(f"{name} {number(value)}" for name, value in (row.get("rewards") or {}).items())
     answer = row.get("answer")
     facts = [
-        ["right answer", str(row.get("target") or "–")],
+        ["right answer", str(row.get("target") or NONE)],
         ["its answer", "none" if answer is None else str(answer)],
         ["reward", f"{number(row.get('reward'))}" + (f" ({parts})" if parts else "")],
         ["ended by", str(row.get("stop_reason", "")).replace("_", " ")],
-        ["tokens", f"{row.get('num_action_tokens', 0)} written, {row.get('num_completion_tokens', 0)} with what came back"],
+        [
+            "tokens",
+            f"{row.get('num_action_tokens', 0)} written, {row.get('num_completion_tokens', 0)} with what came back",
+        ],
     ]
     image = f"image.png?{urlencode({'run': run.id, 'level': level, 'seed': seed})}" if has_image else ""
     return {

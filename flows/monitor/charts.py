@@ -12,20 +12,34 @@ import numpy as np
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series, moving_average, thin
 
-__all__ = ["COLOURS", "Drawn", "chart", "duration", "line", "marks", "number", "percent", "table", "title_of", "unit_of"]
+__all__ = [
+    "COLOURS",
+    "Drawn",
+    "chart",
+    "duration",
+    "line",
+    "marks",
+    "number",
+    "percent",
+    "table",
+    "title_of",
+    "unit_of",
+]
 
+NONE = "\u2013"  # where there is no value
 COLOURS = 8  # of the style sheet; more lines begin again, dashed
 
 # What a metric is measured in, by how its name begins or ends; the first that fits.
 _UNITS = (
     ("perf/tokens_per_second", "tokens/s"), ("_tokens_per_second", "tokens/s"), ("perf/memory_gb", "GB"),
-    ("learning_rate", ""), ("_seconds", "s"), ("_percentage", "%"), ("_megabytes", "MiB"), ("_watts", "W"), ("train/success_rate", "share"),
+    ("learning_rate", ""), ("_seconds", "s"), ("_percentage", "%"), ("_megabytes", "MiB"), ("_watts", "W"),
     ("success_rate", "share"), ("_rate", "share"), ("accuracy", "share"), ("_fraction", "share"),
     ("policy/kl", "nats per token"), ("policy/sampler_kl", "nats per token"), ("policy/entropy", "nats per token"),
     ("logprob", "nats per token"), ("eval/perplexity", ""), ("train/tokens", "tokens per step"),
     ("_tokens", "tokens per episode"), ("train/turns", "per episode"), ("tool/calls", "per episode"),
     ("train/epoch", "epochs"), ("explained_variance", "share"),
-    ("reward/correlation", "Pearson's r"), ("reward/mean", "per episode"), ("reward/std", "over episodes"), ("reward/alarm", "1 = total rises while success falls"),
+    ("reward/correlation", "Pearson's r"), ("reward/mean", "per episode"), ("reward/std", "over episodes"),
+    ("reward/alarm", "1 = total rises while success falls"),
     ("curriculum/stage_iterations", "iterations"),
 )  # fmt: skip
 
@@ -192,7 +206,7 @@ def table(
 def number(value: float | None, digits: int = 3) -> str:
     """A number for people."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return NONE
     if value and (abs(value) < 10**-digits or abs(value) >= 1e7):
         return f"{value:.2e}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
@@ -200,13 +214,13 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def percent(value: float | None) -> str:
     """A share as per cent."""
-    return "–" if value is None or not math.isfinite(value) else f"{value:.1%}"
+    return NONE if value is None or not math.isfinite(value) else f"{value:.1%}"
 
 
 def duration(seconds: float | None) -> str:
     """Seconds for people."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
-        return "–"
+        return NONE
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)

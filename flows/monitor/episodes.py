@@ -1,4 +1,4 @@
-"""The newest trajectories and rewards of a run, from the ends of the files that hold them: bounded, whatever their size."""
+"""The newest trajectories and rewards of a run, from the ends of their files: bounded, however large."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def stages_csv(run: RunView) -> str:
 
 
 def run_json(run: RunView) -> str:
-    """Everything but the single values: stages, settings, moves of the curriculum, each metric's last value and mean."""
+    """All but the single values: stages, settings, moves of the curriculum, each metric's last value and mean."""
     stages = [
         {
             "stage": stage.label,

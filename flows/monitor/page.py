@@ -41,7 +41,9 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             compare = gr.Dropdown([], value=[], label="Compare with", multiselect=True, scale=3, min_width=220)
             stage = gr.Dropdown(_stage_choices(None), value=_FOLLOW, label="Stage", scale=1, min_width=150)
             window = gr.Slider(1, 100, value=10, step=1, label="Average over", scale=2, min_width=210)
-            axis = gr.Dropdown([("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125)
+            axis = gr.Dropdown(
+                [("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125
+            )
             pause = gr.Dropdown(_REFRESH, value=REFRESH_SECONDS, label="Refresh", scale=1, min_width=140)
         extra: dict[str, Any] = {}
         opened = {}
@@ -144,10 +146,10 @@ def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]
     run = reader.run(choice.run)
     choices = _run_choices(reader)
     labels = [stage.label for stage in run.stages if stage.table.series] if run is not None else []
-    known = prefixes(run, choice.stage)
+    grouped = prefixes(run, choice.stage)
     others = [item for item in choices[1:] if run is None or item[1] != run.id]
     files = list(episode_files(run)) if run is not None else []
-    names = [name for group in known.values() for name in group]
+    names = [name for group in grouped.values() for name in group]
     fingerprint = json.dumps([choices, labels, names, files, others, choice.run])
     if fingerprint == known:
         return [gr.skip()] * 6, fingerprint
@@ -155,14 +157,14 @@ def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]
     ids = [value for _, value in choices]
     if choice.run not in ids:
         choices.append((f"{choice.run} (gone)", choice.run))
-    groups = [name for name in choice.groups if name in known]
+    groups = [name for name in choice.groups if name in grouped]
     if not groups:
-        groups = [name for name in ("train", "reward", "policy") if name in known]
+        groups = [name for name in ("train", "reward", "policy") if name in grouped]
     return [
         gr.Dropdown(choices=choices),
         gr.Dropdown(choices=others, value=[name for name in choice.compare if name in {v for _, v in others}]),
         gr.Dropdown(choices=_stage_choices(labels), value=choice.stage if choice.stage in labels else _FOLLOW),
-        gr.CheckboxGroup(choices=[(f"{name}/ ({len(found)})", name) for name, found in known.items()], value=groups),
+        gr.CheckboxGroup(choices=[(f"{name}/ ({len(found)})", name) for name, found in grouped.items()], value=groups),
         gr.Dropdown(choices=names, value=[name for name in choice.metrics if name in names]),
         gr.Dropdown(choices=files, value=chosen),
     ], fingerprint

@@ -27,7 +27,7 @@ const keyed = (parent, items, make, update) => {
   old.forEach(e => e.remove());
 };
 const number = v => {
-  if (v === null || v === undefined || !isFinite(v)) return '–';
+  if (v === null || v === undefined || !isFinite(v)) return '\u2013';
   const a = Math.abs(v);
   if (v === 0) return '0';
   if (a >= 1e6 || a < 1e-4) return v.toExponential(2);
@@ -166,7 +166,7 @@ const cell = value => {
   const v = (value !== null && typeof value === 'object') ? value : {t: value};
   const td = html('td', v.c || '');
   if (v.bar !== undefined) { const bar = html('div', 'pt-bar'), fill = html('i'); fill.style.width = (100 * v.bar) + '%'; bar.append(fill); td.append(bar); }
-  if (v.badge) td.append(html('span', 'pt-badge ' + v.badge, v.t)); else td.append(document.createTextNode(v.t === null || v.t === undefined ? '–' : v.t));
+  if (v.badge) td.append(html('span', 'pt-badge ' + v.badge, v.t)); else td.append(document.createTextNode(v.t === null || v.t === undefined ? '\u2013' : v.t));
   if (v.title) td.title = v.title;
   return td;
 };
@@ -232,7 +232,7 @@ const episode = (e, row) => {
 
 _PAGE = r"""
 let last = null, clock = null;
-const duration = s => { if (s === null || s === undefined) return '–'; s = Math.max(0, Math.round(s)); const h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60;
+const duration = s => { if (s === null || s === undefined) return '\u2013'; s = Math.max(0, Math.round(s)); const h = Math.floor(s / 3600), m = Math.floor(s / 60) % 60;
   return h ? `${h} h ${String(m).padStart(2, '0')} min` : m ? `${m} min ${String(s % 60).padStart(2, '0')} s` : `${s} s`; };
 const header = (e, head) => {
   if (!e.firstChild) { for (const [tag, cls] of [['span', 'pt-badge'], ['b', 'pt-name'], ['span', 'pt-now'], ['div', 'pt-bar pt-progress'], ['span', 'pt-time'], ['div', 'pt-why']]) e.append(html(tag, cls)); e.children[3].append(html('i')); }

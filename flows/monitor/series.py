@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ def thin(xs: np.ndarray, ys: np.ndarray, shown: int = SHOWN) -> tuple[list[float
     if len(xs) > shown:
         edges = np.linspace(0, len(xs), max(2, shown // 2) + 1).astype(int)
         kept = {0, len(xs) - 1}
-        for low, high in zip(edges[:-1], edges[1:], strict=True):
+        for low, high in pairwise(edges):
             kept |= {low + int(ys[low:high].argmin()), low + int(ys[low:high].argmax())}
         order = np.array(sorted(kept))
         xs, ys = xs[order], ys[order]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -54,10 +54,11 @@ def export(output: Path, run: str, folder: Path) -> list[Path]:
     found = reader.run(reader.choose(run) if run else "")
     if found is None:
         raise DataError(f"no runs in {reader.output}; start one: posttrain run configs/demo.yaml")
-    time.sleep(0)  # the view below is whole however large: reading goes on until nothing is left
-    while any(stage.journal is not None and stage.journal.tail.fraction < 1 for stage in found.stages):
-        for stage in found.stages:
-            if stage.journal is not None:
+    for stage in found.stages:
+        if stage.journal is not None:
+            offset = -1  # a torn last line is never read: reading is over when it gets no further
+            while stage.journal.tail.offset > offset:
+                offset = stage.journal.tail.offset
                 stage.journal.refresh_metrics()
     return export_run(found, folder)
 
@@ -102,12 +103,7 @@ def make_app(reader: Reader, run: str = "") -> Any:
     # A page of another site must not reach this one through a name that it points to loopback.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
 
-    @app.middleware("http")
-    async def only_from_here(request: Any, call_next: Any) -> Any:
-        response = await call_next(request)
-        response.headers["Content-Security-Policy"] = _POLICY
-        return response
-
+    app.add_middleware(_OnlyFromHere)
     _add_files(app, reader)
     fonts = ["system-ui", "sans-serif"]
     theme = gr.themes.Default(font=fonts, font_mono=["ui-monospace", "monospace"])
@@ -115,6 +111,21 @@ def make_app(reader: Reader, run: str = "") -> Any:
         app, build_page(reader, run), path="/", server_name=HOST, footer_links=[], run_history=False, theme=theme,
         css=STYLE, head=SCRIPT, ssr_mode=False, pwa=False, mcp_server=False, enable_monitoring=False,
     )  # fmt: skip
+
+
+class _OnlyFromHere:
+    """Adds the policy to every answer; plain ASGI, so that streams and broken connections pass through untouched."""
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def with_policy(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"content-security-policy", _POLICY.encode())]
+            await send(message)
+
+        await self.app(scope, receive, with_policy if scope["type"] == "http" else send)
 
 
 def _add_files(app: Any, reader: Reader) -> None:
@@ -161,10 +172,8 @@ def serve(output: Path, run: str = "", port: int | None = None) -> None:
     app = make_app(reader, chosen)
     import uvicorn
 
-    try:
+    with contextlib.suppress(OSError):  # not allowed here; reading is cheap anyway
         os.nice(NICE)
-    except OSError:
-        pass  # not allowed here; reading is cheap anyway
     server = uvicorn.Server(
         uvicorn.Config(app, host=HOST, port=number, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
     )
@@ -177,9 +186,6 @@ def serve(output: Path, run: str = "", port: int | None = None) -> None:
             print(f"monitor  http://{HOST}:{number}{note}\nCtrl-C stops it; runs go on", flush=True)
 
     threading.Thread(target=announce, daemon=True).start()
-    try:
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has closed everything and hands the signal on
         server.run()
-    except KeyboardInterrupt:
-        pass  # uvicorn has closed everything and hands the signal on
-    finally:
-        print("\nstopped", file=sys.stdout, flush=True)
+    print("\nstopped", flush=True)

@@ -1,4 +1,4 @@
-"""The style sheet of the live page, for light and dark. It is Python text, so that every way of installing brings it."""
+"""The style sheet of the live page, light and dark. It is Python text, so that every way of installing brings it."""
 
 __all__ = ["STYLE"]
 

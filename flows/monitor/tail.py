@@ -9,7 +9,9 @@ from typing import Any
 
 __all__ = ["Tail", "last_rows", "read_json"]
 
-READ_BYTES = 16 << 20  # of one file at one refresh: a journal of gigabytes is read over several, and the page stays alive
+READ_BYTES = (
+    16 << 20
+)  # of one file at one refresh: a journal of gigabytes is read over several, and the page stays alive
 MAX_LINE = 64 << 20  # a line longer than this is given up
 
 

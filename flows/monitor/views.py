@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
-from flows.monitor.charts import Drawn, chart, duration, family, line, number, overlay, percent, table
+from flows.monitor.charts import NONE, Drawn, chart, duration, family, line, number, overlay, percent, table
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
@@ -110,14 +110,17 @@ def _head(run: RunView) -> dict[str, Any]:
 
 def _no_head(reader: Reader) -> dict[str, Any]:
     return {
-        "status": "no run", "tone": "", "name": str(reader.output), "now": "", "why": "", "fraction": None, "left": None,
-        "elapsed": None, "age": None, "live": False,
+        "status": "no run", "tone": "", "name": str(reader.output), "now": "", "why": "", "fraction": None,
+        "left": None, "elapsed": None, "age": None, "live": False,
     }  # fmt: skip
 
 
 def _welcome(reader: Reader, choice: Choice) -> dict[str, Any]:
     if choice.run and reader.runs():
-        lines = [f"The run {choice.run} is not there any more.", "Its folder was moved or removed. Choose another above."]
+        lines = [
+            f"The run {choice.run} is not there any more.",
+            "Its folder was moved or removed. Choose another above.",
+        ]
         return {"kind": "note", "id": "welcome", "lines": lines}
     if not reader.output.is_dir():
         lines = [f"The folder {reader.output} is not there any more.", "The page goes on as soon as it is back."]
@@ -132,7 +135,12 @@ def _welcome(reader: Reader, choice: Choice) -> dict[str, Any]:
 
 def _warning(run: RunView) -> dict[str, Any]:
     words = {"dead": "This run is dead.", "failed": "This run failed.", "silent": "This run is silent."}
-    return {"kind": "note", "id": "warning", "tone": "bad", "lines": [words[run.status], run.why or "No reason is known."]}
+    return {
+        "kind": "note",
+        "id": "warning",
+        "tone": "bad",
+        "lines": [words[run.status], run.why or "No reason is known."],
+    }
 
 
 # ------------------------------------------------------------------------------------------------------- overview
@@ -187,7 +195,13 @@ def stage_table(run: RunView) -> dict[str, Any]:
     rows = []
     for stage in run.stages:
         share = min(1.0, stage.done / stage.total) if stage.total else None
-        far = f"{stage.done:,.0f} / {stage.total:,.0f}" if stage.total > 1 else percent(share) if share is not None else ""
+        far = (
+            f"{stage.done:,.0f} / {stage.total:,.0f}"
+            if stage.total > 1
+            else percent(share)
+            if share is not None
+            else ""
+        )
         elapsed = None
         if stage.started and stage.status != "cached":
             elapsed = (stage.ended or (now if stage.status == "running" else stage.started)) - stage.started
@@ -209,7 +223,13 @@ def stage_table(run: RunView) -> dict[str, Any]:
 
 
 def _success(stage: StageView) -> str:
-    for name in ("train/success_rate", "eval/success_rate", "eval/policy/success_rate", "eval/accuracy", "train/accuracy"):
+    for name in (
+        "train/success_rate",
+        "eval/success_rate",
+        "eval/policy/success_rate",
+        "eval/accuracy",
+        "train/accuracy",
+    ):
         series = stage.table.series.get(name)
         if series is not None:
             return percent(series.mean(10))
@@ -239,7 +259,9 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     if not pairs:
         return [_nothing("No stage of this run has recorded a metric yet.")]
     known = prefixes(run, pairs[0][1].label)
-    groups = [name for name in choice.groups if name in known] or [n for n in ("train", "reward", "policy") if n in known]
+    groups = [name for name in choice.groups if name in known] or [
+        n for n in ("train", "reward", "policy") if n in known
+    ]
     names = [name for name in choice.metrics if name in pairs[0][1].table.series]
     names = names or [name for group in groups or list(known)[:2] for name in known[group]]
     curved = [name for name in names if any(name in s.table.series and _varies(s.table.series[name]) for _, s in pairs)]
@@ -260,7 +282,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 def _last(stage: StageView, name: str) -> str:
     series = stage.table.series.get(name)
-    return number(series.last, 4) if series is not None else "–"
+    return number(series.last, 4) if series is not None else NONE
 
 
 def _nothing(text: str) -> dict[str, Any]:
@@ -343,6 +365,7 @@ def _load_charts(run: RunView) -> list[dict[str, Any]]:
 
 def export(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     """Links to everything as files."""
+
     def link(name: str, label: str, sub: str) -> dict[str, str]:
         return {"href": f"export/{name}?{urlencode({'run': run.id}, quote_via=quote)}", "label": label, "sub": sub}
 

@@ -14,7 +14,8 @@ from pathlib import Path
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 _FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--disable-dev-shm-usage",
     "--remote-debugging-port=0", "--no-proxy-server",
 )  # fmt: skip
@@ -37,7 +38,9 @@ class Chromium:
         self._socket = connect(self._page(), max_size=None, proxy=None, ping_interval=None)
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
-        self.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=size[0], height=size[1], deviceScaleFactor=1, mobile=False
+        )
         if dark:
             scheme = [{"name": "prefers-color-scheme", "value": "dark"}]
             self.call("Emulation.setEmulatedMedia", features=scheme)
@@ -98,11 +101,19 @@ class Chromium:
 
     def drag(self, selector: str, start: float, end: float) -> None:
         """Drag with the mouse over an element, from one share of its width to another."""
-        box = self.run(f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
-                       "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()")  # fmt: skip
+        box = self.run(
+            f"(() => {{ const e = document.querySelector({selector!r}); e.scrollIntoView({{block: 'center'}}); "
+            "const b = e.getBoundingClientRect(); return [b.left, b.top, b.width, b.height]; })()"
+        )
         y = box[1] + box[3] / 2
-        for kind, share in (("mousePressed", start), ("mouseMoved", (start + end) / 2), ("mouseMoved", end), ("mouseReleased", end)):
-            self.call("Input.dispatchMouseEvent", type=kind, x=box[0] + share * box[2], y=y, button="left", buttons=1, clickCount=1)  # fmt: skip
+        middle = (start + end) / 2
+        for kind, share in (
+            ("mousePressed", start), ("mouseMoved", middle), ("mouseMoved", end), ("mouseReleased", end),
+        ):  # fmt: skip
+            self.call(
+                "Input.dispatchMouseEvent", type=kind, x=box[0] + share * box[2], y=y, button="left", buttons=1,
+                clickCount=1,
+            )  # fmt: skip
 
     def picture(self, path: Path, *, whole: bool = False) -> None:
         """A screenshot as PNG."""

@@ -56,7 +56,9 @@ def write_lines(path: Path, rows, *, torn: str = "") -> None:
 def journal(folder: Path, name: str, *, started: float, ended: float | None = None, status: str = "FINISHED",
             parent: Path | None = None, events=(), metrics=(), torn: str = "") -> None:  # fmt: skip
     """`metrics`: (step, seconds after the start, {name: value})."""
-    rows = [{"op": "start", "time": started * 1000, "name": name, "key": "k", "parent_folder": str(parent or "") or None}]
+    rows = [
+        {"op": "start", "time": started * 1000, "name": name, "key": "k", "parent_folder": str(parent or "") or None}
+    ]
     rows += [{"time": started * 1000, **event} for event in events]
     if ended is not None:
         rows.append({"op": "end", "time": ended * 1000, "status": status})
@@ -70,7 +72,7 @@ def journal(folder: Path, name: str, *, started: float, ended: float | None = No
 
 def make_run(output: Path, started: str = "2027-01-15 08:00:00", *, status: str = "", pid: int | None = None,
              begun: float = START, name: str = "demo") -> Path:  # fmt: skip
-    """A run whose policy stage is at iteration 5 of 10; `status` "" = it has not ended. Returns the pipeline's folder."""
+    """A run whose policy is at iteration 5 of 10; `status` "" = it has not ended. Returns the pipeline's folder."""
     home = output / name
     parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
     ended = begun + 100 if status else None

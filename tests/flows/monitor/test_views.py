@@ -60,7 +60,12 @@ def test_overview_has_every_stage_with_its_numbers(tmp_path):
     (line,) = chart["lines"]
     assert line["y"] == [0.2, 0.4, 0.6, 0.8, 1.0]
     assert line["avg"] == pytest.approx([0.2, 0.3, 0.5, 0.7, 0.9])
-    assert (line["last"], chart["unit"], chart["x"], chart["range"]) == (pytest.approx(0.9), "share", "iteration", [0, 1])
+    assert (line["last"], chart["unit"], chart["x"], chart["range"]) == (
+        pytest.approx(0.9),
+        "share",
+        "iteration",
+        [0, 1],
+    )
     assert charts_of(blocks["load"])["CPU"]["lines"][0]["x"] == pytest.approx([0, 5 / 60, 10 / 60], abs=1e-6)
 
 
@@ -99,7 +104,9 @@ def test_curves_by_prefix_by_name_and_over_time(tmp_path):
 def test_runs_lie_over_each_other(tmp_path):
     make_run(tmp_path, status="FINISHED")
     make_run(tmp_path, name="other", status="FINISHED", begun=START + 5)
-    blocks = blocks_of(tmp_path, "curves", run="other/2027-01-15-08-00-00", compare=("demo/2027-01-15-08-00-00", "gone"))
+    blocks = blocks_of(
+        tmp_path, "curves", run="other/2027-01-15-08-00-00", compare=("demo/2027-01-15-08-00-00", "gone")
+    )
     lines = charts_of(blocks["curves"])["reward/mean"]["lines"]
     assert [(line["name"], line["colour"]) for line in lines] == [
         ("other 2027-01-15 08:00:00", 0), ("demo 2027-01-15 08:00:00", 1),
@@ -119,7 +126,9 @@ def test_curriculum_with_its_moves_and_the_present_condition(tmp_path):
     assert texts(blocks["moves"])[0][:5] == ["4", "rollback", "hard", "easy", "0.1 below 0.6"]
     assert {item["label"]: item["value"] for item in blocks["where"]["items"]}["rollbacks"] == "1"
     run = Reader(tmp_path).run("")
-    assert [mark["x"] for mark in marks(run.stage("policy"), Drawn(by_time=True), START)] == pytest.approx([0.25, 19 / 60])
+    assert [mark["x"] for mark in marks(run.stage("policy"), Drawn(by_time=True), START)] == pytest.approx(
+        [0.25, 19 / 60]
+    )
 
 
 def test_trajectories_turn_by_turn(tmp_path):
@@ -134,7 +143,9 @@ def test_trajectories_turn_by_turn(tmp_path):
     assert "level=easy&seed=7" in right["image"]
     rows = blocks_of(tmp_path, "trajectories", outcome="right")["episodes"]["rows"]
     assert [row["success"] for row in rows] == [True]
-    assert [row["success"] for row in blocks_of(tmp_path, "trajectories", outcome="with misuse")["episodes"]["rows"]] == [0]
+    assert [
+        row["success"] for row in blocks_of(tmp_path, "trajectories", outcome="with misuse")["episodes"]["rows"]
+    ] == [0]
 
 
 def test_tools_by_hand(tmp_path):
@@ -151,7 +162,8 @@ def test_tools_by_hand(tmp_path):
 def test_parts_of_the_reward_by_hand(tmp_path):
     def row(success, task, length, masked=False):
         return {"success": success, "reward": task + length, "masked": masked,
-                "rewards": {"task": task, "weighted/task": task, "length": 10 * length, "weighted/length": length}}  # fmt: skip
+                "rewards": {"task": task, "weighted/task": task, "length": 10 * length,
+                            "weighted/length": length}}  # fmt: skip
 
     path = tmp_path / "rewards.jsonl"
     write_lines(path, [row(True, 1.0, -0.2), row(False, 0.0, 0.0), row(True, 1.0, -0.2), row(False, 0.0, 0.0),
@@ -172,7 +184,8 @@ def test_the_picture_is_that_of_the_episode_and_only_of_shipped_environments():
     expected = to_png(make("pixel_grid").episode(7, "easy").image())
     assert images.png({"name": "pixel_grid", "options": {}}, "easy", 7) == expected
     for environment, level in (({"name": "arithmetic"}, "easy"), ({"name": "os:path"}, "x"), ({}, "x"),
-                               ({"name": "pixel_grid", "options": {"no": 1}}, "easy"), ({"name": "pixel_grid"}, "none")):  # fmt: skip
+                               ({"name": "pixel_grid", "options": {"no": 1}}, "easy"),
+                               ({"name": "pixel_grid"}, "none")):  # fmt: skip
         assert images.png(environment, level, 7) is None
 
 
@@ -197,12 +210,12 @@ def test_export_holds_every_value_and_can_be_read_back(tmp_path):
     assert [path.name for path in paths] == ["metrics.csv", "stages.csv", "run.json"]
     rows = list(csv.DictReader(io.StringIO("".join(metrics_csv(run)))))
     rewards = [(int(r["step"]), float(r["time"]), float(r["value"])) for r in rows if r["metric"] == "reward/mean"]
-    assert rewards == pytest.approx([(i, START + 11 + 2 * i, 0.1 * i) for i in range(1, 6)])
+    assert rewards == [(i, START + 11 + 2.0 * i, 0.1 * i) for i in range(1, 6)]
     assert len(rows) == 4 * 2 + 5 * 5
     found = json.loads(run_json(run))
     assert found["stages"][1]["metrics"]["reward/mean"]["last"] == pytest.approx(0.5)
     assert found["settings"]["environment"]["name"] == "pixel_grid"
-    assert list(csv.DictReader(io.StringIO(stages_csv(run))))[0]["result"] == "4 steps"
+    assert next(csv.DictReader(io.StringIO(stages_csv(run))))["result"] == "4 steps"
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="--export"):
         export_run(run, tmp_path / "file")
