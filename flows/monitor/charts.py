@@ -14,6 +14,7 @@ from flows.monitor.series import Series, moving_average, thin
 
 __all__ = [
     "COLOURS",
+    "NONE",
     "Drawn",
     "chart",
     "duration",

@@ -20,7 +20,7 @@ __all__ = ["REFRESH_SECONDS", "build_page"]
 
 REFRESH_SECONDS = 3.0
 _FOLLOW = ""  # value of the choice that follows the newest run, or the stage that trains
-_REFRESH = [("every 1 s", 1.0), ("every 3 s", 3.0), ("every 10 s", 10.0), ("every 60 s", 60.0), ("paused", 0.0)]
+_REFRESH = [("1 s", 1.0), ("3 s", 3.0), ("10 s", 10.0), ("60 s", 60.0), ("paused", 0.0)]
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
 # One view at a time in a page: a slow one is not overtaken, and ticks that come meanwhile are left out.
 _TICK: dict[str, Any] = {**_QUIET, "trigger_mode": "once"}
@@ -44,7 +44,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             axis = gr.Dropdown(
                 [("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125
             )
-            pause = gr.Dropdown(_REFRESH, value=REFRESH_SECONDS, label="Refresh", scale=1, min_width=140)
+            pause = gr.Dropdown(_REFRESH, value=REFRESH_SECONDS, label="Refresh every", scale=1, min_width=140)
         extra: dict[str, Any] = {}
         opened = {}
         with gr.Tabs():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
 
 __all__ = ["TABS", "Choice", "prefixes", "view"]
+
+log = logging.getLogger(__name__)
 
 # Shown first, where there are such metrics; what is a share gets the whole axis.
 _HEADLINES = (
@@ -68,7 +71,11 @@ def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
             found = other.stage(stage.label) if other is not None else None
             if other is not None and found is not None:
                 pairs.append((other, found))
-    blocks = TABS[tab](run, pairs, choice)
+    try:
+        blocks = TABS[tab](run, pairs, choice)
+    except Exception as error:  # files of another version or half written: one tab fails, the page goes on
+        log.warning("%s of %s cannot be drawn", tab, run.id, exc_info=True)
+        blocks = [_nothing(f"This cannot be drawn from what is there: {type(error).__name__}: {error}")]
     if run.status in ("dead", "failed", "silent") and run.source == "files":
         blocks.insert(0, _warning(run))
     return _finish(_head(run), tab, blocks)

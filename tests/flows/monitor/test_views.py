@@ -197,6 +197,15 @@ def test_the_view_keeps_its_version_until_something_changes(tmp_path):
     assert view(reader, Choice(window=2), "curves")["version"] != first
 
 
+def test_a_tab_that_cannot_be_drawn_does_not_take_the_page_with_it(tmp_path, caplog):
+    home = make_run(tmp_path)
+    path = home / "stages/policy/bbbb.open/recent_rollouts.jsonl"
+    write_lines(path, [], torn="\n")  # ends the torn line
+    write_lines(path, [{"turns": ["not a turn"]}])
+    assert "AttributeError" in blocks_of(tmp_path, "tools")["nothing"]["lines"][0]
+    assert blocks_of(tmp_path, "overview")["stages"]["rows"]
+
+
 def test_units():
     assert unit_of("train/learning_rate") == "" and unit_of("tool/misuse_rate") == "share"
     assert unit_of("perf/tokens_per_second") == "tokens/s" == unit_of("perf/rollout_tokens_per_second")
