@@ -7,7 +7,7 @@
     reader        all of that behind one object, refreshed while the page is open
     episodes      the newest trajectories, the newest rewards, what tools were used
     charts        a run as tables and charts: plain dictionaries
-    views         which of them stand on which tab
+    views         which of them stand on which tab (with agent_views and machine_views)
     export        a run as CSV and JSON
     script, style what the browser draws with
     page, server  the Gradio page, on loopback

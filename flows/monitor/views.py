@@ -12,7 +12,8 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
-from flows.monitor.charts import NONE, Drawn, chart, duration, family, line, number, overlay, percent, table
+from flows.monitor.charts import NONE, Drawn, duration, number, overlay, percent, table
+from flows.monitor.machine_views import load_charts, speed_charts, system
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
@@ -163,7 +164,7 @@ def overview(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
                 "note": _average_note(choice), "charts": _headline_charts(pairs, choice),
             }
         )  # fmt: skip
-    load = _load_charts(run)[:2]
+    load = load_charts(run)[:2]
     if load:
         blocks.append({"kind": "charts", "id": "load", "title": "Machine", "note": "", "charts": load})
     return blocks
@@ -181,7 +182,7 @@ def _average_note(choice: Choice) -> str:
 def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     names = set(pairs[0][1].table.series)
     wanted = [name for name in _HEADLINES if name in names and _varies(pairs[0][1].table.series[name])]
-    speed = _speed_charts(pairs, choice)[:1]
+    speed = speed_charts(pairs, choice)[:1]
     return [_metric(name, pairs, choice) for name in wanted[: 6 - len(speed)]] + speed
 
 
@@ -294,77 +295,6 @@ def _last(stage: StageView, name: str) -> str:
 
 def _nothing(text: str) -> dict[str, Any]:
     return {"kind": "note", "id": "nothing", "tone": "small", "lines": [text]}
-
-
-# --------------------------------------------------------------------------------------------------------- system
-
-
-def system(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """Speed of the stage, and what the machine does over the whole run."""
-    blocks: list[dict[str, Any]] = []
-    newest = run.system.series
-    tiles = [
-        {"label": label, "value": f"{number(newest[name].last, 1)} {unit}", "sub": sub}
-        for name, label, unit, sub in (
-            ("system/process_cpu_percentage", "CPU of the run", "%", "100 % is one core"),
-            ("system/cpu_utilization_percentage", "CPU of the machine", "%", "of all cores"),
-            ("system/process_memory_megabytes", "memory of the run", "MiB", "resident"),
-            ("system/system_memory_usage_percentage", "memory of the machine", "%", "in use"),
-            ("system/disk_available_megabytes", "disk", "MiB", "free"),
-        )
-        if name in newest
-    ]
-    if tiles:
-        blocks.append({"kind": "tiles", "id": "machine", "items": tiles})
-    speed = _speed_charts(pairs, choice) if pairs else []
-    if speed:
-        label = pairs[0][1].label.replace("_", " ")
-        blocks.append({"kind": "charts", "id": "speed", "title": f"Speed of {label}", "note": "", "charts": speed})
-    load = _load_charts(run)
-    if load:
-        blocks.append({"kind": "charts", "id": "load", "title": "Machine", "note": "", "charts": load})
-    return blocks or [_nothing("No readings: tracking.system_metrics_seconds is 0 in this run, or it has just begun.")]
-
-
-def _speed_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    parts = ("step", "rollout", "reward", "update")
-    charts = [
-        family("speed", "Throughput", [("perf/tokens_per_second", "all tokens"),
-               ("perf/rollout_tokens_per_second", "rollouts")], pairs, choice.drawn, unit="tokens/s"),
-        family("seconds", "Time of one iteration", [(f"perf/{part}_seconds", part) for part in parts], pairs,
-               choice.drawn, unit="s"),
-        family("memory", "Peak memory", [("perf/memory_gb", "peak")], pairs, choice.drawn, unit="GB"),
-    ]  # fmt: skip
-    return [found for found in charts if found is not None]
-
-
-def _load_charts(run: RunView) -> list[dict[str, Any]]:
-    """CPU, memory and GPU over the whole run, with the beginning of every stage."""
-    drawn = Drawn(window=1, by_time=True)
-    begun = [
-        {"x": (stage.started - run.started) / 60, "label": stage.label.replace("_", " "), "kind": ""}
-        for stage in run.stages
-        if stage.started >= run.started > 0 and stage.status != "cached"
-    ]
-    gpus = sorted({name.split("/")[1].split("_")[1] for name in run.system.series if name.startswith("system/gpu_")})
-    wanted: list[tuple[str, str, list[tuple[str, str]], tuple[float, float] | None]] = [
-        ("CPU", "% (the run: 100 = one core)", [("process_cpu_percentage", "run"),
-         ("cpu_utilization_percentage", "machine")], (0.0, 100.0)),
-        ("Memory", "MiB", [("process_memory_megabytes", "run"), ("system_memory_usage_megabytes", "machine")], None),
-        ("GPU", "%", [(f"gpu_{gpu}_utilization_percentage", f"GPU {gpu}") for gpu in gpus], (0.0, 100.0)),
-        ("GPU memory", "MiB", [(f"gpu_{gpu}_memory_usage_megabytes", f"GPU {gpu}") for gpu in gpus], None),
-        ("Free disk", "MiB", [("disk_available_megabytes", "free")], None),
-    ]  # fmt: skip
-    charts = []
-    for title, unit, names, span in wanted:
-        lines = [
-            line(run.system.series[f"system/{name}"], label, colour, drawn, run.started)
-            for colour, (name, label) in enumerate(names)
-            if f"system/{name}" in run.system.series
-        ]
-        if lines:
-            charts.append(chart(f"load:{title}", title, lines, drawn, unit=unit, span=span, moves=begun))
-    return charts
 
 
 # --------------------------------------------------------------------------------------------------------- export
