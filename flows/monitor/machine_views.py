@@ -51,6 +51,7 @@ def system(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def speed_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """Throughput, time of one iteration and memory of a stage, as far as they were measured."""
     parts = ("step", "rollout", "reward", "update")
     charts = [
         family("speed", "Throughput", [("perf/tokens_per_second", "all tokens"),
