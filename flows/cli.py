@@ -210,6 +210,19 @@ def ui(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def monitor(arguments: argparse.Namespace) -> int:
+    """Serve the live page until Ctrl-C, or write a run as files."""
+    from flows.monitor import server
+
+    output, run = Path(arguments.output), arguments.run or ""
+    if arguments.export is None:
+        server.serve(output, run, arguments.port)
+        return 0
+    for path in server.export(output, run, Path(arguments.export)):
+        print(path)
+    return 0
+
+
 def runs(arguments: argparse.Namespace) -> int:
     """List runs with status and result."""
     settings = _optional(arguments)
@@ -243,7 +256,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    command.__name__: command for command in (run, validate, stage, evaluate, analyze, promote, ui, runs, doctor)
+    command.__name__: command
+    for command in (run, validate, stage, evaluate, analyze, promote, ui, monitor, runs, doctor)
 }
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ start here:
   posttrain run configs/demo.yaml          the whole pipeline on an environment that needs no download
   posttrain validate configs/demo.yaml     check a configuration without running anything
   posttrain ui                             look at results in MLflow and Prefect
+  posttrain monitor                        watch a run while it trains
   posttrain doctor                         what this machine has and what is missing
 
 exit codes:
@@ -37,9 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_validate, _add_stage, _add_evaluate, _add_analyze, _add_promote, _add_ui, _add_runs):
+    for add in (_add_run, _add_validate, _add_stage, _add_evaluate, _add_analyze, _add_promote):
         add(commands)
-    _add_doctor(commands)
+    for add in (_add_ui, _add_monitor, _add_runs, _add_doctor):
+        add(commands)
     return parser
 
 
@@ -193,6 +195,18 @@ def _add_ui(commands: Any) -> None:
         metavar="PORT",
         help="default: 4200; the next free one where it is taken",
     )
+
+
+def _add_monitor(commands: Any) -> None:
+    examples = ["monitor", "monitor --run demo --port 7861", "monitor --run demo --export numbers"]
+    about = "serve a live page of running and finished runs on this machine until Ctrl-C (needs posttrain[monitor])"
+    parser = _add(commands, "monitor", about, examples)
+    _add_output(parser)
+    parser.add_argument(
+        "--run", metavar="NAME", help="a pipeline (its newest run) or PIPELINE/STARTED (default: follow the newest run)"
+    )
+    parser.add_argument("--port", type=_port, metavar="PORT", help="default: 7860; the next free one where it is taken")
+    parser.add_argument("--export", metavar="FOLDER", help="write the run as CSV and JSON into FOLDER and end; no page")
 
 
 def _add_runs(commands: Any) -> None:

@@ -39,6 +39,7 @@ __all__ = [
     "verify_folder",
     "write_json_atomic",
     "write_text_atomic",
+    "write_text_unsynced",
 ]
 
 FORMAT_VERSION = 1
@@ -170,6 +171,22 @@ def write_text_atomic(path: Path | str, text: str, *, point: str | None = None) 
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
     sync(path.parent)
+
+
+def write_text_unsynced(path: Path | str, text: str) -> bool:
+    """Replace a file's text for people who look on: they see the old or the new, but a crash may lose both.
+
+    Costs no wait for the disk. Returns whether it was written: a disk that refuses is no reason to stop.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    try:
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        return False
+    return True
 
 
 def write_json_atomic(path: Path | str, value: Any) -> None:

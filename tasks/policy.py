@@ -12,12 +12,12 @@ from rl_core.environments.base import Environment
 from rl_core.evaluation import evaluate, heldout_requests, validation_requests
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rewards.record import RewardRecord
+from rl_core.rewards.record import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import EvaluationSettings, PolicySettings
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
-from tasks.stage import REWARD_RECORD, StageContext, StageResult, run_stage
+from tasks.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.tracking import read_metrics
 
 __all__ = ["optimise_policy"]
@@ -60,7 +60,9 @@ def _body(context: StageContext) -> dict[str, Any]:
         RewardOrchestrator(settings.rewards, scorer=scorer, options=settings.reward_options, seed=context.seed),
         policy.backend(),
         evaluator=_evaluator(context, policy, environment) if settings.eval_every else None,
-        record=RewardRecord(context.folder / REWARD_RECORD),
+        record=record_all(
+            RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
+        ),
     )
     trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = context.train(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import re
 import subprocess
 import threading
@@ -134,6 +135,7 @@ class Session:
             "only": self.only,
             "status": "running",
             "pid": os.getpid(),
+            "host": platform.node(),
         }
         write_json_atomic(self.home / "run.json", self._record)
         self.parent.log_dict(resolve(settings), "config.json")

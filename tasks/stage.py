@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tasks.session import Session
 
 __all__ = [
+    "RECENT_ROLLOUTS",
     "REWARD_RECORD",
     "StageContext",
     "StageResult",
@@ -53,9 +54,11 @@ logger = logging.getLogger(__name__)
 METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
 REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
 
-# Files that hold timings: they are part of a stage's folder but not of its content digest, so that a stage that was
-# run again to the same result does not make the ones after it run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY})
+RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
+
+# Files that hold timings, or what a resumed run has less of: they are part of a stage's folder but not of its content
+# digest, so that a stage that was run again to the same result does not make the ones after it run again.
+TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS})
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,16 @@
-"""Every part of every training rollout's reward, on disk: one line of JSON per rollout."""
+"""What training played, on disk: every part of every rollout's reward, and the newest trajectories whole."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rl_core.folders import write_text_unsynced
 from rl_core.types import Rollout
 
-__all__ = ["RewardRecord"]
+__all__ = ["RecentRollouts", "RewardRecord", "record_all"]
 
 
 class RewardRecord:
@@ -58,3 +60,35 @@ def _row(iteration: int, rollout: Rollout) -> dict[str, object]:
         "masked": rollout.is_masked,
         "rewards": trajectory.rewards,
     }
+
+
+class RecentRollouts:
+    """Keeps one file with the trajectories of the newest iterations, each line with its 'iteration', oldest first.
+
+    The file is replaced every iteration, unsynced: it is there to be looked at while training, and lost without harm.
+    """
+
+    def __init__(self, path: Path, iterations: int = 4, per_iteration: int = 16) -> None:
+        """`per_iteration` rollouts of each iteration are kept, spread evenly, so that several prompts are seen."""
+        self.path, self.per_iteration = path, per_iteration
+        self._blocks: deque[str] = deque(maxlen=iterations)
+
+    def __call__(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
+        """Take in the rollouts of one iteration."""
+        played = list(rollouts)
+        count = min(self.per_iteration, len(played))
+        kept = [played[index * len(played) // count] for index in range(count)]
+        rows = [{"iteration": iteration, **rollout.trajectory.to_json(), "reward": rollout.reward} for rollout in kept]
+        self._blocks.append("".join(json.dumps(row) + "\n" for row in rows))
+        write_text_unsynced(self.path, "".join(self._blocks))
+
+
+def record_all(*records: Callable[[int, list[Rollout]], None]) -> Callable[[int, Iterable[Rollout]], None]:
+    """One record that hands every iteration to each of `records`."""
+
+    def record(iteration: int, rollouts: Iterable[Rollout]) -> None:
+        played = list(rollouts)
+        for each in records:
+            each(iteration, played)
+
+    return record

@@ -3,6 +3,7 @@
     <folder>/metrics.jsonl             one line per call: {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}
     <folder>/.tracking/events.jsonl    the rest in order: run, params, tags, artifacts, data sets, traces, end
     <folder>/.tracking/shipped.json    which run of which store it became, and the byte offset delivered of each file
+    <folder>/.tracking/progress.json   how far the work is: {"done": 3, "total": 10, "message": "...", "time": <ms>}
 
 A line is appended with one write and never changed, its time stamp included: delivering it twice stores it once. The
 process may die at any byte; a torn last line is cut off at the next start, and was never sent.
@@ -25,7 +26,16 @@ from typing import Any
 
 from rl_core.errors import DataError, FolderBusy
 
-__all__ = ["Journal", "LineLog", "Shipped", "events_path", "metrics_path", "read_metrics", "shipped_path"]
+__all__ = [
+    "Journal",
+    "LineLog",
+    "Shipped",
+    "events_path",
+    "metrics_path",
+    "progress_path",
+    "read_metrics",
+    "shipped_path",
+]
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +53,11 @@ def events_path(folder: Path) -> Path:
 def shipped_path(folder: Path) -> Path:
     """Where a run folder keeps how much of it was delivered."""
     return folder / ".tracking" / "shipped.json"
+
+
+def progress_path(folder: Path) -> Path:
+    """Where a run folder says how far its work is; for people who look on, nothing reads it back."""
+    return folder / ".tracking" / "progress.json"
 
 
 class LineLog:

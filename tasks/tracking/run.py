@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import BackendError, SettingsError, Stopped
+from rl_core.folders import write_text_unsynced
 from rl_core.types import Trajectory
-from tasks.tracking.journal import Journal, LineLog, events_path
+from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
 from tasks.tracking.models import link_tree, log_model
 from tasks.tracking.shipper import Shipper
 from tasks.tracking.sink import MlflowSink
@@ -29,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 ProgressCallback = Callable[[int, int, str], None]
+
+PROGRESS_SECONDS = 1.0  # between two notes of how far the work is
 
 
 class RunTracker:
@@ -55,6 +58,7 @@ class RunTracker:
         self.store, self.name, self.folder = store, name, folder.resolve()
         self.on_progress = list(on_progress)
         self.done, self.total, self.message = 0, 0, ""
+        self._noted = -PROGRESS_SECONDS
         self._closed = False
         self._events = LineLog(events_path(self.folder))
         try:
@@ -110,14 +114,22 @@ class RunTracker:
         self.set_tags({name: value})
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Remember how far the work is and tell the callbacks."""
+        """Remember how far the work is, note it for `posttrain monitor`, and tell the callbacks."""
         self.done, self.total, self.message = done, total, message
+        if done >= total or time.monotonic() - self._noted >= PROGRESS_SECONDS:
+            self._note_progress()
         for callback in list(self.on_progress):
             try:
                 callback(done, total, message)
             except Exception as error:
                 log.warning("progress display stopped: %s", error)
                 self.on_progress.remove(callback)
+
+    def _note_progress(self) -> None:
+        """Replace the folder's progress.json."""
+        self._noted = time.monotonic()
+        values = {"done": self.done, "total": self.total, "message": self.message, "time": time.time_ns() // 1_000_000}
+        write_text_unsynced(progress_path(self.folder), json.dumps(values))
 
     # -- more to record -----------------------------------------------------------------------------------------
 

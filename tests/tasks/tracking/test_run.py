@@ -12,7 +12,7 @@ import pytest
 from rl_core.errors import SettingsError, Stopped
 from rl_core.types import ToolCall, Trajectory, Turn
 from tasks.tracking import Tracking, list_runs, read_metrics
-from tasks.tracking.journal import Shipped, events_path, shipped_path
+from tasks.tracking.journal import Shipped, events_path, progress_path, shipped_path
 
 
 def history(tracking, run_id, name):
@@ -158,6 +158,18 @@ def test_threads_share_a_tracker(tracking, tmp_path):
         [thread.start() for thread in threads]
         [thread.join() for thread in threads]
     assert [len(history(tracking, run.run_id, f"m/{t}")) for t in range(4)] == [100] * 4
+
+
+def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(tracking, tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.tracking.run.PROGRESS_SECONDS", 3600.0)
+    run = tracking.start_run("p", tmp_path)
+    for done in (1, 2, 3, 4):
+        run.progress(done, 4, f"step {done}")
+        noted = json.loads(progress_path(tmp_path).read_text())
+        assert (noted["done"], noted["total"]) == (4 if done == 4 else 1, 4)  # the first and the end always are
+    assert noted["message"] == "step 4"
+    run.close()
+    assert [path.name for path in progress_path(tmp_path).parent.iterdir() if path.name.startswith(".tmp")] == []
 
 
 def test_progress_tells_the_callbacks_and_survives_one_that_fails(tracking, tmp_path):

@@ -1,0 +1,309 @@
+"""The tabs about the policy: rewards, tools, curriculum, trajectories."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+from flows.monitor.charts import NONE, Drawn, chart, family, line, marks, number, overlay, percent, table
+from flows.monitor.episodes import episode_files, has_misuse, read_episodes, reward_parts, tool_table
+from flows.monitor.runs import RunView, StageView
+
+if TYPE_CHECKING:
+    from flows.monitor.views import Choice
+
+__all__ = ["OUTCOMES", "curriculum", "rewards", "tools", "trajectories"]
+
+Runs = Sequence[tuple[RunView, StageView]]
+
+MAX_EPISODES = 60  # in the list of trajectories
+
+OUTCOMES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
+    "all": lambda row: True,
+    "right": lambda row: bool(row.get("success")),
+    "wrong": lambda row: not row.get("success"),
+    "with misuse": has_misuse,
+}
+
+
+def _nothing(text: str) -> list[dict[str, Any]]:
+    return [{"kind": "note", "id": "nothing", "tone": "small", "lines": [text]}]
+
+
+def _names(stage: StageView, prefix: str) -> list[tuple[str, str]]:
+    """(metric, its last part) of the metrics right below a prefix."""
+    return [
+        (name, name.removeprefix(prefix))
+        for name in sorted(stage.table.series)
+        if name.startswith(prefix) and "/" not in name.removeprefix(prefix)
+    ]
+
+
+# -------------------------------------------------------------------------------------------------------- rewards
+
+
+def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """What each component gives, raw and weighted, whether it goes with success, and the alarm."""
+    if not pairs or "reward/mean" not in pairs[0][1].table.series:
+        return _nothing(
+            "This stage has no rewards. They come with the stage policy; choose it above once it has begun."
+        )
+    stage = pairs[0][1]
+    drawn = choice.drawn
+    raw = [pair for pair in _names(stage, "reward/") if pair[1] not in ("mean", "std", "alarm", "total")]
+    parts = [
+        family("total", "Total reward", [("reward/mean", "mean"), ("reward/std", "std over rollouts")], pairs, drawn,
+               unit="per episode"),
+        family("weighted", "Weighted parts", _names(stage, "reward/weighted/"), pairs, drawn,
+               unit="add up to the total"),
+        family("raw", "Raw parts", raw, pairs, drawn, unit="before weighing"),
+        family("correlation", "Correlation with true success", _names(stage, "reward/correlation/"), pairs, drawn,
+               unit="Pearson's r", span=(-1.0, 1.0)),
+    ]  # fmt: skip
+    blocks: list[dict[str, Any]] = [_reward_tiles(stage)]
+    alarm = stage.table.series.get("reward/alarm")
+    if alarm is not None and float(alarm.arrays()[2].max()) > 0:
+        found = family("alarm", "Alarm", [("reward/alarm", "alarm")], pairs, Drawn(1, drawn.by_time), span=(0.0, 1.0))
+        parts.append(found)
+    if alarm is not None and alarm.last > 0:
+        lines = [
+            "The alarm is on: the total reward rises while success falls.",
+            "Look at what the parts below go with.",
+        ]
+        blocks.append({"kind": "note", "id": "alarm", "tone": "bad", "lines": lines})
+    charts = [found for found in parts if found is not None]
+    blocks.append({"kind": "charts", "id": "rewards", "title": "", "note": "", "charts": charts})
+    count, table_rows = reward_parts(stage.folder / "rewards.jsonl") if stage.folder else (0, [])
+    if count:
+        rows = [
+            [row["part"], number(row["raw"]), number(row["weighted"]), number(row["on_success"]),
+             number(row["on_failure"]), number(row["correlation"], 2)]
+            for row in table_rows
+        ]  # fmt: skip
+        columns = ("part", "#raw mean", "#weighted mean", "#when right", "#when wrong", "#correlation with success")
+        note = f"Means over the newest {count:,} rollouts of training; the last three columns are of the weighted part."
+        blocks.append(table("parts", "Breakdown of the newest rollouts", columns, rows, note))
+    return blocks
+
+
+def _reward_tiles(stage: StageView) -> dict[str, Any]:
+    series = stage.table.series
+    wanted = (
+        ("reward/mean", "total reward", "mean over the last 10 iterations"),
+        ("train/success_rate", "true success", "mean over the last 10 iterations"),
+        ("reward/correlation/total", "correlation of the two", "Pearson's r over rollouts"),
+        ("reward/masked_rate", "masked rollouts", "no reward could be computed"),
+    )
+    items = [
+        {"label": label, "value": number(series[name].mean(10)), "sub": sub}
+        for name, label, sub in wanted
+        if name in series
+    ]
+    if "reward/alarm" in series:
+        times = float(series["reward/alarm"].arrays()[2].sum()) * series["reward/alarm"].stride
+        value = "on" if series["reward/alarm"].last > 0 else "off"
+        items.append({"label": "alarm", "value": value, "sub": f"total rises while success falls: {times:.0f} times"})
+    return {"kind": "tiles", "id": "rewards now", "items": items}
+
+
+# ---------------------------------------------------------------------------------------------------------- tools
+
+
+def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """How often tools are called and misused over training, and which ones in the newest episodes."""
+    blocks: list[dict[str, Any]] = []
+    if pairs:
+        first = ("tool/calls", "tool/misuse_rate", "train/turns")
+        names: list[str] = [name for name in first if name in pairs[0][1].table.series]
+        names += [n for n, _ in _names(pairs[0][1], "tool/") if n not in names]
+        if names:
+            charts = [
+                overlay(name, pairs, choice.drawn, span=(0.0, 0.1) if name == "tool/misuse_rate" else None)
+                for name in names
+            ]
+            blocks.append({"kind": "charts", "id": "tools", "title": "", "note": "", "charts": charts})
+    for source, path in episode_files(run).items():
+        rows = read_episodes(path)
+        found = tool_table(rows)
+        if not found:
+            continue
+        cells = [
+            [row["tool"], f"{row['calls']:,}", number(row["per_episode"], 2),
+             {"t": percent(row["share_of_episodes"]), "bar": row["share_of_episodes"]},
+             percent(row["error_rate"]), percent(row["success_rate"])]
+            for row in found
+        ]  # fmt: skip
+        columns = ("tool", "#calls", "#per episode", "#episodes that call it", "#misuse", "#success when called")
+        note = f"The newest {len(rows):,} trajectories."
+        blocks.append(table(f"tools:{source}", source[0].upper() + source[1:], columns, cells, note))
+    return blocks or _nothing("No tool was called yet: neither training nor evaluation has played an episode.")
+
+
+# ----------------------------------------------------------------------------------------------------- curriculum
+
+
+def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """The stage over iterations, what the next move waits for, every move with its reason."""
+    if not pairs or "curriculum/stage" not in pairs[0][1].table.series:
+        return _nothing(
+            "This stage has no curriculum. It comes with the stage policy; choose it above once it has begun."
+        )
+    stage = pairs[0][1]
+    settings = (run.config.get("stages") or {}).get(stage.label) or {}
+    planned = [row for row in settings.get("curriculum") or [] if isinstance(row, dict)]
+    names = [str(row.get("name", index)) for index, row in enumerate(planned)]
+    now = int(stage.table.series["curriculum/stage"].last)
+    names += [str(index) for index in range(len(names), now + 1)]
+    blocks: list[dict[str, Any]] = [_tiles(stage, names, now)]
+    charts: list[dict[str, Any] | None] = [_stage_chart(run, stage, names, choice)]
+    levels = _names(stage, "train/success_rate_by_level/")
+    charts.append(family("levels", "Success by level", levels, pairs, choice.drawn, unit="share", span=(0.0, 1.0)))
+    averages = [(name, label) for name, label in _names(stage, "curriculum/average/")]
+    charts.append(
+        family("average", "Averages that decide", averages, pairs, choice.drawn, unit="over their own windows")
+    )
+    blocks.append(
+        {"kind": "charts", "id": "curriculum", "title": "", "note": "", "charts": [c for c in charts if c is not None]}
+    )
+    if planned:
+        blocks.append(_plan(planned, now, stage, settings))
+    rows = [
+        [f"{float(move.get('iteration', 0)):,.0f}",
+         {"t": str(move.get("kind", "")), "badge": "info" if move.get("kind") == "advance" else "bad"},
+         str(move.get("from", "")), str(move.get("to", "")), str(move.get("why", "")),
+         ", ".join(f"{name} {number(value, 4)}" for name, value in (move.get("metrics") or {}).items())]
+        for move in reversed(stage.curriculum)
+    ]  # fmt: skip
+    if rows:
+        columns = ("#iteration", "move", "from", "to", "~why", "~measured")
+        blocks.append(table("moves", "History, the newest first", columns, rows))
+    else:
+        blocks.append(
+            {"kind": "note", "id": "moves", "tone": "small", "lines": ["No move yet: the first stage goes on."]}
+        )
+    return blocks
+
+
+def _tiles(stage: StageView, names: Sequence[str], now: int) -> dict[str, Any]:
+    series = stage.table.series
+    rollbacks = sum(move.get("kind") == "rollback" for move in stage.curriculum)
+    here = series.get("curriculum/stage_iterations")
+    filled = series.get("curriculum/window_filled")
+    items = [
+        {"label": "stage of the curriculum", "value": names[now], "sub": f"{now + 1} of {len(names)}"},
+        {"label": "iterations in it", "value": number(here.last, 0) if here else NONE, "sub": ""},
+        {"label": "moves", "value": str(len(stage.curriculum)), "sub": "advances and rollbacks"},
+        {"label": "rollbacks", "value": str(rollbacks), "sub": ""},
+    ]
+    if filled is not None:
+        items.append({"label": "window filled", "value": percent(filled.last), "sub": "nothing is judged before 100 %"})
+    return {"kind": "tiles", "id": "where", "items": items}
+
+
+def _stage_chart(run: RunView, stage: StageView, names: Sequence[str], choice: Choice) -> dict[str, Any]:
+    plain = type(choice.drawn)(window=1, by_time=choice.by_time)
+    lines = [line(stage.table.series["curriculum/stage"], "stage", 0, plain, run.started)]
+    identity = f"stage:{stage.label}:{choice.by_time}"
+    moves = marks(stage, plain, run.started)
+    return chart(identity, "Stage of the curriculum", lines, plain, x="iteration", names=names, moves=moves)
+
+
+def _plan(
+    planned: Sequence[Mapping[str, Any]], now: int, stage: StageView, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Each stage with its mix of levels and what it waits for, with the present value where it is the present one."""
+    rows = []
+    early = settings.get("early_stop")
+    for index, row in enumerate(planned):
+        total = sum(row.get("levels", {}).values()) or 1.0
+        mix = ", ".join(f"{name} {weight / total:.0%}" for name, weight in row.get("levels", {}).items())
+        conditions = [_condition(found, stage, index == now) for found in row.get("exit_conditions") or []]
+        if early and index == len(planned) - 1:
+            conditions.append(f"{_condition(early, stage, index == now)} (ends the training)")
+        joined = f" {'or' if row.get('require') == 'any' else 'and'} ".join(conditions)
+        status = "info" if index == now else "good" if index < now else "none"
+        word = "now" if index == now else "passed" if index < now else "to come"
+        rows.append(
+            [str(row.get("name", index)), {"t": word, "badge": status}, mix, joined or "the end of the iterations"]
+        )
+    return table("plan", "Plan", ("stage", "", "mix of levels", "~is left when"), rows)
+
+
+def _condition(row: Mapping[str, Any], stage: StageView, present: bool) -> str:
+    what = f"{row.get('statistic', 'mean')} of " if row.get("statistic", "mean") != "mean" else ""
+    text = f"{what}{row.get('metric')} {row.get('comparison', '>=')} {row.get('threshold')} over {row.get('window')}"
+    kind = "slope" if row.get("statistic") == "slope" else "average"
+    series = stage.table.series.get(f"curriculum/{kind}/{row.get('metric')}")
+    return f"{text} (now {number(series.last, 4)})" if present and series is not None else text
+
+
+# --------------------------------------------------------------------------------------------------- trajectories
+
+
+def trajectories(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """The newest trajectories of one file, turn by turn."""
+    files = episode_files(run)
+    if not files:
+        return _nothing("No trajectories yet: they come with training by rewards and with the stage evaluate.")
+    source = choice.source if choice.source in files else next(iter(files))
+    episodes = read_episodes(files[source])
+    rows = [row for row in episodes if OUTCOMES[choice.outcome](row)]
+    if not rows:
+        return _nothing(f"{source}: none of its newest {len(episodes):,} trajectories is {choice.outcome}.")
+    note = f"{source}: {len(rows):,} of the newest {len(episodes):,} trajectories"
+    if len(rows) > MAX_EPISODES:
+        note += f"; the newest {MAX_EPISODES} of them are listed"
+    has_image = (run.config.get("environment") or {}).get("name") == "pixel_grid"
+    shown = [_episode(run, row, has_image) for row in rows[:MAX_EPISODES]]
+    return [
+        {"kind": "note", "id": "count", "tone": "small", "lines": [note + "."]},
+        {"kind": "episodes", "id": "episodes", "source": source, "rows": shown},
+    ]
+
+
+def _episode(run: RunView, row: Mapping[str, Any], has_image: bool) -> dict[str, Any]:
+    level, seed = str(row.get("level", "")), row.get("seed", 0)
+    turns = [turn for turn in row["turns"] if isinstance(turn, dict)]
+    number_of = f"{len(turns)} turn{'s' if len(turns) != 1 else ''}"
+    # Training counts from 0 where it records, from 1 where it shows how far it is.
+    where = f"iteration {int(row['iteration']) + 1} · " if isinstance(row.get("iteration"), int) else ""
+    parts = ", ".join(f"{name} {number(value)}" for name, value in (row.get("rewards") or {}).items())
+    answer = row.get("answer")
+    facts = [
+        ["right answer", str(row.get("target") or NONE)],
+        ["its answer", "none" if answer is None else str(answer)],
+        ["reward", f"{number(row.get('reward'))}" + (f" ({parts})" if parts else "")],
+        ["ended by", str(row.get("stop_reason", "")).replace("_", " ")],
+        [
+            "tokens",
+            f"{row.get('num_action_tokens', 0)} written, {row.get('num_completion_tokens', 0)} with what came back",
+        ],
+    ]
+    image = f"image.png?{urlencode({'run': run.id, 'level': level, 'seed': seed})}" if has_image else ""
+    return {
+        "id": f"{row.get('iteration', '')}:{level}:{seed}:{row.get('sample', 0)}",
+        "prompt": str(row.get("prompt", "")),
+        "sub": f"{where}{level} · {row.get('kind', '')} · {number_of} · reward {number(row.get('reward'))}",
+        "success": bool(row.get("success")),
+        "facts": facts,
+        "image": image,
+        "turns": [
+            {
+                "action": str(turn.get("action", "")),
+                "call": _call(turn.get("tool_call")),
+                "observation": turn.get("observation"),
+                "error": bool(turn.get("is_error")),
+            }
+            for turn in turns
+        ],
+    }
+
+
+def _call(call: object) -> str:
+    if not isinstance(call, dict):
+        return ""
+    arguments = call.get("arguments")
+    inner = ", ".join(f"{k}={json.dumps(v)}" for k, v in arguments.items()) if isinstance(arguments, dict) else ""
+    return f"calls {call.get('name')}({inner})"

@@ -1,0 +1,228 @@
+"""Charts and tables as plain dictionaries; what the browser needs to draw them and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flows.monitor.runs import RunView, StageView
+from flows.monitor.series import Series, moving_average, thin
+
+__all__ = [
+    "COLOURS",
+    "NONE",
+    "Drawn",
+    "chart",
+    "duration",
+    "line",
+    "marks",
+    "number",
+    "percent",
+    "table",
+    "title_of",
+    "unit_of",
+]
+
+NONE = "\u2013"  # where there is no value
+COLOURS = 8  # of the style sheet; more lines begin again, dashed
+
+# What a metric is measured in, by how its name begins or ends; the first that fits.
+_UNITS = (
+    ("perf/tokens_per_second", "tokens/s"), ("_tokens_per_second", "tokens/s"), ("perf/memory_gb", "GB"),
+    ("learning_rate", ""), ("_seconds", "s"), ("_percentage", "%"), ("_megabytes", "MiB"), ("_watts", "W"),
+    ("success_rate", "share"), ("_rate", "share"), ("accuracy", "share"), ("_fraction", "share"),
+    ("policy/kl", "nats per token"), ("policy/sampler_kl", "nats per token"), ("policy/entropy", "nats per token"),
+    ("logprob", "nats per token"), ("eval/perplexity", ""), ("train/tokens", "tokens per step"),
+    ("_tokens", "tokens per episode"), ("train/turns", "per episode"), ("tool/calls", "per episode"),
+    ("train/epoch", "epochs"), ("explained_variance", "share"),
+    ("reward/correlation", "Pearson's r"), ("reward/mean", "per episode"), ("reward/std", "over episodes"),
+    ("reward/alarm", "1 = total rises while success falls"),
+    ("curriculum/stage_iterations", "iterations"),
+)  # fmt: skip
+
+# Set, not sampled, or averaged already: a moving average would only lag behind.
+_EXACT = ("learning_rate", "_coef", "train/epoch", "perf/memory_gb")
+_EXACT_GROUPS = ("curriculum/",)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """How curves are to be drawn."""
+
+    window: int = 10  # observations of the moving average; 1 = none
+    by_time: bool = False  # x is minutes since the run began, not steps
+
+    def of(self, name: str) -> Drawn:
+        """How this metric is drawn: without an average where one makes no sense."""
+        plain = name.endswith(_EXACT) or name.startswith(_EXACT_GROUPS)
+        return Drawn(1, self.by_time) if plain else self
+
+
+def title_of(name: str) -> str:
+    """A metric's name as it stands above its chart."""
+    return name
+
+
+def unit_of(name: str) -> str:
+    """What a metric is measured in; "" where it has no unit."""
+    if name in ("policy/entropy_coef", "policy/kl_coef"):
+        return ""
+    return next((unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part)), "")
+
+
+def line(series: Series, name: str, colour: int, drawn: Drawn, start: float, *, dash: bool = False) -> dict[str, Any]:
+    """One line: the observations, and their moving average where one is asked for.
+
+    Args:
+        start: seconds since the epoch of minute 0.
+    """
+    steps, times, values = series.arrays()
+    xs = (times - start) / 60 if drawn.by_time else steps
+    order = np.argsort(xs, kind="stable")  # a resumed run plays steps again
+    xs, values = xs[order], values[order]
+    x, y = thin(xs, values)
+    found: dict[str, Any] = {
+        "name": name, "colour": colour % COLOURS, "dash": dash or colour >= COLOURS, "x": x, "y": y,
+        "last": None if math.isnan(series.last) else series.last,
+    }  # fmt: skip
+    window = max(1, drawn.window // series.stride)
+    if window > 1 and len(values) > 3:
+        averages = moving_average(values, window)
+        found["ax"], found["avg"] = thin(xs, averages)
+        found["last"] = float(averages[-1])
+    return found
+
+
+def chart(
+    identity: str,
+    title: str,
+    lines: Sequence[dict[str, Any]],
+    drawn: Drawn,
+    *,
+    unit: str = "",
+    x: str = "step",
+    span: tuple[float, float] | None = None,
+    moves: Sequence[dict[str, Any]] = (),
+    names: Sequence[str] = (),
+) -> dict[str, Any]:
+    """One chart.
+
+    Args:
+        span: (lowest, highest) that the y axis shows at least.
+        moves: vertical lines, see `marks`.
+        names: what the values 0, 1, 2, ... are called; the line is then drawn in steps.
+    """
+    axis = "minutes since the run began" if drawn.by_time else x
+    found: dict[str, Any] = {"id": identity, "title": title, "unit": unit, "x": axis, "lines": list(lines)}
+    if span is not None:
+        found["range"] = list(span)
+    if names:
+        found |= {"names": list(names), "step": True, "range": [-0.3, len(names) - 0.7]}
+    found["marks"] = list(moves)
+    return found
+
+
+def marks(stage: StageView, drawn: Drawn, start: float) -> list[dict[str, Any]]:
+    """The curriculum's moves as vertical lines, rollbacks in their own colour."""
+    found = []
+    series = stage.table.series.get("reward/mean")
+    if not stage.curriculum or series is None:
+        return []
+    steps, times, _ = series.arrays()
+    for move in stage.curriculum:
+        try:
+            iteration = float(move["iteration"])
+        except (KeyError, TypeError, ValueError):
+            continue
+        index = min(len(steps) - 1, max(0, round(iteration) - 1))  # the n-th iteration is the n-th observation
+        at = (float(times[index]) - start) / 60 if drawn.by_time else float(steps[index])
+        kind = str(move.get("kind", ""))
+        label = str(move.get("to", "")).strip("()") if kind == "advance" else f"{kind} to {move.get('to', '')}"
+        found.append({"x": at, "label": label, "kind": "" if kind == "advance" else "rollback"})
+    return found
+
+
+def x_name(stage: StageView) -> str:
+    """What the steps of a stage are."""
+    series = stage.table.series
+    first = series.get("reward/mean")
+    return "iteration" if first is not None and first.last_step == first.count else "step"
+
+
+def overlay(
+    name: str, runs: Sequence[tuple[RunView, StageView]], drawn: Drawn, *, span: tuple[float, float] | None = None
+) -> dict[str, Any]:
+    """One metric of one stage, a line for each run that has it. `runs[0]` is the run that is looked at."""
+    lines = []
+    for index, (run, stage) in enumerate(runs):
+        series = stage.table.series.get(name)
+        if series is not None:
+            label = name.rpartition("/")[2] if len(runs) == 1 else f"{run.pipeline} {run.started_text}"
+            lines.append(line(series, label, index, drawn.of(name), run.started))
+    run, stage = runs[0]
+    moves = marks(stage, drawn, run.started) if len(runs) == 1 else []
+    identity = f"{stage.label}:{name}:{'t' if drawn.by_time else 's'}"
+    return chart(identity, title_of(name), lines, drawn, unit=unit_of(name), x=x_name(stage), span=span, moves=moves)
+
+
+def family(
+    identity: str,
+    title: str,
+    names: Iterable[tuple[str, str]],
+    runs: Sequence[tuple[RunView, StageView]],
+    drawn: Drawn,
+    *,
+    unit: str = "",
+    span: tuple[float, float] | None = None,
+) -> dict[str, Any] | None:
+    """Several metrics in one chart, a colour each; other runs are dashed. None where no run has any of them."""
+    lines = []
+    for colour, (name, label) in enumerate(names):
+        for index, (run, stage) in enumerate(runs):
+            series = stage.table.series.get(name)
+            if series is not None:
+                shown = label if index == 0 else f"{label}, {run.started_text}"
+                lines.append(line(series, shown, colour, drawn.of(name), run.started, dash=index > 0))
+    if not lines:
+        return None
+    run, stage = runs[0]
+    identity = f"{identity}:{stage.label}:{'t' if drawn.by_time else 's'}"
+    moves = marks(stage, drawn, run.started)
+    return chart(identity, title, lines, drawn, unit=unit, x=x_name(stage), span=span, moves=moves)
+
+
+def table(
+    identity: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], note: str = ""
+) -> dict[str, Any]:
+    """A table; a column named '#name' holds numbers, '~name' long text."""
+    kinds = {"#": "num", "~": "text"}
+    heads = [{"t": name.lstrip("#~"), "c": kinds.get(name[:1], "")} for name in columns]
+    return {"kind": "table", "id": identity, "title": title, "columns": heads, "rows": list(rows), "note": note}
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A number for people."""
+    if value is None or not math.isfinite(value):
+        return NONE
+    if value and (abs(value) < 10**-digits or abs(value) >= 1e7):
+        return f"{value:.2e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def percent(value: float | None) -> str:
+    """A share as per cent."""
+    return NONE if value is None or not math.isfinite(value) else f"{value:.1%}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds for people."""
+    if seconds is None or not math.isfinite(seconds) or seconds < 0:
+        return NONE
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,164 @@
+"""The newest trajectories and rewards of a run, from the ends of their files: bounded, however large."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from flows.monitor.runs import RunView
+from flows.monitor.tail import last_rows
+
+__all__ = ["Images", "episode_files", "read_episodes", "reward_parts", "tool_table"]
+
+RECENT_BYTES = 1 << 20  # read of a file's end: about a thousand trajectories
+REWARD_BYTES = 512 << 10
+_TRAJECTORIES = re.compile(r"trajectories_(.+)\.jsonl")
+
+
+def episode_files(run: RunView) -> dict[str, Path]:
+    """Files of trajectories that a run has, by what they hold; those of training come first."""
+    training: dict[str, Path] = {}
+    others: dict[str, Path] = {}
+    for stage in run.stages:
+        if stage.folder is None:
+            continue
+        recent = stage.folder / "recent_rollouts.jsonl"
+        if recent.is_file():
+            training[f"{stage.label}: newest training rollouts"] = recent
+        try:
+            found = sorted(stage.folder.glob("trajectories_*.jsonl"))
+        except OSError:
+            continue  # renamed or removed just now
+        for path in found:
+            match = _TRAJECTORIES.fullmatch(path.name)
+            others[f"{stage.label}: held-out episodes of {match[1] if match else path.stem}"] = path
+    return training | others
+
+
+def read_episodes(path: Path) -> list[dict[str, Any]]:
+    """The newest trajectories of a file, newest first; lines that are no trajectory are left out."""
+    rows = [row for row in last_rows(path, RECENT_BYTES) if isinstance(row.get("turns"), list)]
+    return list(reversed(rows))
+
+
+def has_misuse(row: Mapping[str, Any]) -> bool:
+    """Whether the policy got an error observation."""
+    return any(turn.get("is_error") for turn in row["turns"] if isinstance(turn, dict))
+
+
+def tool_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One line per tool, the most used first, and one for turns that called none wrongly.
+
+    {tool, calls, per_episode, share_of_episodes, error_rate, success_rate (of the episodes that used it)}
+    """
+    calls: Counter[str] = Counter()
+    errors: Counter[str] = Counter()
+    episodes: dict[str, list[bool]] = defaultdict(list)
+    for row in rows:
+        used = set()
+        for turn in row["turns"]:
+            call = turn.get("tool_call")
+            if call is None and not turn.get("is_error"):
+                continue  # an answer
+            name = str(call.get("name")) if isinstance(call, dict) else "(no tool understood)"
+            calls[name] += 1
+            errors[name] += bool(turn.get("is_error"))
+            used.add(name)
+        for name in used:
+            episodes[name].append(bool(row.get("success")))
+    return [
+        {
+            "tool": name,
+            "calls": count,
+            "per_episode": count / len(rows),
+            "share_of_episodes": len(episodes[name]) / len(rows),
+            "error_rate": errors[name] / count,
+            "success_rate": sum(episodes[name]) / len(episodes[name]),
+        }
+        for name, count in calls.most_common(30)
+    ]
+
+
+def reward_parts(path: Path) -> tuple[int, list[dict[str, Any]]]:
+    """What each part of the reward gave lately, and whether it went with success.
+
+    Returns: number of rollouts read; per part {part, raw, weighted, on_success, on_failure, correlation}, means of the
+    weighted part (of the raw one where there is no weighted), correlation with success (None where either is constant).
+    """
+    rows = [row for row in last_rows(path, REWARD_BYTES) if isinstance(row.get("rewards"), dict)]
+    rows = [row for row in rows if not row.get("masked")]
+    if not rows:
+        return 0, []
+    success = np.array([float(bool(row.get("success"))) for row in rows])
+    names = sorted({name for row in rows for name in row["rewards"] if not name.startswith("weighted/")})
+    table = [_part("total", np.array([_number(row.get("reward")) for row in rows]), None, success)]
+    for name in names:
+        raw = np.array([_number(row["rewards"].get(name)) for row in rows])
+        weighted = np.array([_number(row["rewards"].get(f"weighted/{name}")) for row in rows])
+        table.append(_part(name, weighted, raw, success))
+    return len(rows), table
+
+
+def _part(name: str, weighted: np.ndarray, raw: np.ndarray | None, success: np.ndarray) -> dict[str, Any]:
+    known = np.isfinite(weighted)
+    won, lost = weighted[known & (success > 0)], weighted[known & (success == 0)]
+    values, wins = weighted[known], success[known]
+    varied = len(values) > 2 and float(values.std()) > 1e-12 and float(wins.std()) > 0
+    return {
+        "part": name,
+        "raw": None if raw is None else _mean(raw[np.isfinite(raw)]),
+        "weighted": _mean(values),
+        "on_success": _mean(won),
+        "on_failure": _mean(lost),
+        "correlation": float(np.corrcoef(values, wins)[0, 1]) if varied else None,
+    }
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None
+
+
+class Images:
+    """PNG pictures of episodes, made when they are looked at; only of environments that ship with this package."""
+
+    def __init__(self) -> None:
+        self._draw = lru_cache(maxsize=8)(_drawer)
+
+    def png(self, environment: Mapping[str, Any], level: str, seed: int) -> bytes | None:
+        """The picture that an episode is about; None where its environment has none, or is not ours.
+
+        A user's own environment is named by import path; looking at a run must not execute it.
+        """
+        name = str(environment.get("name", ""))
+        if not name or ":" in name:
+            return None
+        try:
+            return self._draw(name, repr(sorted((environment.get("options") or {}).items())))(level, seed)
+        except Exception:  # settings of another version, a data file that is gone: no picture is worth the page
+            return None
+
+
+def _drawer(name: str, options: str) -> Callable[[str, int], bytes | None]:
+    import ast
+
+    from rl_core.environments import make
+    from rl_core.environments.pixel_grid_render import to_png
+
+    environment = make(name, dict(ast.literal_eval(options)))
+
+    def draw(level: str, seed: int) -> bytes | None:
+        image = getattr(environment.episode(seed, level), "image", None)
+        return to_png(image()) if callable(image) else None
+
+    return draw

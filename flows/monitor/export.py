@@ -1,0 +1,113 @@
+"""A run as files: every metric as CSV at full resolution, the stages as CSV, the whole as JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flows.monitor.runs import RunView, StageView
+from flows.monitor.tail import Tail
+from rl_core.errors import DataError
+
+__all__ = ["export_run", "metrics_csv", "run_json", "stages_csv"]
+
+METRIC_COLUMNS = ("run", "stage", "metric", "step", "time", "value")
+
+
+def metrics_csv(run: RunView) -> Iterator[str]:
+    """Every value that the run's journals hold, a line each, in blocks; `time` in seconds since the epoch.
+
+    A stage whose journal is gone gives what is kept of it in memory, which may be thinned.
+    """
+    yield _lines([METRIC_COLUMNS])
+    for stage in run.stages:
+        if stage.journal is None:
+            yield _lines(_kept(run, stage))
+            continue
+        tail = Tail(stage.journal.tail.path)
+        while rows := tail.read(1 << 20):
+            yield _lines(
+                (run.id, stage.label, name, row.get("step"), _seconds(row.get("time")), value)
+                for row in rows
+                if isinstance(row.get("metrics"), dict)
+                for name, value in row["metrics"].items()
+            )
+
+
+def _kept(run: RunView, stage: StageView) -> Iterator[tuple[Any, ...]]:
+    for name, series in stage.table.series.items():
+        for step, when, value in zip(*(part.tolist() for part in series.arrays()), strict=True):
+            yield run.id, stage.label, name, int(step), when, value
+
+
+def _seconds(milliseconds: object) -> float | None:
+    return milliseconds / 1000 if isinstance(milliseconds, int | float) else None
+
+
+def _lines(rows: Any) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def stages_csv(run: RunView) -> str:
+    """The table of stages."""
+    columns = ("run", "stage", "status", "started", "ended", "done", "total", "seconds_left", "result")
+    rows = [
+        (run.id, s.label, s.status, s.started or None, s.ended or None, s.done, s.total, s.seconds_left, s.note)
+        for s in run.stages
+    ]
+    return _lines([columns, *rows])
+
+
+def run_json(run: RunView) -> str:
+    """All but the single values: stages, settings, moves of the curriculum, each metric's last value and mean."""
+    stages = [
+        {
+            "stage": stage.label,
+            "status": stage.status,
+            "started": stage.started or None,
+            "ended": stage.ended or None,
+            "done": stage.done,
+            "total": stage.total,
+            "seconds_left": stage.seconds_left,
+            "result": stage.note,
+            "curriculum": stage.curriculum,
+            "metrics": {
+                name: {"last": series.last, "step": series.last_step, "mean_10": series.mean(10), "count": series.count}
+                for name, series in sorted(stage.table.series.items())
+            },
+        }
+        for stage in run.stages
+    ]
+    values = {
+        "run": run.id,
+        "mlflow_run_id": run.run_id,
+        "status": run.status,
+        "why": run.why,
+        "started": run.started or None,
+        "ended": run.ended or None,
+        "result": run.result,
+        "settings": run.config,
+        "stages": stages,
+    }
+    return json.dumps(values, indent=2) + "\n"
+
+
+def export_run(run: RunView, folder: Path) -> list[Path]:
+    """Write metrics.csv, stages.csv and run.json into a folder, made if absent. Raises: DataError when it cannot."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / name for name in ("metrics.csv", "stages.csv", "run.json")]
+        with paths[0].open("w", encoding="utf-8") as file:
+            for block in metrics_csv(run):
+                file.write(block)
+        paths[1].write_text(stages_csv(run), encoding="utf-8")
+        paths[2].write_text(run_json(run), encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"--export: {folder} cannot be written: {error.strerror or error}") from error
+    return paths

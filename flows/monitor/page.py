@@ -1,0 +1,170 @@
+"""The page itself: Gradio's controls, timer and tabs around what the browser draws.
+
+One component carries the view as JSON; `script` draws it into the panel of the tab that is open. Nothing else is sent
+on a tick, and nothing at all of the panel while it has not changed, so that nothing flickers.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import gradio as gr
+
+from flows.monitor.agent_views import OUTCOMES
+from flows.monitor.episodes import episode_files
+from flows.monitor.reader import Reader
+from flows.monitor.views import TABS, Choice, prefixes, view
+
+__all__ = ["REFRESH_SECONDS", "build_page"]
+
+REFRESH_SECONDS = 3.0
+_FOLLOW = ""  # value of the choice that follows the newest run, or the stage that trains
+_REFRESH = [("1 s", 1.0), ("3 s", 3.0), ("10 s", 10.0), ("60 s", 60.0), ("paused", 0.0)]
+_QUIET: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
+# One view at a time in a page: a slow one is not overtaken, and ticks that come meanwhile are left out.
+_TICK: dict[str, Any] = {**_QUIET, "trigger_mode": "once"}
+_ASKED: dict[str, Any] = {**_TICK, "trigger_mode": "always_last"}
+_PANEL = '<div class="pt-panel" data-tab="{tab}"></div>'
+
+
+def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
+    """The page; `run` is the one that is chosen at first, "" = whichever is the newest."""
+    with gr.Blocks(title="posttrain monitor", analytics_enabled=False, fill_width=True) as page:
+        header = gr.HTML(
+            "", html_template='<div class="pt-header"></div>', apply_default_css=False, elem_id="pt-view",
+            js_on_load="posttrain.show(props.value); watch('value', () => posttrain.show(props.value));",
+        )  # fmt: skip
+        tab, seen, offered = gr.State("overview"), gr.State(""), gr.State("")
+        with gr.Row(equal_height=True):
+            runs = gr.Dropdown(_run_choices(reader), value=run, label="Run", scale=3, min_width=260)
+            compare = gr.Dropdown([], value=[], label="Compare with", multiselect=True, scale=3, min_width=220)
+            stage = gr.Dropdown(_stage_choices(None), value=_FOLLOW, label="Stage", scale=1, min_width=150)
+            window = gr.Slider(1, 100, value=10, step=1, label="Average over", scale=2, min_width=210)
+            axis = gr.Dropdown(
+                [("step", False), ("minutes", True)], value=False, label="X axis", scale=1, min_width=125
+            )
+            pause = gr.Dropdown(_REFRESH, value=REFRESH_SECONDS, label="Refresh every", scale=1, min_width=140)
+        extra: dict[str, Any] = {}
+        opened = {}
+        with gr.Tabs():
+            for name in TABS:
+                with gr.Tab(name.capitalize(), id=name) as item:
+                    if name == "curves":
+                        with gr.Row():
+                            extra["groups"] = gr.CheckboxGroup([], label="Groups of metrics (by prefix)", scale=2)
+                            extra["metrics"] = gr.Dropdown(
+                                [], value=[], multiselect=True, label="or single metrics (then groups do not count)",
+                                scale=3,
+                            )  # fmt: skip
+                    if name == "trajectories":
+                        with gr.Row():
+                            extra["source"] = gr.Dropdown([], value=None, label="Trajectories of", scale=3)
+                            extra["outcome"] = gr.Radio(list(OUTCOMES), value="all", label="Show", scale=2)
+                    gr.HTML(
+                        "", html_template=_PANEL.format(tab=name), apply_default_css=False,
+                        js_on_load="posttrain.mount();",
+                    )  # fmt: skip
+                opened[name] = item
+        timer = gr.Timer(REFRESH_SECONDS)
+
+        settings = [runs, compare, stage, window, axis, *(extra[n] for n in ("groups", "metrics", "source", "outcome"))]
+        lists = [runs, compare, stage, extra["groups"], extra["metrics"], extra["source"]]
+
+        def show(current: str, shown: str, known: str, *values: Any) -> list[Any]:
+            choice = _choice(*values)
+            changed, fingerprint = _offers(reader, choice, known)
+            found = view(reader, choice, current)
+            version = f"{found['version']} {choice.run}"
+            if version == shown:
+                del found["blocks"]
+            # A "</script>" in a trajectory must stay text wherever this lands.
+            text = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+            return [text, version, fingerprint, *changed]
+
+        def ask(current: str, known: str, *values: Any) -> list[Any]:
+            """As `show`, with the panel whole: the browser may not have drawn it."""
+            return show(current, "", known, *values)
+
+        outputs = [header, seen, offered, *lists]
+        page.load(ask, [tab, offered, *settings], outputs, **_ASKED)
+        timer.tick(show, [tab, seen, offered, *settings], outputs, **_TICK)
+        for name, item in opened.items():
+            item.select(_opens(name, ask), [offered, *settings], [tab, *outputs], **_ASKED)
+        for control in settings:
+            control.input(ask, [tab, offered, *settings], outputs, **_ASKED)
+        pause.input(lambda seconds: gr.Timer(seconds or 3600.0, active=seconds > 0), pause, timer, **_QUIET)
+    _calm(page)
+    return page
+
+
+def _calm(page: gr.Blocks) -> None:
+    """Nothing here waits in Gradio's queue, which would still be looked at every millisecond (2.5 CPU s a minute)."""
+    queue = getattr(page, "_queue", None)
+    for name in ("sleep_when_free", "progress_update_sleep_when_free"):
+        if hasattr(queue, name):
+            setattr(queue, name, 0.5)
+
+
+def _opens(name: str, ask: Any) -> Any:
+    """What happens when a tab is opened."""
+
+    def opened(known: str, *values: Any) -> list[Any]:
+        return [name, *ask(name, known, *values)]
+
+    return opened
+
+
+def _choice(
+    run: str, compare: list[str], stage: str, window: float, by_time: bool, groups: list[str], metrics: list[str],
+    source: str | None, outcome: str,
+) -> Choice:  # fmt: skip
+    return Choice(
+        run=run or "",
+        compare=tuple(compare or ()),
+        stage=stage or "",
+        window=max(1, int(window or 1)),
+        by_time=bool(by_time),
+        groups=tuple(groups or ()),
+        metrics=tuple(metrics or ()),
+        source=source or "",
+        outcome=outcome or "all",
+    )
+
+
+def _run_choices(reader: Reader) -> list[tuple[str, str]]:
+    return [("the newest", _FOLLOW), *((run.title, run.id) for run in reader.runs())]
+
+
+def _stage_choices(labels: list[str] | None) -> list[tuple[str, str]]:
+    return [("automatic", _FOLLOW), *((label.replace("_", " "), label) for label in labels or [])]
+
+
+def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]:
+    """What each list offers now, as updates that keep what is chosen, and a fingerprint of it; no update where that
+    is `known`."""
+    run = reader.run(choice.run)
+    choices = _run_choices(reader)
+    labels = [stage.label for stage in run.stages if stage.table.series] if run is not None else []
+    grouped = prefixes(run, choice.stage)
+    others = [item for item in choices[1:] if run is None or item[1] != run.id]
+    files = list(episode_files(run)) if run is not None else []
+    names = [name for group in grouped.values() for name in group]
+    fingerprint = json.dumps([choices, labels, names, files, others, choice.run])
+    if fingerprint == known:
+        return [gr.skip()] * 6, fingerprint
+    chosen = choice.source if choice.source in files else files[0] if files else None
+    ids = [value for _, value in choices]
+    if choice.run not in ids:
+        choices.append((f"{choice.run} (gone)", choice.run))
+    groups = [name for name in choice.groups if name in grouped]
+    if not groups:
+        groups = [name for name in ("train", "reward", "policy") if name in grouped]
+    return [
+        gr.Dropdown(choices=choices),
+        gr.Dropdown(choices=others, value=[name for name in choice.compare if name in {v for _, v in others}]),
+        gr.Dropdown(choices=_stage_choices(labels), value=choice.stage if choice.stage in labels else _FOLLOW),
+        gr.CheckboxGroup(choices=[(f"{name}/ ({len(found)})", name) for name, found in grouped.items()], value=groups),
+        gr.Dropdown(choices=names, value=[name for name in choice.metrics if name in names]),
+        gr.Dropdown(choices=files, value=chosen),
+    ], fingerprint

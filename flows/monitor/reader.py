@@ -1,0 +1,331 @@
+"""Everything that the page shows of an output folder, behind one object that any number of open pages share.
+
+Reading is incremental and bounded: files are looked at when a page asks, at most once a second; each byte of a journal
+is read once; a metric keeps a bounded number of points; runs that nobody looks at are forgotten.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from pathlib import Path
+
+from flows.monitor.runs import Journal, RunView, StageView, judge, seconds_left
+from flows.monitor.series import SeriesTable
+from flows.monitor.store import MlflowStore, StoredRun
+from flows.monitor.tail import read_json
+from rl_core.errors import SettingsError, nearest
+
+__all__ = ["Reader"]
+
+PAUSE_SECONDS = 1.0  # between two looks at the files, however many pages are open
+LOADED = 8  # runs whose metrics are kept; the one that was looked at longest ago goes first
+NEW_STAGE_SECONDS = 2.0  # between two listings of the folders
+
+
+class Reader:
+    """Reads an output folder; safe to use from several threads."""
+
+    def __init__(self, output: Path) -> None:
+        self.output = output.absolute()
+        self.store = MlflowStore(self.output / "mlflow" / "mlflow.db")
+        self._lock = threading.RLock()
+        self._parents: dict[Path, Journal] = {}
+        self._stages: dict[Path, Journal] = {}
+        self._tables: OrderedDict[str, tuple[tuple[str, float | None], SeriesTable]] = OrderedDict()  # from the store
+        self._loaded: OrderedDict[str, None] = OrderedDict()
+        self._views: dict[str, tuple[float, RunView]] = {}
+        self._listed = 0.0
+        self._list: list[RunView] = []
+
+    # -- which runs there are -----------------------------------------------------------------------------------
+
+    def runs(self) -> list[RunView]:
+        """All runs, the newest first, without metrics; those whose files are gone come from MLflow's store."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._listed >= NEW_STAGE_SECONDS or not self._listed:
+                self._list, self._listed = self._find(), now
+            return list(self._list)
+
+    def _find(self) -> list[RunView]:
+        found = []
+        present: set[Path] = set()
+        for home in _folders(self.output):
+            stages = [path for name in _folders(home / "stages") for path in _folders(name) if _is_journal(path)]
+            for path in stages:
+                self._stages.setdefault(path, Journal(path)).events.refresh()
+            present |= set(stages)
+            for path in _folders(home / "runs"):
+                present.add(path)
+                journal = self._parents.setdefault(path, Journal(path))
+                journal.events.refresh()
+                if journal.events.started:
+                    found.append(self._head(home, journal))
+        for known in (self._parents, self._stages):
+            for path in [path for path in known if path not in present]:
+                del known[path]
+        local = {view.run_id for view in found if view.run_id}
+        found += [_stored_head(run) for run in self.store.runs() if run.parent is None and run.run_id not in local]
+        return sorted(found, key=lambda view: view.started, reverse=True)
+
+    def _head(self, home: Path, journal: Journal) -> RunView:
+        """A run without its stages."""
+        events = journal.events
+        record = read_json(home / "run.json")
+        started_text = events.name.rpartition(" · ")[2] or journal.folder.name
+        if record.get("started") != started_text:
+            record = {}  # it speaks of a later run
+        try:
+            written = (home / "run.json").stat().st_mtime
+        except OSError:
+            written = 0.0
+        members = self._members(journal)
+        modified = max([journal.modified, *(member.modified for member in members)])
+        try:
+            modified = max(modified, (journal.folder / "metrics.jsonl").stat().st_mtime)
+            modified = max([modified, *((member.folder / "metrics.jsonl").stat().st_mtime for member in members)])
+        except OSError:
+            pass  # not written yet, or gone
+        status, why = judge(events, record, written, modified)
+        shipped = read_json(journal.folder / ".tracking" / "shipped.json")
+        return RunView(
+            id=f"{home.name}/{journal.folder.name}",
+            pipeline=home.name,
+            started_text=started_text,
+            status=status,
+            why=why,
+            started=events.started,
+            ended=events.ended,
+            modified=modified,
+            pid=int(record.get("pid") or 0),
+            run_id=str(shipped.get("run_id") or ""),
+            result=events.tags.get("result", ""),
+            config=events.texts.get("config.json", {}),
+        )
+
+    def _members(self, parent: Journal) -> list[Journal]:
+        """Journals of the stages that began in this run. Compared by name: the output folder may have been moved."""
+        home = parent.folder.parent.parent
+        return [
+            journal
+            for path, journal in self._stages.items()
+            if path.parent.parent.parent == home and Path(journal.events.parent).name == parent.folder.name
+        ]
+
+    def choose(self, name: str) -> str:
+        """The id of the run that `name` means: an id, a pipeline's name (its newest run), or the start of an id.
+
+        Raises: SettingsError for a name that fits no run, with those there are.
+        """
+        runs = self.runs()
+        fits = [run.id for run in runs if name in (run.id, run.pipeline, run.started_text, run.run_id)]
+        fits = fits or [run.id for run in runs if run.id.startswith(name)]
+        if fits:
+            return fits[0]
+        known = [run.id for run in runs]
+        raise SettingsError(
+            f"--run: no run '{name}' in {self.output}: {nearest(name, [*known, *(run.pipeline for run in runs)])}"
+        )
+
+    # -- one run ------------------------------------------------------------------------------------------------
+
+    def run(self, identity: str) -> RunView | None:
+        """One run with its stages and their metrics; "" = the newest. None where there is no such run (any more)."""
+        with self._lock:
+            head = next((view for view in self.runs() if identity in ("", view.id)), None)
+            if head is None:
+                return None
+            kept = self._views.get(head.id)
+            now = time.monotonic()
+            if kept is not None and now - kept[0] < PAUSE_SECONDS:
+                return kept[1]
+            self._remember(head.id)
+            view = self._stored_view(head) if head.source == "mlflow" else self._file_view(head)
+            self._views[head.id] = (now, view)
+            return view
+
+    def _remember(self, identity: str) -> None:
+        """Keep the metrics of the runs that were looked at last, and forget those of the others."""
+        self._loaded[identity] = None
+        self._loaded.move_to_end(identity)
+        while len(self._loaded) > LOADED:
+            gone, _ = self._loaded.popitem(last=False)
+            self._views.pop(gone, None)
+            home, _, started = gone.partition("/")
+            parent = self._parents.get(self.output / home / "runs" / started)
+            if parent is not None:
+                for journal in (parent, *self._members(parent)):
+                    (self._parents if journal is parent else self._stages).pop(journal.folder, None)
+                self._listed = 0.0  # the heads are read again, without metrics
+
+    def _file_view(self, view: RunView) -> RunView:
+        home, _, started = view.id.partition("/")
+        parent = self._parents[self.output / home / "runs" / started]
+        parent.refresh_metrics()
+        view.system = parent.table
+        view.stages = []
+        members = {_key_of(journal): journal for journal in self._stages.values() if self._in(journal, home)}
+        by_run = {read_json(j.folder / ".tracking" / "shipped.json").get("run_id"): j for j in members.values()}
+        placed: list[tuple[float, StageView]] = []
+        for journal in self._members(parent):
+            placed.append((journal.events.started, self._stage_view(view, journal, "")))
+        for label, (when, origin) in parent.events.cached.items():
+            found = members.get(origin) or by_run.get(origin)
+            if found is None:
+                placed.append((when, StageView(label, "cached", note="its files are gone")))
+            elif found not in self._members(parent):
+                placed.append((when, self._stage_view(view, found, label)))
+        view.stages = [stage for _, stage in sorted(placed, key=lambda item: item[0])]
+        self._fill_from_store(view)
+        known = {stage.label for stage in view.stages}
+        to_come = [name for name in _planned(view, parent.events.params) if name not in known]
+        view.stages += [StageView(name, "not run" if view.is_over else "waiting") for name in to_come]
+        return view
+
+    def _in(self, journal: Journal, home: str) -> bool:
+        return journal.folder.parent.parent.parent == self.output / home
+
+    def _stage_view(self, run: RunView, journal: Journal, cached_as: str) -> StageView:
+        journal.refresh_metrics()
+        events = journal.events
+        finished = journal.folder.with_name(_key_of(journal))
+        being_written = finished.with_name(f"{finished.name}.open")
+        folder = finished if finished.is_dir() else being_written if being_written.is_dir() else None
+        summary = read_json(finished / "summary.json") if folder == finished else {}
+        status = events.status or ("running" if run.status in ("running", "silent") else "dead")
+        done, total, message = journal.progress
+        table = journal.table
+        stage = StageView(
+            label=cached_as or events.name.replace(" ", "_"),
+            status="cached" if cached_as else status,
+            journal=journal,
+            folder=folder,
+            started=events.started,
+            ended=events.ended,
+            done=done,
+            total=total,
+            message=message,
+            note=str(summary.get("note") or events.tags.get("error") or events.tags.get("result") or ""),
+            table=table,
+            params=events.params,
+            curriculum=_moves(summary.get("curriculum") or events.texts.get("curriculum.json", {}).get("history")),
+        )
+        if not total:
+            stage.done, stage.total = _progress_from(stage)
+        if status == "finished":
+            last = table.series["train/loss"].last_step if "train/loss" in table.series else 0.0
+            stage.done = stage.total = float(summary.get("iterations") or (total or last or 1.0))
+        stage.seconds_left = seconds_left(stage, time.time())
+        return stage
+
+    # -- from MLflow --------------------------------------------------------------------------------------------
+
+    def _fill_from_store(self, view: RunView) -> None:
+        """Stages of this run whose journals are gone (as after --fresh), as MLflow remembers them."""
+        if not view.run_id:
+            return
+        known = {stage.label for stage in view.stages}
+        for stored in reversed(self.store.runs()):
+            label = stored.tags.get("stage", stored.name).replace(" ", "_")
+            if stored.parent == view.run_id and label not in known:
+                view.stages.append(self._stored_stage(stored, label))
+
+    def _stored_view(self, view: RunView) -> RunView:
+        view.stages = []
+        for stored in reversed(self.store.runs()):
+            if stored.parent == view.run_id:
+                view.stages.append(self._stored_stage(stored, stored.tags.get("stage", stored.name).replace(" ", "_")))
+        view.system = self._stored_table(view.run_id, view.ended)
+        return view
+
+    def _stored_stage(self, stored: StoredRun, label: str) -> StageView:
+        status = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}.get(stored.status, "dead")
+        return StageView(
+            label=label,
+            status=status,
+            started=stored.started,
+            ended=stored.ended or 0.0,
+            done=float(status == "finished"),
+            total=1.0,
+            note=stored.tags.get("result") or stored.tags.get("error", ""),
+            table=self._stored_table(stored.run_id, stored.ended),
+        )
+
+    def _stored_table(self, run_id: str, ended: float | None) -> SeriesTable:
+        seen = (run_id, ended)
+        kept = self._tables.get(run_id)
+        if kept is not None and kept[0] == seen:
+            self._tables.move_to_end(run_id)
+            return kept[1]
+        table = SeriesTable()
+        for row in self.store.metrics(run_id):
+            table.add(row)
+        self._tables[run_id] = (seen, table)
+        while len(self._tables) > 4 * LOADED:
+            self._tables.popitem(last=False)
+        return table
+
+
+def _stored_head(run: StoredRun) -> RunView:
+    status = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}.get(run.status, "dead")
+    pipeline = run.tags.get("pipeline") or run.experiment
+    return RunView(
+        id=f"mlflow:{run.run_id}",
+        pipeline=pipeline,
+        started_text=time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.started)),
+        status=status,
+        why="its files are gone; this is what MLflow keeps of it",
+        started=run.started,
+        ended=run.ended or 0.0,
+        modified=run.ended or run.started,
+        run_id=run.run_id,
+        result=run.tags.get("result", ""),
+        source="mlflow",
+    )
+
+
+def _folders(path: Path) -> list[Path]:
+    """Folders in a folder, names that begin with a dot left out; [] where it is gone."""
+    try:
+        return sorted(child for child in path.iterdir() if not child.name.startswith(".") and child.is_dir())
+    except OSError:
+        return []
+
+
+def _is_journal(path: Path) -> bool:
+    return path.name.endswith(".tracking")
+
+
+def _key_of(journal: Journal) -> str:
+    return journal.folder.name.removesuffix(".tracking")
+
+
+def _planned(view: RunView, params: dict[str, str]) -> list[str]:
+    """Stages that the settings ask for, in order."""
+    stages = view.config.get("stages")
+    if isinstance(stages, dict):
+        return [name for name, value in stages.items() if value is not None]
+    names = [name.split(".")[1] for name, value in params.items() if name.startswith("stages.") and value != "null"]
+    return list(dict.fromkeys(names))
+
+
+def _moves(history: object) -> list[dict[str, object]]:
+    return [row for row in history if isinstance(row, dict)] if isinstance(history, list) else []
+
+
+def _progress_from(stage: StageView) -> tuple[float, float]:
+    """(done, total) from what was measured, for runs that did not note their progress; (0, 0) where nothing tells."""
+    series = stage.table.series
+    try:
+        if "iterations" in stage.params and "reward/mean" in series:
+            return float(series["reward/mean"].count), float(stage.params["iterations"])
+        steps = float(stage.params.get("max_steps", "null"))
+        return series["train/loss"].last_step, steps
+    except (KeyError, ValueError):
+        pass
+    try:
+        return series["train/epoch"].last, float(stage.params["epochs"])
+    except (KeyError, ValueError):
+        return 0.0, 0.0

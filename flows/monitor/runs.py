@@ -1,0 +1,232 @@
+"""What an output folder says about its runs: their stages, how far each is, and whether the process behind them lives.
+
+<output>/<pipeline>/run.json, .lock           the newest run and its process
+<output>/<pipeline>/runs/<started>/           journal of a pipeline run
+<output>/<pipeline>/stages/<stage>/<key>.tracking/   journal of a stage; <key>.open/ and <key>/ hold its files
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from flows.monitor.series import SeriesTable
+from flows.monitor.tail import Tail, read_json
+
+__all__ = ["EventLog", "Journal", "RunView", "StageView", "judge", "process_lives", "seconds_left"]
+
+FRESH_SECONDS = 30.0  # a journal written this recently belongs to something that lives, whatever else is unknown
+LONG_SECONDS = 600.0  # without a record, though the machine's load is recorded every few seconds by default
+_ENDED = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
+
+
+class EventLog:
+    """What events.jsonl adds up to: name, parent, parameters, tags, texts, start and end."""
+
+    def __init__(self, folder: Path) -> None:
+        self._tail = Tail(folder / ".tracking" / "events.jsonl")
+        self._clear()
+
+    def _clear(self) -> None:
+        self.name, self.parent, self.run_id = "", "", ""
+        self.params: dict[str, str] = {}
+        self.tags: dict[str, str] = {}
+        self.cached: dict[str, tuple[float, str]] = {}  # stage -> when it was taken from an earlier run, and which
+        self.texts: dict[str, Any] = {}  # config.json and curriculum.json, parsed
+        self.started = self.ended = 0.0  # seconds since the epoch; of the newest start and end
+        self.status = ""  # of the newest end; "" = going on, or killed without a word
+        self._restarts = self._tail.restarts
+
+    @property
+    def modified(self) -> float:
+        """When the file was written last; 0 = it is not there."""
+        return self._tail.modified
+
+    def refresh(self) -> None:
+        """Take in what is new."""
+        rows = self._tail.read()
+        if self._tail.restarts != self._restarts:
+            self._clear()
+        for row in rows:
+            try:
+                self._fold(row)
+            except (TypeError, ValueError, AttributeError, KeyError):
+                continue  # a line of another version of the program
+
+    def _fold(self, row: Mapping[str, Any]) -> None:
+        op, when = row["op"], float(row.get("time", 0)) / 1000
+        if op == "start":
+            self.name, self.parent = str(row["name"]), str(row.get("parent_folder") or "")
+            self.started, self.status = when, ""
+        elif op == "resume":
+            self.status, self.ended = "", 0.0
+        elif op == "end":
+            self.status, self.ended = _ENDED.get(row["status"], "failed"), when
+        elif op == "params":
+            self.params |= row["params"]
+        elif op == "tags":
+            self.tags |= row["tags"]
+            for name, value in row["tags"].items():
+                if name.startswith("cached."):
+                    self.cached[name.removeprefix("cached.")] = (when, value)
+        elif op == "text" and row["name"] in ("config.json", "curriculum.json"):
+            self.texts[row["name"]] = json.loads(row["text"])
+
+
+class Journal:
+    """One tracking folder: its events and its metrics."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events = EventLog(folder)
+        self.table = SeriesTable()
+        self.tail = Tail(folder / "metrics.jsonl")
+        self._restarts = 0
+
+    def refresh_metrics(self) -> None:
+        """Take in new metrics; from the start where the file is another one."""
+        rows = self.tail.read()
+        if self.tail.restarts != self._restarts:
+            self.table, self._restarts = SeriesTable(), self.tail.restarts
+        for row in rows:
+            self.table.add(row)
+
+    @property
+    def modified(self) -> float:
+        """When anything was written last; 0 = never."""
+        return max(self.tail.modified, self.events.modified)
+
+    @property
+    def progress(self) -> tuple[float, float, str]:
+        """(done, total, message) as the stage told it last; total 0 = it never did."""
+        found = read_json(self.folder / ".tracking" / "progress.json")
+        try:
+            return float(found["done"]), float(found["total"]), str(found.get("message", ""))
+        except (KeyError, TypeError, ValueError):
+            return 0.0, 0.0, ""
+
+
+@dataclass
+class StageView:
+    """One stage of one run, as of the last refresh."""
+
+    label: str  # as in the pipeline: sft, reward_model, policy
+    status: str  # waiting, running, finished, failed, stopped, dead, cached
+    journal: Journal | None = None
+    folder: Path | None = None  # what it writes or has written; None where nothing is there
+    started: float = 0.0
+    ended: float = 0.0
+    done: float = 0.0
+    total: float = 0.0  # 0 = unknown
+    message: str = ""
+    note: str = ""  # what came out, or what went wrong
+    seconds_left: float | None = None
+    table: SeriesTable = field(default_factory=SeriesTable)
+    params: dict[str, str] = field(default_factory=dict)
+    curriculum: list[dict[str, Any]] = field(default_factory=list)  # moves: kind, iteration, from, to, why, metrics
+
+
+@dataclass
+class RunView:
+    """One run of a pipeline, as of the last refresh."""
+
+    id: str
+    pipeline: str
+    started_text: str
+    status: str  # running, silent, finished, failed, stopped, dead
+    why: str = ""  # the status in words, where it needs some
+    started: float = 0.0
+    ended: float = 0.0
+    modified: float = 0.0  # last sign of life
+    pid: int = 0
+    run_id: str = ""  # MLflow's
+    result: str = ""
+    stages: list[StageView] = field(default_factory=list)
+    system: SeriesTable = field(default_factory=SeriesTable)
+    config: dict[str, Any] = field(default_factory=dict)
+    source: str = "files"  # or mlflow, where the files are gone
+
+    @property
+    def title(self) -> str:
+        """As in lists."""
+        return f"{self.pipeline} · {self.started_text} · {self.status}"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.status in ("finished", "failed", "stopped", "dead")
+
+    def stage(self, label: str) -> StageView | None:
+        """A stage by name; "" = the one that is worth looking at: the one that trains, else the last that did."""
+        if label:
+            return next((stage for stage in self.stages if stage.label == label), None)
+        trained = [s for s in self.stages if any(series.count > 2 for name, series in _learning(s.table))]
+        running = [stage for stage in trained if stage.status == "running"]
+        with_rewards = [stage for stage in trained if "reward/mean" in stage.table.series]
+        return (running or with_rewards or trained or self.stages or [None])[-1]  # type: ignore[list-item]
+
+
+def _learning(table: SeriesTable) -> list[tuple[str, Any]]:
+    return [item for item in table.series.items() if item[0].startswith(("train/", "reward/"))]
+
+
+def process_lives(pid: int, since: float) -> bool:
+    """Whether process `pid` runs here and began before `since` (seconds since the epoch): pids are used again."""
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() <= since + 2.0 and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.Error, ValueError, OverflowError):
+        return False
+
+
+def judge(events: EventLog, record: Mapping[str, Any], written: float, modified: float) -> tuple[str, str]:
+    """Status of a pipeline run and the reason for it: what it said at its end, else whether its process lives.
+
+    Args:
+        record: run.json where it speaks of this run, else {}.
+        written: when run.json was written, in seconds since the epoch.
+        modified: last sign of life in any of its journals.
+    """
+    if events.status:
+        return events.status, events.tags.get("error", "") if events.status != "finished" else ""
+    silence = max(0.0, time.time() - modified)
+    host, pid = str(record.get("host", "")), record.get("pid")
+    if host and host != platform.node():
+        if silence < LONG_SECONDS:
+            return "running", f"on {host}"
+        return "silent", f"it runs on {host}, from where nothing has come for {silence / 60:.0f} minutes"
+    if isinstance(pid, int) and process_lives(pid, written):
+        if silence < LONG_SECONDS:
+            return "running", ""
+        return "silent", f"process {pid} lives, but nothing was recorded for {silence / 60:.0f} minutes"
+    if not record and silence < FRESH_SECONDS:
+        return "running", ""  # it has just begun: run.json comes a moment after the journal
+    who = f"Process {pid} is gone" if pid else "Its process is gone"
+    return "dead", f"{who}; it ended without a word. The same command goes on from the last checkpoint."
+
+
+def seconds_left(stage: StageView, now: float) -> float | None:
+    """From the pace of the newest progress; None where nothing is known.
+
+    The pace is that of the last fifth of the steps (at least 5), so that a slower phase shows soon.
+    """
+    if stage.status != "running" or stage.total <= 0 or stage.done <= 0:
+        return None
+    left = max(0.0, stage.total - stage.done)
+    found = next((series for name, series in _learning(stage.table) if series.count > 2), None)
+    if found is not None and stage.total > 1:
+        _, times, _ = found.arrays()
+        recent = times[-max(5, len(times) // 5) :]
+        if len(recent) > 1 and recent[-1] > recent[0]:
+            per_point = float(recent[-1] - recent[0]) / (len(recent) - 1)
+            steps_per_point = stage.done / max(1, len(times))
+            return left * per_point / steps_per_point
+    elapsed = now - stage.started
+    return left * elapsed / stage.done if stage.started else None

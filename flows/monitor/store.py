@@ -1,0 +1,105 @@
+"""Runs in MLflow's sqlite store, read without MLflow and without a lock: for runs whose own files are gone.
+
+The file is opened as immutable, so that nobody who writes to it ever waits for us. What is read while it is being
+written may be torn; sqlite then says so, and what was read before is kept until the next look.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+__all__ = ["MlflowStore", "StoredRun"]
+
+MAX_RUNS = 300  # pipeline runs, the newest
+MAX_POINTS = 500_000  # metric values of one run
+
+
+@dataclass
+class StoredRun:
+    """One run of the store."""
+
+    run_id: str
+    name: str
+    status: str  # RUNNING, FINISHED, FAILED, KILLED
+    started: float  # seconds since the epoch
+    ended: float | None
+    parent: str | None
+    experiment: str
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+class MlflowStore:
+    """The store of an output folder; everything is empty where there is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: tuple[int, float] | None = None
+        self._runs: list[StoredRun] = []
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        uri = f"file:{quote(str(self.path))}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(uri, uri=True, timeout=0.1)) as connection:
+            yield connection
+
+    def runs(self) -> list[StoredRun]:
+        """The newest pipeline runs and their stages, newest first; read again only when the file has changed."""
+        try:
+            found = self.path.stat()
+            seen = (found.st_size, found.st_mtime)
+            if seen != self._seen:
+                with self._open() as connection:
+                    self._runs = _read_runs(connection)
+                self._seen = seen
+        except FileNotFoundError:
+            self._runs, self._seen = [], None
+        except (OSError, sqlite3.Error):
+            pass  # being written: what was read before still stands
+        return self._runs
+
+    def metrics(self, run_id: str) -> list[dict[str, Any]]:
+        """Rows as in metrics.jsonl; [] where they cannot be read now."""
+        query = (
+            "SELECT key, value, timestamp, step FROM metrics WHERE run_uuid = ? AND is_nan = 0 "
+            "ORDER BY timestamp, step LIMIT ?"
+        )
+        try:
+            with self._open() as connection:
+                rows = connection.execute(query, (run_id, MAX_POINTS)).fetchall()
+        except (OSError, sqlite3.Error):
+            return []
+        return [{"step": step, "time": when, "metrics": {name: value}} for name, value, when, step in rows]
+
+
+def _read_runs(connection: sqlite3.Connection) -> list[StoredRun]:
+    rows = connection.execute(
+        "SELECT r.run_uuid, r.name, r.status, r.start_time, r.end_time, e.name FROM runs r "
+        "JOIN experiments e ON e.experiment_id = r.experiment_id WHERE r.lifecycle_stage = 'active' "
+        "ORDER BY r.start_time DESC LIMIT ?",
+        (20 * MAX_RUNS,),
+    ).fetchall()
+    tags: dict[str, dict[str, str]] = {}
+    wanted = "('mlflow.parentRunId', 'pipeline', 'stage', 'stage_key', 'result', 'error', 'curriculum.moves')"
+    for run_id, key, value in connection.execute(
+        f"SELECT run_uuid, key, value FROM tags WHERE key IN {wanted} OR key LIKE 'cached.%'"
+    ):
+        tags.setdefault(run_id, {})[key] = value
+    return [
+        StoredRun(
+            run_id=run_id,
+            name=name or run_id,
+            status=status,
+            started=(started or 0) / 1000,
+            ended=ended / 1000 if ended else None,
+            parent=tags.get(run_id, {}).get("mlflow.parentRunId"),
+            experiment=experiment,
+            tags=tags.get(run_id, {}),
+        )
+        for run_id, name, status, started, ended, experiment in rows
+    ]

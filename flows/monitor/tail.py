@@ -1,0 +1,106 @@
+"""JSON lines of files that grow while they are read: no locks, each byte read once, a torn last line left for later."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Tail", "last_rows", "read_json"]
+
+READ_BYTES = (
+    16 << 20
+)  # of one file at one refresh: a journal of gigabytes is read over several, and the page stays alive
+MAX_LINE = 64 << 20  # a line longer than this is given up
+
+
+class Tail:
+    """New complete lines of one file since the last look.
+
+    A file that shrank or was replaced is read from its start again (`restarts` counts that); one that is missing gives
+    nothing, now or later.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0  # behind the last line that was handed out
+        self.size = 0  # of the file, when it was last looked at
+        self.restarts = 0
+        self.num_bad = 0  # complete lines that were no JSON object
+        self.modified = 0.0  # seconds since the epoch; 0 = never seen
+        self._inode = 0
+
+    @property
+    def fraction(self) -> float:
+        """Share of the file that has been read."""
+        return min(1.0, self.offset / self.size) if self.size else 1.0
+
+    def read(self, limit: int = READ_BYTES) -> list[dict[str, Any]]:
+        """The objects on the lines that were completed since the last call, at most about `limit` bytes of them."""
+        try:
+            with self.path.open("rb") as file:
+                found = os.fstat(file.fileno())
+                if found.st_size < self.offset or (self._inode and found.st_ino != self._inode):
+                    self.offset, self.restarts = 0, self.restarts + 1
+                self._inode, self.size, self.modified = found.st_ino, found.st_size, found.st_mtime
+                if found.st_size == self.offset:
+                    return []
+                file.seek(self.offset)
+                block = file.read(limit)
+        except OSError:
+            return []
+        end = block.rfind(b"\n") + 1
+        if not end and len(block) == limit:  # one line longer than the limit
+            return self._skip(block) if limit >= MAX_LINE else self.read(4 * limit)
+        self.offset += end
+        return self._parse(block[:end])
+
+    def _skip(self, block: bytes) -> list[dict[str, Any]]:
+        self.offset += len(block)
+        self.num_bad += 1
+        return []
+
+    def _parse(self, block: bytes) -> list[dict[str, Any]]:
+        rows = []
+        for line in block.splitlines():
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if isinstance(row, dict):
+                rows.append(row)
+            else:
+                self.num_bad += 1
+        return rows
+
+
+def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:
+    """The complete JSON objects in the last `limit` bytes of a file, oldest first; [] where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - limit))
+            block = file.read(limit)
+    except OSError:
+        return []
+    if size > limit:
+        block = block[block.find(b"\n") + 1 :]  # the first line is cut
+    rows = []
+    for line in block[: block.rfind(b"\n") + 1].splitlines():
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} where there is none, or half of one."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

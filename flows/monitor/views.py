@@ -1,0 +1,330 @@
+"""What stands on each tab of the page: a run as blocks of tiles, charts, tables and trajectories."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
+from flows.monitor.charts import NONE, Drawn, duration, number, overlay, percent, table
+from flows.monitor.machine_views import load_charts, speed_charts, system
+from flows.monitor.reader import Reader
+from flows.monitor.runs import RunView, StageView
+from flows.monitor.series import Series
+
+__all__ = ["TABS", "Choice", "prefixes", "view"]
+
+log = logging.getLogger(__name__)
+
+# Shown first, where there are such metrics; what is a share gets the whole axis.
+_HEADLINES = (
+    "train/success_rate", "eval/success_rate", "reward/mean", "train/accuracy", "train/loss", "eval/loss", "policy/kl",
+    "policy/entropy", "train/grad_norm",
+)  # fmt: skip
+_SHARES = ("success_rate", "accuracy", "misuse_rate")
+_TONES = {
+    "running": "info", "finished": "good", "cached": "good", "failed": "bad", "dead": "bad", "stopped": "bad",
+    "silent": "bad",
+}  # fmt: skip
+MAX_CHARTS = 24  # on one tab
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one open page looks at."""
+
+    run: str = ""  # "" = the newest, whichever it is
+    compare: tuple[str, ...] = ()
+    stage: str = ""  # "" = the one that trains, or trained last
+    window: int = 10
+    by_time: bool = False
+    groups: tuple[str, ...] = ()  # prefixes of metrics on the tab of curves; () = train, reward, policy
+    metrics: tuple[str, ...] = ()  # metrics named one by one; with these, groups do not count
+    source: str = ""  # file of trajectories; "" = the first
+    outcome: str = "all"  # all, right, wrong, with misuse
+
+    @property
+    def drawn(self) -> Drawn:
+        """How curves are drawn."""
+        return Drawn(self.window, self.by_time)
+
+
+Runs = Sequence[tuple[RunView, StageView]]
+
+
+def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
+    """{head, tab, blocks, version} for the browser; `version` changes with the blocks."""
+    run = reader.run(choice.run)
+    if run is None:
+        return _finish(_no_head(reader), tab, [_welcome(reader, choice)])
+    stage = run.stage(choice.stage)
+    pairs: list[tuple[RunView, StageView]] = []
+    if stage is not None:
+        pairs.append((run, stage))
+        for name in choice.compare:
+            other = reader.run(name) if name != run.id else None
+            found = other.stage(stage.label) if other is not None else None
+            if other is not None and found is not None:
+                pairs.append((other, found))
+    try:
+        blocks = TABS[tab](run, pairs, choice)
+    except Exception as error:  # files of another version or half written: one tab fails, the page goes on
+        log.warning("%s of %s cannot be drawn", tab, run.id, exc_info=True)
+        blocks = [_nothing(f"This cannot be drawn from what is there: {type(error).__name__}: {error}")]
+    if run.status in ("dead", "failed", "silent") and run.source == "files":
+        blocks.insert(0, _warning(run))
+    return _finish(_head(run), tab, blocks)
+
+
+def _finish(head: dict[str, Any], tab: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+    digest = hashlib.sha256(json.dumps([tab, blocks], sort_keys=True).encode()).hexdigest()[:16]
+    return {"head": head, "tab": tab, "blocks": blocks, "version": digest}
+
+
+def _head(run: RunView) -> dict[str, Any]:
+    now = time.time()
+    live = run.status in ("running", "silent")
+    running = [stage for stage in run.stages if stage.status == "running"]
+    current = running[-1] if running else None
+    what = run.result or run.why
+    fraction = left = None
+    if current is not None and live:
+        what = current.label.replace("_", " ")
+        if current.total > 1:
+            what += f" · {current.done:,.0f} of {current.total:,.0f}"
+        if current.message:
+            what += f" · {current.message}"
+        fraction = min(1.0, current.done / current.total) if current.total else None
+        left = current.seconds_left
+    return {
+        "status": run.status,
+        "tone": _TONES.get(run.status, ""),
+        "name": f"{run.pipeline} · {run.started_text}",
+        "now": "" if not live and run.result else what if live else "",
+        "why": run.result if not live and run.result else run.why if run.status != "dead" else "",
+        "fraction": fraction,
+        "left": left,
+        "elapsed": ((now if live else run.ended or run.modified) - run.started) if run.started else None,
+        "age": now - run.modified if run.modified else None,
+        "live": live,
+    }
+
+
+def _no_head(reader: Reader) -> dict[str, Any]:
+    return {
+        "status": "no run", "tone": "", "name": str(reader.output), "now": "", "why": "", "fraction": None,
+        "left": None, "elapsed": None, "age": None, "live": False,
+    }  # fmt: skip
+
+
+def _welcome(reader: Reader, choice: Choice) -> dict[str, Any]:
+    if choice.run and reader.runs():
+        lines = [
+            f"The run {choice.run} is not there any more.",
+            "Its folder was moved or removed. Choose another above.",
+        ]
+        return {"kind": "note", "id": "welcome", "lines": lines}
+    if not reader.output.is_dir():
+        lines = [f"The folder {reader.output} is not there any more.", "The page goes on as soon as it is back."]
+        return {"kind": "note", "id": "welcome", "lines": lines}
+    lines = [
+        "No runs here yet.",
+        f"This page watches {reader.output}. It shows a run as soon as one starts there:",
+        "$ posttrain run configs/demo.yaml",
+    ]
+    return {"kind": "note", "id": "welcome", "lines": lines}
+
+
+def _warning(run: RunView) -> dict[str, Any]:
+    words = {"dead": "This run is dead.", "failed": "This run failed.", "silent": "This run is silent."}
+    return {
+        "kind": "note",
+        "id": "warning",
+        "tone": "bad",
+        "lines": [words[run.status], run.why or "No reason is known."],
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- overview
+
+
+def overview(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """Stages, the curves that matter most, speed and load."""
+    blocks = [stage_table(run)]
+    if pairs:
+        blocks.append(
+            {
+                "kind": "charts", "id": "headlines", "title": f"Stage {pairs[0][1].label.replace('_', ' ')}",
+                "note": _average_note(choice), "charts": _headline_charts(pairs, choice),
+            }
+        )  # fmt: skip
+    load = load_charts(run)[:2]
+    if load:
+        blocks.append({"kind": "charts", "id": "load", "title": "Machine", "note": "", "charts": load})
+    return blocks
+
+
+def _average_note(choice: Choice) -> str:
+    if choice.window <= 1:
+        return ""
+    return (
+        f"Thick lines are moving averages over {choice.window} observations, and so are the numbers beside the names. "
+        "Drag to zoom, double-click to reset."
+    )
+
+
+def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    names = set(pairs[0][1].table.series)
+    wanted = [name for name in _HEADLINES if name in names and _varies(pairs[0][1].table.series[name])]
+    speed = speed_charts(pairs, choice)[:1]
+    return [_metric(name, pairs, choice) for name in wanted[: 6 - len(speed)]] + speed
+
+
+def _varies(series: Series) -> bool:
+    """Whether a curve is worth the room: a KL of exactly 0 is not."""
+    values = series.arrays()[2]
+    return len(values) > 1 and float(values.max()) > float(values.min())
+
+
+def _metric(name: str, pairs: Runs, choice: Choice) -> dict[str, Any]:
+    span = (0.0, 1.0) if name.endswith(_SHARES) else None
+    return overlay(name, pairs, choice.drawn, span=span)
+
+
+def stage_table(run: RunView) -> dict[str, Any]:
+    """One line for each stage: status, how far, seconds, seconds left, what came out."""
+    now = time.time()
+    rows = []
+    for stage in run.stages:
+        share = min(1.0, stage.done / stage.total) if stage.total else None
+        far = (
+            f"{stage.done:,.0f} / {stage.total:,.0f}"
+            if stage.total > 1
+            else percent(share)
+            if share is not None
+            else ""
+        )
+        elapsed = None
+        if stage.started and stage.status != "cached":
+            elapsed = (stage.ended or (now if stage.status == "running" else stage.started)) - stage.started
+        message = stage.message if stage.status == "running" else stage.note
+        rows.append(
+            [
+                stage.label.replace("_", " "),
+                {"t": stage.status, "badge": _TONES.get(stage.status, "none")},
+                {"t": far, "bar": share} if share is not None else "",
+                duration(elapsed) if elapsed is not None else "",
+                duration(stage.seconds_left) if stage.seconds_left is not None else "",
+                _success(stage),
+                _speed(stage),
+                {"t": message, "c": "faint"},
+            ]
+        )
+    columns = ("stage", "status", "progress", "#took", "#left", "#success", "#tokens/s", "~result")
+    return table("stages", "Stages", columns, rows)
+
+
+def _success(stage: StageView) -> str:
+    for name in (
+        "train/success_rate",
+        "eval/success_rate",
+        "eval/policy/success_rate",
+        "eval/accuracy",
+        "train/accuracy",
+    ):
+        series = stage.table.series.get(name)
+        if series is not None:
+            return percent(series.mean(10))
+    return ""
+
+
+def _speed(stage: StageView) -> str:
+    series = stage.table.series.get("perf/tokens_per_second")
+    return number(series.mean(20), 0) if series is not None else ""
+
+
+# --------------------------------------------------------------------------------------------------------- curves
+
+
+def prefixes(run: RunView | None, stage: str) -> dict[str, list[str]]:
+    """Metrics of a stage by the first part of their name; those of the machine stand on their own tab."""
+    found: dict[str, list[str]] = {}
+    chosen = run.stage(stage) if run is not None else None
+    for name in sorted(chosen.table.series) if chosen is not None else ():
+        if not name.startswith("system/"):
+            found.setdefault(name.partition("/")[0], []).append(name)
+    return found
+
+
+def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """The chosen metrics, one chart each; runs that are compared lie over each other."""
+    if not pairs:
+        return [_nothing("No stage of this run has recorded a metric yet.")]
+    known = prefixes(run, pairs[0][1].label)
+    groups = [name for name in choice.groups if name in known] or [
+        n for n in ("train", "reward", "policy") if n in known
+    ]
+    names = [name for name in choice.metrics if name in pairs[0][1].table.series]
+    names = names or [name for group in groups or list(known)[:2] for name in known[group]]
+    curved = [name for name in names if any(name in s.table.series and _varies(s.table.series[name]) for _, s in pairs)]
+    blocks: list[dict[str, Any]] = []
+    if curved:
+        note = _average_note(choice)
+        if len(curved) > MAX_CHARTS:
+            note = f"The first {MAX_CHARTS} of {len(curved)} metrics; name those that matter above. {note}"
+        charts = [_metric(name, pairs, choice) for name in curved[:MAX_CHARTS]]
+        blocks.append({"kind": "charts", "id": "curves", "title": "", "note": note, "charts": charts})
+    once = [name for name in names if name not in curved]
+    if once:
+        rows = [[name, *[_last(stage, name) for _, stage in pairs]] for name in once]
+        heads = ["metric", *(f"#{other.pipeline} {other.started_text}" for other, _ in pairs)]
+        blocks.append(table("single", "Measured once, or always the same", heads, rows))
+    return blocks or [_nothing("Nothing was measured under these names yet.")]
+
+
+def _last(stage: StageView, name: str) -> str:
+    series = stage.table.series.get(name)
+    return number(series.last, 4) if series is not None else NONE
+
+
+def _nothing(text: str) -> dict[str, Any]:
+    return {"kind": "note", "id": "nothing", "tone": "small", "lines": [text]}
+
+
+# --------------------------------------------------------------------------------------------------------- export
+
+
+def export(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
+    """Links to everything as files."""
+
+    def link(name: str, label: str, sub: str) -> dict[str, str]:
+        return {"href": f"export/{name}?{urlencode({'run': run.id}, quote_via=quote)}", "label": label, "sub": sub}
+
+    items = [
+        link("metrics.csv", "metrics.csv", "every value of every stage: stage, metric, step, time, value"),
+        link("run.json", "run.json", "stages, settings, curriculum, and for each metric its last value and mean"),
+        link("stages.csv", "stages.csv", "the table of stages"),
+    ]
+    lines = [
+        "The same from a terminal, for this run:",
+        f"$ posttrain monitor --run {run.id} --export FOLDER",
+    ]
+    return [{"kind": "links", "id": "links", "items": items}, {"kind": "note", "id": "how", "lines": lines}]
+
+
+TABS: dict[str, Callable[[RunView, Runs, Choice], list[dict[str, Any]]]] = {
+    "overview": overview,
+    "curves": curves,
+    "rewards": rewards,
+    "tools": tools,
+    "curriculum": curriculum,
+    "trajectories": trajectories,
+    "system": system,
+    "export": export,
+}

@@ -1,0 +1,61 @@
+"""Metrics in bounded memory, by hand."""
+
+import math
+
+import numpy as np
+
+from flows.monitor.series import Series, SeriesTable, moving_average, thin
+
+
+def test_moving_average_by_hand():
+    values = np.array([1.0, 2.0, 6.0, -1.0])
+    assert moving_average(values, 2).tolist() == [1.0, 1.5, 4.0, 2.5]
+    assert moving_average(values, 10).tolist() == [1.0, 1.5, 3.0, 2.0]
+    assert moving_average(values, 1).tolist() == values.tolist()
+    assert moving_average(np.array([]), 3).tolist() == []
+
+
+def test_neighbours_are_merged_into_their_mean_when_there_are_too_many():
+    series = Series(limit=2)
+    for index, value in enumerate([1.0, 3.0, 5.0, 7.0, 10.0, 20.0, 4.0], start=1):
+        series.add(index, 100.0 + index, value)
+    # four points became (1+3)/2 and (5+7)/2; then two at a time; the seventh waits for its neighbour
+    steps, times, values = series.arrays()
+    assert values.tolist() == [2.0, 6.0, 15.0, 4.0]
+    assert steps.tolist() == [2.0, 4.0, 6.0, 7.0]
+    assert times.tolist() == [102.0, 104.0, 106.0, 107.0]
+    assert (series.stride, series.count, series.last, series.last_step) == (2, 7, 4.0, 7)
+    assert series.mean(4) == 9.5  # two merged points: 15 and 4
+
+
+def test_memory_is_bounded_and_the_mean_is_kept():
+    series = Series(limit=16)
+    for index in range(1024):
+        series.add(index, index, float(index))
+    values = series.arrays()[2]
+    assert len(values) <= 32
+    assert values.mean() == 511.5
+
+
+def test_thinning_keeps_spikes_and_ends():
+    ys = np.zeros(10_000)
+    ys[4321], ys[7777] = 5.0, -5.0
+    xs = np.arange(10_000.0)
+    x, y = thin(xs, ys, shown=100)
+    assert len(x) <= 102
+    assert (x[0], x[-1]) == (0.0, 9999.0)
+    assert (max(y), min(y)) == (5.0, -5.0)
+    assert x[y.index(5.0)] == 4321.0
+    assert thin(np.array([1.0]), np.array([2.0]), 100) == ([1.0], [2.0])
+
+
+def test_what_is_not_finite_is_counted_and_left_out():
+    table = SeriesTable()
+    table.add({"step": 1, "time": 2000, "metrics": {"a": 1.5, "b": "nan", "c": "inf", "d": None}})
+    table.add({"step": "x", "time": 2000, "metrics": {"a": 9.0}})
+    table.add({"metrics": {"a": 9.0}})
+    table.add({"step": 2, "time": 3000, "metrics": [1]})
+    assert list(table.series) == ["a"]
+    assert table.num_nonfinite == 3
+    assert table.series["a"].arrays()[1].tolist() == [2.0]
+    assert math.isnan(Series().last)

@@ -1,0 +1,231 @@
+"""What stands on the page, from runs made by hand."""
+
+import csv
+import io
+import json
+
+import pytest
+from monitor_runs import EPISODES, START, make_run, write_lines
+
+from flows.monitor.charts import Drawn, marks, unit_of
+from flows.monitor.episodes import Images, episode_files, read_episodes, reward_parts, tool_table
+from flows.monitor.export import export_run, metrics_csv, run_json, stages_csv
+from flows.monitor.reader import Reader
+from flows.monitor.views import TABS, Choice, prefixes, view
+from rl_core.environments import make
+from rl_core.environments.pixel_grid_render import to_png
+from rl_core.errors import DataError
+
+
+def blocks_of(output, tab, **choice):
+    found = view(Reader(output), Choice(**choice), tab)
+    json.dumps(found, allow_nan=False)  # it has to reach the browser
+    return {block["id"]: block for block in found["blocks"]}
+
+
+def charts_of(block):
+    return {chart["title"]: chart for chart in block["charts"]}
+
+
+def texts(block):
+    return [[cell["t"] if isinstance(cell, dict) else cell for cell in row] for row in block["rows"]]
+
+
+@pytest.mark.parametrize("tab", TABS)
+def test_every_tab_of_every_kind_of_folder_can_be_drawn(tmp_path, tab):
+    for name, prepare in (("empty", lambda folder: folder.mkdir()), ("none", lambda folder: None),
+                          ("run", make_run), ("ended", lambda folder: make_run(folder, status="FAILED"))):  # fmt: skip
+        prepare(tmp_path / name)
+        assert blocks_of(tmp_path / name, tab)
+    parent = tmp_path / "begun/demo/runs/2027-01-15-08-00-00/.tracking"
+    write_lines(parent / "events.jsonl", [{"op": "start", "time": START * 1000, "name": "demo · x"}])
+    assert blocks_of(tmp_path / "begun", tab)
+
+
+def test_an_empty_folder_says_what_to_do(tmp_path):
+    found = view(Reader(tmp_path), Choice(), "overview")
+    assert "$ posttrain run configs/demo.yaml" in found["blocks"][0]["lines"]
+    assert found["head"]["status"] == "no run"
+
+
+def test_overview_has_every_stage_with_its_numbers(tmp_path):
+    make_run(tmp_path, status="KILLED")
+    blocks = blocks_of(tmp_path, "overview", window=2)
+    assert texts(blocks["stages"]) == [
+        ["sft", "finished", "4 / 4", "9.0 s", "", "", "100", "4 steps"],
+        ["policy", "stopped", "5 / 10", "1 min 29 s", "", "60.0%", "", ""],
+        ["evaluate", "not run", "", "", "", "", "", ""],
+    ]
+    chart = charts_of(blocks["headlines"])["train/success_rate"]
+    (line,) = chart["lines"]
+    assert line["y"] == [0.2, 0.4, 0.6, 0.8, 1.0]
+    assert line["avg"] == pytest.approx([0.2, 0.3, 0.5, 0.7, 0.9])
+    assert (line["last"], chart["unit"], chart["x"], chart["range"]) == (
+        pytest.approx(0.9),
+        "share",
+        "iteration",
+        [0, 1],
+    )
+    assert charts_of(blocks["load"])["CPU"]["lines"][0]["x"] == pytest.approx([0, 5 / 60, 10 / 60], abs=1e-6)
+
+
+def test_the_head_says_what_runs_and_how_long_it_takes(tmp_path):
+    make_run(tmp_path)
+    head = view(Reader(tmp_path), Choice(), "overview")["head"]
+    assert head["status"] == "running" and head["live"] and head["fraction"] == 0.5
+    assert head["now"] == "policy · 5 of 10 · reward/mean 0.5"
+    assert head["left"] == pytest.approx(10.0)
+
+
+def test_a_dead_run_says_so_above_everything(tmp_path):
+    make_run(tmp_path, pid=2**30)
+    found = view(Reader(tmp_path), Choice(), "tools")
+    assert found["head"]["status"] == "dead"
+    assert found["blocks"][0]["lines"][0] == "This run is dead."
+    assert "is gone" in found["blocks"][0]["lines"][1]
+
+
+def test_curves_by_prefix_by_name_and_over_time(tmp_path):
+    make_run(tmp_path)
+    blocks = blocks_of(tmp_path, "curves", groups=("reward",))
+    assert list(charts_of(blocks["curves"])) == ["reward/mean"]
+    assert texts(blocks["single"]) == [["reward/alarm", "0.0000"]]  # it never changed
+    blocks = blocks_of(tmp_path, "curves", groups=("reward",), metrics=("train/success_rate",), by_time=True, window=1)
+    chart = charts_of(blocks["curves"])["train/success_rate"]
+    assert chart["x"] == "minutes since the run began"
+    assert chart["lines"][0]["x"] == pytest.approx([(11 + 2 * i) / 60 for i in range(1, 6)], rel=1e-5)
+    assert "avg" not in chart["lines"][0]
+    assert list(charts_of(blocks_of(tmp_path, "curves", stage="sft")["curves"])) == ["train/loss"]
+    reader = Reader(tmp_path)
+    known = prefixes(reader.run(""), "policy")
+    assert list(known) == ["curriculum", "reward", "tool", "train"]
+
+
+def test_runs_lie_over_each_other(tmp_path):
+    make_run(tmp_path, status="FINISHED")
+    make_run(tmp_path, name="other", status="FINISHED", begun=START + 5)
+    blocks = blocks_of(
+        tmp_path, "curves", run="other/2027-01-15-08-00-00", compare=("demo/2027-01-15-08-00-00", "gone")
+    )
+    lines = charts_of(blocks["curves"])["reward/mean"]["lines"]
+    assert [(line["name"], line["colour"]) for line in lines] == [
+        ("other 2027-01-15 08:00:00", 0), ("demo 2027-01-15 08:00:00", 1),
+    ]  # fmt: skip
+
+
+def test_curriculum_with_its_moves_and_the_present_condition(tmp_path):
+    make_run(tmp_path)
+    blocks = blocks_of(tmp_path, "curriculum")
+    chart = charts_of(blocks["curriculum"])["Stage of the curriculum"]
+    assert chart["names"] == ["easy", "hard"]
+    assert chart["lines"][0]["y"] == [0, 0, 1, 1, 0]
+    assert chart["marks"] == [
+        {"x": 2.0, "label": "hard", "kind": ""}, {"x": 4.0, "label": "rollback to easy", "kind": "rollback"},
+    ]  # fmt: skip
+    assert texts(blocks["plan"])[0] == ["easy", "now", "easy 75%, hard 25%", "success_rate >= 0.75 over 2"]
+    assert texts(blocks["moves"])[0][:5] == ["4", "rollback", "hard", "easy", "0.1 below 0.6"]
+    assert {item["label"]: item["value"] for item in blocks["where"]["items"]}["rollbacks"] == "1"
+    run = Reader(tmp_path).run("")
+    assert [mark["x"] for mark in marks(run.stage("policy"), Drawn(by_time=True), START)] == pytest.approx(
+        [0.25, 19 / 60]
+    )
+
+
+def test_trajectories_turn_by_turn(tmp_path):
+    make_run(tmp_path)
+    blocks = blocks_of(tmp_path, "trajectories")
+    wrong, right = blocks["episodes"]["rows"]  # the newest first
+    assert (wrong["prompt"], wrong["success"], right["success"]) == ("<b>2nd</b></script>", False, True)
+    assert [turn["error"] for turn in wrong["turns"]] == [True, True, False]
+    assert right["turns"][0]["call"] == "calls zoom(row=1, column=1)"
+    assert right["sub"] == "iteration 5 · easy · digit · 2 turns · reward 1.000"
+    assert dict(map(tuple, wrong["facts"]))["its answer"] == "none"
+    assert "level=easy&seed=7" in right["image"]
+    rows = blocks_of(tmp_path, "trajectories", outcome="right")["episodes"]["rows"]
+    assert [row["success"] for row in rows] == [True]
+    assert [
+        row["success"] for row in blocks_of(tmp_path, "trajectories", outcome="with misuse")["episodes"]["rows"]
+    ] == [0]
+
+
+def test_tools_by_hand(tmp_path):
+    make_run(tmp_path)
+    (path,) = episode_files(Reader(tmp_path).run("")).values()
+    assert tool_table(read_episodes(path)) == [
+        {"tool": "zoom", "calls": 3, "per_episode": 1.5, "share_of_episodes": 1.0, "error_rate": pytest.approx(1 / 3),
+         "success_rate": 0.5},
+        {"tool": "(no tool understood)", "calls": 1, "per_episode": 0.5, "share_of_episodes": 0.5, "error_rate": 1.0,
+         "success_rate": 0.0},
+    ]  # fmt: skip
+
+
+def test_parts_of_the_reward_by_hand(tmp_path):
+    def row(success, task, length, masked=False):
+        return {"success": success, "reward": task + length, "masked": masked,
+                "rewards": {"task": task, "weighted/task": task, "length": 10 * length,
+                            "weighted/length": length}}  # fmt: skip
+
+    path = tmp_path / "rewards.jsonl"
+    write_lines(path, [row(True, 1.0, -0.2), row(False, 0.0, 0.0), row(True, 1.0, -0.2), row(False, 0.0, 0.0),
+                       row(True, 9.0, 9.0, masked=True)], torn='{"success"')  # fmt: skip
+    count, table = reward_parts(path)
+    parts = {row.pop("part"): row for row in table}
+    assert count == 4
+    assert parts["total"]["weighted"] == pytest.approx(0.4) and parts["total"]["raw"] is None
+    assert parts["length"] == {"raw": -1.0, "weighted": pytest.approx(-0.1), "on_success": pytest.approx(-0.2),
+                               "on_failure": 0.0, "correlation": pytest.approx(-1.0)}  # fmt: skip
+    write_lines(tmp_path / "same.jsonl", [row(True, 1.0, 0.0)] * 3)
+    assert reward_parts(tmp_path / "same.jsonl")[1][0]["correlation"] is None  # success does not vary
+    assert reward_parts(tmp_path / "none") == (0, [])
+
+
+def test_the_picture_is_that_of_the_episode_and_only_of_shipped_environments():
+    images = Images()
+    expected = to_png(make("pixel_grid").episode(7, "easy").image())
+    assert images.png({"name": "pixel_grid", "options": {}}, "easy", 7) == expected
+    for environment, level in (({"name": "arithmetic"}, "easy"), ({"name": "os:path"}, "x"), ({}, "x"),
+                               ({"name": "pixel_grid", "options": {"no": 1}}, "easy"),
+                               ({"name": "pixel_grid"}, "none")):  # fmt: skip
+        assert images.png(environment, level, 7) is None
+
+
+def test_the_view_keeps_its_version_until_something_changes(tmp_path):
+    make_run(tmp_path, status="FINISHED")
+    reader = Reader(tmp_path)
+    first, again = (view(reader, Choice(), "curves")["version"] for _ in range(2))
+    assert first == again
+    assert view(reader, Choice(window=2), "curves")["version"] != first
+
+
+def test_a_tab_that_cannot_be_drawn_does_not_take_the_page_with_it(tmp_path, caplog):
+    home = make_run(tmp_path)
+    path = home / "stages/policy/bbbb.open/recent_rollouts.jsonl"
+    write_lines(path, [], torn="\n")  # ends the torn line
+    write_lines(path, [{"turns": ["not a turn"]}])
+    assert "AttributeError" in blocks_of(tmp_path, "tools")["nothing"]["lines"][0]
+    assert blocks_of(tmp_path, "overview")["stages"]["rows"]
+
+
+def test_units():
+    assert unit_of("train/learning_rate") == "" and unit_of("tool/misuse_rate") == "share"
+    assert unit_of("perf/tokens_per_second") == "tokens/s" == unit_of("perf/rollout_tokens_per_second")
+    assert unit_of("policy/kl_coef") == "" and unit_of("policy/kl") == "nats per token"
+
+
+def test_export_holds_every_value_and_can_be_read_back(tmp_path):
+    make_run(tmp_path / "out")
+    run = Reader(tmp_path / "out").run("")
+    paths = export_run(run, tmp_path / "files")
+    assert [path.name for path in paths] == ["metrics.csv", "stages.csv", "run.json"]
+    rows = list(csv.DictReader(io.StringIO("".join(metrics_csv(run)))))
+    rewards = [(int(r["step"]), float(r["time"]), float(r["value"])) for r in rows if r["metric"] == "reward/mean"]
+    assert rewards == [(i, START + 11 + 2.0 * i, 0.1 * i) for i in range(1, 6)]
+    assert len(rows) == 4 * 2 + 5 * 5
+    found = json.loads(run_json(run))
+    assert found["stages"][1]["metrics"]["reward/mean"]["last"] == pytest.approx(0.5)
+    assert found["settings"]["environment"]["name"] == "pixel_grid"
+    assert next(csv.DictReader(io.StringIO(stages_csv(run))))["result"] == "4 steps"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="--export"):
+        export_run(run, tmp_path / "file")
+    assert len(EPISODES) == 2
