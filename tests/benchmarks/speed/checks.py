@@ -10,14 +10,14 @@ import json
 from pathlib import Path
 
 import torch
-from speed import inputs, ours
-from speed.episodes import Scripted, ends, ragged_sessions
 from torch.nn import functional
 
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.engine import Engine, make_backend
 from rl_core.settings import SamplingSettings
+from speed import inputs, ours
+from speed.episodes import Scripted, ends, ragged_sessions
 
 LOGPROB_LIMIT, LOSS_LIMIT = 1e-4, 1e-5
 

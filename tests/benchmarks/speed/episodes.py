@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from speed import inputs
 
 from rl_core.data.batches import DataOrder
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.rollouts.sampling import session_seed
+from speed import inputs
 
 LEVEL = "sums"
 TURNS, ENDS_EVERY, MAX_TOKENS = 6, 16, 256  # of the ragged episodes: one token of 16 ends an action

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from speed import inputs
+from speed.protocol import Others
 
 MATRIX_ROWS, CACHE_BYTES = 2048, 32 * 2**20  # weights above this do not stay in a cache
 
@@ -174,9 +175,11 @@ def main():
 
     torch.set_num_threads(options.threads)
     config = inputs.SIZES[options.folder.name]
+    others = Others([])
     rates = measure(config, options.passes)
     rows = {name: inputs.read(options.folder, name) for name in ("sft", "pairs", "prompts")}
-    print(json.dumps({"rates": asdict(rates), "tokens_per_s": floor_rates(Shape.of(config), rates, rows)}))
+    found = {"rates": asdict(rates), "tokens_per_s": floor_rates(Shape.of(config), rates, rows)}
+    print(json.dumps({**found, "others_cpu": others.cores()}))
 
 
 if __name__ == "__main__":

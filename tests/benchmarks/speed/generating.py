@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from speed import inputs
 from speed.episodes import ends, ragged_sessions
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def run(stage, folder, steps, gate):

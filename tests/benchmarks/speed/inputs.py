@@ -47,7 +47,7 @@ def sums(rng, terms):
 
 
 def make_rows(seed=SEED, count=ROWS):
-    """Rows of the three files. Lengths differ about tenfold; a prompt for rollouts has at most MAX_PROMPT characters."""
+    """Rows of the three files. Lengths differ about tenfold; prompts of rollouts have at most MAX_PROMPT characters."""
     rng = random.Random(seed)
     rows = {"sft": [], "pairs": [], "prompts": []}
     for _ in range(count):

@@ -7,8 +7,6 @@ import time
 
 import torch
 import transformers
-from speed import inputs
-from speed.episodes import Characters, Scripted, Sums, as_drawn, ends, ragged_sessions
 
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.models import causal_lm, heads
@@ -27,6 +25,8 @@ from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
+from speed import inputs
+from speed.episodes import Characters, Scripted, Sums, as_drawn, ends, ragged_sessions
 
 CPU = ModelSettings(device="cpu")
 TRAINING = dict(
@@ -73,7 +73,7 @@ def sft_rows(folder, tokenizer):
     """(ids, loss mask) of every row, loss on the completion and its end."""
     rows = []
     for row in inputs.read(folder, "sft"):
-        prompt, completion = text_ids(tokenizer, row["prompt"]), text_ids(tokenizer, row["completion"]) + [inputs.EOS]
+        prompt, completion = text_ids(tokenizer, row["prompt"]), [*text_ids(tokenizer, row["completion"]), inputs.EOS]
         rows.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
     return rows
 
@@ -83,7 +83,7 @@ def make_pairs(folder, tokenizer, count=None):
     pairs = []
     for row in inputs.read(folder, "pairs")[:count]:
         prompt = text_ids(tokenizer, row["prompt"])
-        sides = [text_ids(tokenizer, row[name]) + [inputs.EOS] for name in ("chosen", "rejected")]
+        sides = [[*text_ids(tokenizer, row[name]), inputs.EOS] for name in ("chosen", "rejected")]
         pairs.append(Pair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides)))
     return pairs
 

@@ -1,8 +1,8 @@
 """How a worker is told to take one step, and what it answers. Standard library only.
 
-    worker -> {"ready": {...}}                           once
-    parent -> go                                         for every step; anything else, or the end of the pipe = stop
-    worker -> {"wall_s", "cpu_s", "tokens", "loss", "peak_mb"}
+worker -> {"ready": {...}}                           once
+parent -> go                                         for every step; anything else, or the end of the pipe = stop
+worker -> {"wall_s", "cpu_s", "tokens", "loss", "peak_mb"}
 """
 
 from __future__ import annotations
@@ -155,16 +155,16 @@ class Others:
 
 
 def take_turns(sides, steps, warmup):
-    """Steps of both sides, one at a time; the one that goes first changes. Warm-up steps are left out.
+    """Steps of both sides, one at a time; the one that goes first changes.
 
     Args:
         sides: name -> worker.
-    Returns: name -> answers.
+    Returns: name -> answers of the warm-up; name -> answers after it.
     """
     answers = {name: [] for name in sides}
     for index in range(warmup + steps):
         for name in sides if index % 2 == 0 else reversed(sides):
-            answer = sides[name].step()
-            if index >= warmup:
-                answers[name].append(answer)
-    return answers
+            answers[name].append(sides[name].step())
+    return tuple(
+        {name: found[part] for name, found in answers.items()} for part in (slice(warmup), slice(warmup, None))
+    )

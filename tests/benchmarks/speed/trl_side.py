@@ -1,7 +1,7 @@
 """The peer's side of training: TRL's own trainers, held after each optimizer step (each round, for grpo and ppo).
 
-What is set is what makes both sides do the same work: float32 without autocast, no activation checkpointing, no logging,
-no saving, rows in the order of the file, the same constant learning rate. All else is TRL's default.
+What is set makes both sides do the same work: float32 without autocast, no activation checkpointing, no logging, no
+saving, rows in the order of the file, the same constant learning rate. All else is TRL's default.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import datasets
 import torch
 import transformers
 import trl
-from speed import inputs
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from speed import inputs
 
 ROWS = {"sft": "sft", "reward": "pairs", "dpo": "pairs"}  # the others take prompts
 
@@ -146,5 +147,6 @@ def ppo_trainer(folder, tokenizer, rows, output, steps):
     data = datasets.Dataset.from_list([{"input_ids": tokenizer(row["prompt"])["input_ids"]} for row in rows])
     return PPOTrainer(
         args=args, processing_class=tokenizer, model=policy(folder), ref_model=policy(folder),
-        reward_model=scorer(folder), value_model=scorer(folder), train_dataset=data, eval_dataset=data.select(range(batch)),
+        reward_model=scorer(folder), value_model=scorer(folder), train_dataset=data,
+        eval_dataset=data.select(range(batch)),
     )  # fmt: skip
