@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from speed import inputs, table
 from speed.floor import Rates, Shape, adamw_seconds, decode_seconds, floor_rates
+from speed.growth import EXPECTED, Fit
 from speed.protocol import Others, Worker, WorkerFailed, machine_cpu_s, take_turns
 
 BENCHMARKS = Path(__file__).resolve().parent / "benchmarks"
@@ -204,3 +205,35 @@ def test_rows_are_those_that_both_sides_take():
     assert session.advance([3, 4], [-1.0, -2.0], False) == [7, 8]
     assert session.advance([5], [-1.0], False) is None
     assert session.completion_ids == [3, 4, 7, 8, 5] and session.sampled == 3
+
+
+# --------------------------------------------------------------------------------------------------------- growth
+
+
+def test_exponents_by_hand():
+    fit = Fit.of([1, 2, 4], [3, 12, 48])  # 3 x^2
+    assert fit == Fit(pytest.approx(2.0), pytest.approx(1.0), pytest.approx(2.0))
+    # logs of x: 0, 1, 2 halvings; of y: 0, 0, 1: slope 1/2, r^2 = 1 * 1 / (2 * 2/3)
+    fit = Fit.of([1, 2, 4], [1, 1, 2])
+    assert (fit.exponent, fit.r_squared, fit.last) == pytest.approx((0.5, 0.75, 1.0))
+    assert Fit.of([1, 2], [5, 5]) == Fit(0.0, 1.0, 0.0)
+    for xs, ys in (([1], [1]), ([1, 2], [0, 1])):
+        with pytest.raises(ValueError, match="two points above 0"):
+            Fit.of(xs, ys)
+
+
+def test_a_finished_point_is_not_measured_again(tmp_path):
+    from compare_speed import kept
+
+    file = tmp_path / "case.json"
+    assert kept(file, lambda: {"seconds": 1}) == {"seconds": 1}
+    assert kept(file, lambda: pytest.fail("measured again")) == {"seconds": 1}
+    with pytest.raises(ZeroDivisionError):
+        kept(tmp_path / "other.json", lambda: 1 / 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["case.json"]
+
+
+def test_every_curve_has_an_expectation():
+    from scaling import AXES
+
+    assert {(axis, work) for axis, (_, works, _) in AXES.items() for work in works} == set(EXPECTED)
