@@ -94,11 +94,18 @@ def picture(points, file):
             exponent = f": {Fit.of(xs, ys).exponent:.2f}" if len(part) > 1 else ""
             panel = grid[row][column]
             panel.loglog(xs, ys, "o-", color=colours.get(work, "#2e7d32"), label=f"{work}{exponent}")
-            panel.legend(title="exponent", fontsize=8, title_fontsize=8)
+            panel.set_xticks(xs, [f"{x:,}" for x in xs], fontsize=8)
+            panel.minorticks_off()
+            panel.yaxis.set_major_formatter("{x:g}")
+            panel.legend(title="exponent", fontsize=8, title_fontsize=8, loc="upper left")
             panel.spines[["top", "right"]].set_visible(False)
             if row:
                 panel.set_xlabel(axis)
             if not column:
                 panel.set_ylabel(label)
+    for panel in grid.flat:  # at least two decades, so that what hardly grows does not look steep
+        low, high = panel.get_ylim()
+        wider = max(1.0, (100 * low / high) ** 0.5)
+        panel.set_ylim(low / wider, high * wider)
     figure.savefig(file, dpi=120)
     pyplot.close(figure)
