@@ -13,6 +13,7 @@ import hashlib
 import json
 import random
 import re
+import zlib
 from pathlib import Path
 
 SIZES = {
@@ -62,10 +63,13 @@ def make_rows(seed=SEED, count=ROWS):
 
 
 def score(completion, answer):
-    """1 for the right last number, and up to 0.1 for digits, so that rewards within a group differ."""
+    """1 for the right last number, and a number in [0, 1) that the text decides.
+
+    So that every rollout differs from its group and has an advantage: a trainer may leave out those that have none, and
+    a random model, which is never right, would leave it nothing to do.
+    """
     numbers = re.findall(r"\d+", completion)
-    share = sum(char.isdigit() for char in completion) / max(1, len(completion))
-    return float(bool(numbers) and numbers[-1] == answer) + 0.1 * share
+    return float(bool(numbers) and numbers[-1] == answer) + zlib.crc32(completion.encode()) / 2**32
 
 
 def make_tokenizer(vocab_size):

@@ -151,7 +151,9 @@ def policy_step(folder, steps, settings, *, eos_ids, reference=None, scorer=None
     )  # fmt: skip
 
     def step():
-        trainer.step()
+        metrics = trainer.step()
+        if metrics["train/zero_advantage_rate"] > 0:  # such rows are left out, and the peer's are not
+            raise RuntimeError(f"{metrics['train/zero_advantage_rate']:.0%} of the rollouts had no advantage")
         rollouts = [rollout for group in trainer.groups for rollout in group.rollouts]
         return sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts), None
 
