@@ -224,7 +224,7 @@ def about(output):
         f"float32; median [lowest, highest] of {', '.join(map(str, steps))} steps, taken alternately; "
         f"{WARMUP} of each side were dropped before",
         "tokens: all real ones for sft, reward, dpo, grpo and ppo; sampled ones for generate and episodes",
-        "peer: TRL for sft to ppo, transformers' `generate` for the others; a step of grpo, grpo4 and ppo is a whole round; "
+        "peer: TRL for sft to ppo, transformers' `generate` for the others; a step of grpo and ppo is a whole round; "
         "ours of dpo includes the reference's forward pass, which it does once for each pair beforehand",
         "others' cores: those that other programs kept busy meanwhile; above 0.2, read the column by processor time",
     ]
