@@ -1,0 +1,121 @@
+"""That the same comes out: `python -m speed.checks FOLDER`, one JSON line of checks with value and limit.
+
+The plain side is transformers' own model, one row at a time, padded to the longest row of the batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch.nn import functional
+
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.rollouts.engine import Engine, make_backend
+from rl_core.settings import SamplingSettings
+from speed import inputs, ours
+from speed.episodes import Scripted, ends, ragged_sessions
+
+LOGPROB_LIMIT, LOSS_LIMIT = 1e-4, 1e-5
+
+
+def greedy_differences(folder, rows):
+    """Greedy tokens of the engine that differ from those of `generate`, each prompt alone there."""
+    model, tokenizer = ours.load(folder)
+    engine = make_backend(model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH)
+    assert isinstance(engine, Engine), "the engine does not know this model, so there would be nothing to compare"
+    prompts = [ours.text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
+    sessions = [Scripted(prompt, 0, limit=inputs.MAX_NEW) for prompt in prompts]
+    engine.run(sessions, SamplingSettings(temperature=0, max_completion_tokens=inputs.MAX_NEW, slots=rows))
+    model.generation_config.eos_token_id = None
+    differences = 0
+    for prompt, session in zip(prompts, sessions, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(
+                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=inputs.MAX_NEW,
+                pad_token_id=inputs.PAD,
+            )  # fmt: skip
+        expected = out[0, len(prompt) :].tolist()
+        differences += sum(a != b for a, b in zip(expected, session.completion_ids, strict=True))
+    return differences
+
+
+def logprob_gap(folder):
+    """Largest difference between the engine's log-probabilities and the trainer's, over ragged episodes."""
+    model, tokenizer = ours.load(folder)
+    engine = make_backend(model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512)
+    sessions = ragged_sessions(folder, tokenizer, 0, count=16)
+    engine.run(sessions, SamplingSettings(max_completion_tokens=sessions[0].limit, slots=8))
+    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sessions]
+    gap = 0.0
+    for batch in make_batches(rows, 4096, inputs.PAD):
+        with torch.no_grad():
+            logprobs_BS, _ = completion_logprobs(model, batch)
+        gap = max(gap, float((logprobs_BS - batch.old_logprobs_BS).abs().max()))
+    return gap
+
+
+def loss_gaps(folder):
+    """By stage: our loss of the first step minus the plain one's, absolute."""
+    model, tokenizer = ours.load(folder)
+    model.eval()
+    sft = ours.sft_rows(folder, tokenizer)[: inputs.BATCH["sft"]]
+    tokens = sum(sum(mask) for _, mask in sft)
+    width = max(len(ids) for ids, _ in sft)
+    plain = {"sft": -sum(float(plain_logprobs(model, ids, mask, width)) for ids, mask in sft) / tokens}
+    pairs = ours.make_pairs(folder, tokenizer, inputs.BATCH["reward"])
+    scorer, _ = ours.heads.load_reward_model(folder / "reward_model", ours.CPU)
+    scorer.eval()
+    width = max(len(ids) for pair in pairs for ids in (pair.chosen_ids, pair.rejected_ids))
+    margins = [plain_score(scorer, p.chosen_ids, width) - plain_score(scorer, p.rejected_ids, width) for p in pairs]
+    plain["reward"] = float(-functional.logsigmoid(torch.stack(margins)).mean())
+    found = {"sft": ours.sft_trainer(folder).step(), "reward": ours.reward_trainer(folder).step()}
+    return {stage: abs(metrics["train/loss"] - plain[stage]) for stage, metrics in found.items()}
+
+
+def plain_inputs(ids, width):
+    room = width - len(ids)
+    return {
+        "input_ids": torch.tensor([list(ids) + [inputs.PAD] * room]),
+        "attention_mask": torch.tensor([[1] * len(ids) + [0] * room]),
+    }
+
+
+@torch.no_grad()
+def plain_logprobs(model, ids, mask, width):
+    """Summed over the tokens that carry loss, from the whole row of logits."""
+    log_p_SV = model(**plain_inputs(ids, width)).logits[0].double().log_softmax(-1)
+    places = [place for place, carries in enumerate(mask) if carries]
+    return log_p_SV[[place - 1 for place in places], [ids[place] for place in places]].sum()
+
+
+@torch.no_grad()
+def plain_score(model, ids, width):
+    """From the last real token."""
+    states_SH = model.model(**plain_inputs(ids, width)).last_hidden_state[0]
+    return model.score(states_SH[len(ids) - 1])[0].double()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rows", type=int, default=16, help="prompts that are decoded greedily")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    gaps = loss_gaps(options.folder)
+    count = options.rows * inputs.MAX_NEW
+    found = [
+        (f"greedy tokens of the engine that differ from `generate` ({count})",
+         greedy_differences(options.folder, options.rows), 0),
+        ("log-probabilities, engine against trainer, nats", logprob_gap(options.folder), LOGPROB_LIMIT),
+        *((f"loss of {stage} against padded, unbatched rows", gap, LOSS_LIMIT) for stage, gap in gaps.items()),
+    ]  # fmt: skip
+    print(json.dumps([{"what": what, "value": value, "limit": limit} for what, value, limit in found]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""Our side of every case: the trainers and the engine as the stages use them, one step at a time."""
+
+from __future__ import annotations
+
+import functools
+import time
+
+import torch
+import transformers
+
+from rl_core.data.pairs import Pair, PairSide
+from rl_core.models import causal_lm, heads
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rollouts.engine import make_backend
+from rl_core.settings import (
+    CriticSettings,
+    ModelSettings,
+    PolicySettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SamplingSettings,
+    SFTSettings,
+)
+from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
+from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.sft import SFTTrainer
+from speed import inputs
+from speed.episodes import Characters, Scripted, Sums, as_drawn, ends, ragged_sessions
+
+CPU = ModelSettings(device="cpu")
+TRAINING = dict(
+    learning_rate=inputs.LEARNING_RATE, betas=inputs.BETAS, schedule="constant", warmup_steps=0, weight_decay=0.0
+)  # fmt: skip
+
+
+def run(stage, folder, steps, gate):
+    """Load what the stage needs, then take steps as told."""
+    step = make_step(stage, folder, steps)
+    gate.ready(versions={"torch": torch.__version__, "transformers": transformers.__version__})
+    while True:
+        gate.wait()
+        tokens, loss, *paid = step()
+        gate.done(tokens, loss, **(paid[0] if paid else {}))
+
+
+def make_step(stage, folder, steps):
+    """A function that takes one step and gives its tokens and its loss (None where both sides sample for themselves).
+
+    Third, for dpo: what was paid for the step before it, as keyword arguments of `Gate.done`.
+    """
+    kind, _, shape = stage.partition("_")
+    if kind == "generate":
+        return generate_step(folder, *map(int, shape.split("x")))
+    makers = {
+        "sft": sft_step, "reward": reward_step, "dpo": dpo_step, "episodes": episodes_step, "ppo": ppo_step,
+        "grpo": functools.partial(grpo_step, epochs=1), "grpo4": functools.partial(grpo_step, epochs=4),
+    }  # fmt: skip
+    return makers[kind](folder, steps)
+
+
+def load(folder):
+    """Policy and tokenizer."""
+    return causal_lm.load(folder / "model", CPU)
+
+
+def text_ids(tokenizer, text):
+    """Token ids of a prompt."""
+    return tokenizer(text)["input_ids"]
+
+
+def sft_rows(folder, tokenizer):
+    """(ids, loss mask) of every row, loss on the completion and its end."""
+    rows = []
+    for row in inputs.read(folder, "sft"):
+        prompt, completion = text_ids(tokenizer, row["prompt"]), [*text_ids(tokenizer, row["completion"]), inputs.EOS]
+        rows.append((prompt + completion, [False] * len(prompt) + [True] * len(completion)))
+    return rows
+
+
+def make_pairs(folder, tokenizer, count=None):
+    """Pairs in the order of the file."""
+    pairs = []
+    for row in inputs.read(folder, "pairs")[:count]:
+        prompt = text_ids(tokenizer, row["prompt"])
+        sides = [[*text_ids(tokenizer, row[name]), inputs.EOS] for name in ("chosen", "rejected")]
+        pairs.append(Pair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides)))
+    return pairs
+
+
+def sft_trainer(folder):
+    """On all rows."""
+    model, tokenizer = load(folder)
+    rows = as_drawn(sft_rows(folder, tokenizer), inputs.SEED)
+    settings = SFTSettings(batch_size=inputs.BATCH["sft"], **TRAINING)
+    return SFTTrainer(model, inputs.PAD, rows, [], settings, inputs.SEED)
+
+
+def sft_step(folder, _steps):
+    return _tokens_and_loss(sft_trainer(folder))
+
+
+def reward_trainer(folder):
+    """On all pairs."""
+    model, tokenizer = heads.load_reward_model(folder / "reward_model", CPU)
+    pairs = as_drawn([(p.chosen_ids, p.rejected_ids) for p in make_pairs(folder, tokenizer)], inputs.SEED)
+    settings = RewardModelSettings(batch_size=inputs.BATCH["reward"], center_coef=0.0, **TRAINING)
+    return RewardModelTrainer(model, inputs.PAD, pairs, [], settings, inputs.SEED)
+
+
+def reward_step(folder, _steps):
+    return _tokens_and_loss(reward_trainer(folder))
+
+
+def dpo_trainer(folder, steps):
+    """On the pairs of these steps; and seconds (wall, processor) that their reference log-probabilities took."""
+    batch = inputs.BATCH["dpo"]
+    model, tokenizer = load(folder)
+    pairs = as_drawn(make_pairs(folder, tokenizer, steps * batch), inputs.SEED)
+    settings = PreferenceSettings(batch_size=batch, **TRAINING)
+    budget = settings.micro_batch_tokens
+    reference_logprobs(model, pairs[:batch], pad_id=inputs.PAD, max_tokens=budget)  # the first pass warms up
+    wall, cpu = time.perf_counter(), time.process_time()
+    references = reference_logprobs(model, pairs, pad_id=inputs.PAD, max_tokens=budget)
+    paid = time.perf_counter() - wall, time.process_time() - cpu
+    return PreferenceTrainer(model, inputs.PAD, pairs, [], settings, inputs.SEED, (references, [])), paid
+
+
+def dpo_step(folder, steps):
+    """The reference is computed once per pair, before training: every step is charged its share."""
+    trainer, (wall, cpu) = dpo_trainer(folder, steps)
+    step = _tokens_and_loss(trainer)
+    return lambda: (*step(), {"wall_s": wall / steps, "cpu_s": cpu / steps})
+
+
+def _tokens_and_loss(trainer):
+    def step():
+        metrics = trainer.step()
+        return int(metrics["train/tokens"]), metrics["train/loss"]
+
+    return step
+
+
+def policy_step(folder, steps, settings, *, eos_ids, reference=None, scorer=None):
+    """One iteration of the policy trainer."""
+    model, tokenizer = load(folder)
+    trainer = PolicyGradientTrainer(
+        model, reference, Characters(tokenizer), Sums(folder, inputs.SEED), settings, inputs.SEED,
+        RewardOrchestrator(settings.rewards, scorer=scorer, options=settings.reward_options),
+        make_backend(model, eos_ids=eos_ids, pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH),
+    )  # fmt: skip
+
+    def step():
+        metrics = trainer.step()
+        if metrics["train/zero_advantage_rate"] > 0:  # such rows are left out, and the peer's are not
+            raise RuntimeError(f"{metrics['train/zero_advantage_rate']:.0%} of the rollouts had no advantage")
+        rollouts = [rollout for group in trainer.groups for rollout in group.rollouts]
+        return sum(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts), None
+
+    return step
+
+
+def grpo_step(folder, steps, *, epochs):
+    settings = PolicySettings(
+        algorithm="grpo", iterations=steps, prompts_per_iteration=inputs.BATCH["grpo"] // inputs.GROUP,
+        group_size=inputs.GROUP, epochs=epochs, rewards={"speed.episodes:reward": 1.0},
+        sampling=SamplingSettings(max_completion_tokens=inputs.MAX_NEW), **TRAINING,
+    )  # fmt: skip
+    return policy_step(folder, steps, settings, eos_ids=(inputs.EOS,))
+
+
+def ppo_step(folder, steps):
+    """Every completion runs to the limit, as the peer's does: it stops at no token."""
+    settings = PolicySettings(
+        algorithm="ppo", iterations=steps, prompts_per_iteration=inputs.BATCH["ppo"], group_size=1, kl_coef=0.05,
+        kl_in="reward", critic=CriticSettings(kind="separate"), rewards={"learned": 1.0},
+        sampling=SamplingSettings(max_completion_tokens=inputs.MAX_NEW), **TRAINING,
+    )  # fmt: skip
+    scorer, _ = heads.load_reward_model(folder / "reward_model", CPU)
+    return policy_step(
+        folder, steps, settings, eos_ids=(), reference=load(folder)[0],
+        scorer=functools.partial(heads.score, scorer, pad_id=inputs.PAD),
+    )  # fmt: skip
+
+
+def generate_step(folder, rows, new):
+    """`rows` completions of exactly `new` tokens."""
+    model, tokenizer = load(folder)
+    engine = make_backend(model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_PROMPT + new)
+    prompts = [text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
+    sampling = SamplingSettings(max_completion_tokens=new, slots=rows)
+
+    def step():
+        sessions = [Scripted(prompt, seed, limit=new) for seed, prompt in enumerate(prompts)]
+        engine.run(sessions, sampling)
+        return sum(session.sampled for session in sessions), None
+
+    return step
+
+
+def episodes_step(folder, _steps):
+    """Ragged episodes of several turns; tokens are those that the policy sampled."""
+    model, tokenizer = load(folder)
+    engine = make_backend(model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512)
+    taken = 0
+
+    def step():
+        nonlocal taken
+        sessions = ragged_sessions(folder, tokenizer, taken)
+        engine.run(sessions, SamplingSettings(max_completion_tokens=sessions[0].limit, slots=len(sessions)))
+        taken += 1
+        return sum(session.sampled for session in sessions), None
+
+    return step
