@@ -4,9 +4,10 @@ import copy
 import math
 
 import pytest
+import tiny
 import torch
+from tiny import PAD, VOCABULARY
 from torch.nn import functional
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core import faults
 from rl_core.checkpoint import CheckpointStore
@@ -21,8 +22,6 @@ from rl_core.trainers.loop import run_loop
 from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
 from rl_core.trainers.update import halve
 
-VOCABULARY, PAD = 11, 0
-
 
 @pytest.fixture(autouse=True)
 def no_faults():
@@ -31,23 +30,9 @@ def no_faults():
 
 
 def nano(seed=0, dropout=0.0):
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=24,
-        max_position_embeddings=32,
-        attention_dropout=dropout,
-        pad_token_id=PAD,
-        tie_word_embeddings=True,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        model.lm_head.weight.data.mul_(20)  # log-probs far enough apart for the figures below to differ
-        return model
+    model = tiny.nano(seed, dropout, tie_word_embeddings=True)
+    model.lm_head.weight.data.mul_(20)  # log-probs far enough apart for the figures below to differ
+    return model
 
 
 def pairs_of(count, seed=0):
