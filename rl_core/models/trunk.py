@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
 __all__ = ["STATIC_ROPES", "hidden_states", "model_inputs"]
@@ -38,6 +39,7 @@ def hidden_states(model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Te
         needed_BS: True at the positions whose hidden states will be read, all of them real; the last layer may leave
             out the others. None = all real positions.
     Returns: [B, S, H]; what stands at padding and at positions that are not needed means nothing.
+    Raises: DataError when a position is needed that the attention mask calls padding (on a CPU, where it is read).
     """
     trunk: Any = model.base_model
     if batch.position_ids_BS is None and _is_plain(trunk):
@@ -135,6 +137,10 @@ def _rows_of(lengths: list[int]) -> _Rows:
 
 def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch.Tensor:
     ids_BS, mask_BS = batch.input_ids_BS, batch.attention_mask_BS
+    if needed_BS is not None and bool((needed_BS & ~mask_BS).any()):
+        raise DataError(
+            "attention_mask is False where a hidden state is needed: its rows are not those of the loss mask"
+        )
     rows = _rows_of(mask_BS.sum(1).tolist())
     flat_N = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
     x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])

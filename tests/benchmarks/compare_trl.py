@@ -117,7 +117,8 @@ class Bench:
         """All rows as one micro-batch of ours, in the order given."""
         (batch,) = make_batches(rows, 10**6, self.pad_id)
         order = torch.tensor(batch.rows).argsort()
-        batch.input_ids_BS, batch.loss_mask_BS = batch.input_ids_BS[order], batch.loss_mask_BS[order]
+        for name in ("input_ids_BS", "attention_mask_BS", "loss_mask_BS"):
+            setattr(batch, name, getattr(batch, name)[order])
         return batch
 
 

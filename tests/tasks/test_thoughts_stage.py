@@ -5,6 +5,7 @@ import json
 import threading
 
 import pytest
+import torch
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
@@ -55,12 +56,12 @@ def base(tmp_path_factory):
     return folder
 
 
-def context_of(base, folder, settings=SETTINGS):
+def context_of(base, folder, settings=SETTINGS, **model):
     pipeline = from_dict(
         {
             "name": "t",
             "environment": {"name": "reckoning"},
-            "model": {"device": "cpu", "path": str(base)},
+            "model": {"device": "cpu", "path": str(base), **model},
             "stages": {"thoughts": {}},
         }
     )
@@ -101,6 +102,19 @@ def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
     assert context.tracker.artifacts == ["thoughts.json"]
     model, _ = causal_lm.load(tmp_path / "model", ModelSettings(device="cpu"))
     assert not any("baseline" in name for name in model.state_dict())
+
+
+def test_with_adapters_the_model_is_exported_merged(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(thoughts, "measure_gains", lambda *a, **k: GAINS)
+    settings = dataclasses.replace(SETTINGS, learning_rate=1e-2, warmup_steps=0, answer_coef=1.0)
+    thoughts._body(context_of(base, tmp_path, settings, lora={"rank": 4}))
+    before, _ = causal_lm.load(base, ModelSettings(device="cpu"))
+    after, _ = causal_lm.load(tmp_path / "model", ModelSettings(device="cpu"))
+    start, end = before.state_dict(), after.state_dict()
+    assert start.keys() == end.keys()  # a plain model, without adapter names
+    moved = {name for name in start if not torch.equal(start[name], end[name])}
+    assert moved and all("_proj" in name for name in moved)
+    assert (tmp_path / "model" / "adapter").is_dir()
 
 
 def test_thoughts_that_are_not_genuine_fail_the_stage(base, tmp_path, monkeypatch):

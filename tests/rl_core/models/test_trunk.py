@@ -16,6 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rl_core.errors import DataError
 from rl_core.models import trunk
 from rl_core.models.lora import add_adapter, unwrap
 from rl_core.models.trunk import hidden_states
@@ -198,6 +199,13 @@ def test_dropout_does_not_matter_in_eval():
     assert trunk._is_plain(model.base_model)
     batch = batch_of()
     compare(model, batch, None, batch.attention_mask_BS)
+
+
+def test_masks_of_different_rows_are_noticed():
+    batch = batch_of([9, 4, 6])
+    batch.attention_mask_BS = batch.attention_mask_BS.flip(0)
+    with pytest.raises(DataError, match="attention_mask is False where a hidden state is needed"):
+        hidden_states(model_of(), batch, batch.loss_mask_BS)
 
 
 def test_the_same_bits_again():
