@@ -34,6 +34,11 @@ class CriticSettings(Settings):
     value_coef: float = setting(0.5, gt=0, doc="weight of a shared head's loss in the policy's (arXiv:1707.06347)")
     value_clip_eps: float | None = setting(None, gt=0, doc="clip of the value around its old one; left out: none")
     warmup_iterations: int = setting(0, ge=0, doc="iterations at the start in which the critic alone learns")
+    bootstrap_limits: bool = setting(
+        False,
+        doc="a rollout cut by the limits of `sampling` is worth the critic's value from there on, as one that its "
+        "environment truncates is; false: it ends there. True lets a policy earn by running into the limit",
+    )
 
     def check(self) -> None:
         """A shared head learns with the policy or not at all."""

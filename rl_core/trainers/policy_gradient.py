@@ -310,13 +310,13 @@ class PolicyGradientTrainer:
     def _update(self, rng: np.random.Generator) -> dict[str, float]:
         """Learn from the groups at hand, and from replayed ones."""
         settings = self.practised
-        fresh = samples_of(self.groups)
+        critic = settings.value_function
+        fresh = samples_of(self.groups, bootstrap_limits=critic is not None and critic.bootstrap_limits)
         samples = fresh + (self._replay.draw(rng, len(self.groups)) if self._replay is not None else [])
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
         if not samples:  # every group was dropped
             self.updater.step += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
-        critic = settings.value_function
         update = PolicyUpdate(
             self.learner,
             settings,

@@ -16,7 +16,7 @@ import torch
 
 from rl_core.rollouts.batching import TrainRow, rows_of
 from rl_core.settings import ReplaySettings
-from rl_core.types import RolloutGroup
+from rl_core.types import Rollout, RolloutGroup, StopReason
 
 __all__ = ["ReplayBuffer", "Sample", "samples_of"]
 
@@ -27,17 +27,27 @@ class Sample:
 
     row: TrainRow  # its `old_logprobs` are the sampler's
     reward: float
-    is_truncated: bool  # cut by a limit, not ended by the environment
+    is_truncated: bool  # cut off rather than over: what would have come is estimated by the critic
     advantage: float | None = None  # from comparing rewards; None = not known yet, or estimated from values
     is_replayed: bool = False
     is_masked: bool = False  # no reward could be computed: it carries no loss
 
 
-def samples_of(groups: Sequence[RolloutGroup]) -> list[Sample]:
-    """One sample for each rollout, in order."""
+def samples_of(groups: Sequence[RolloutGroup], *, bootstrap_limits: bool = False) -> list[Sample]:
+    """One sample for each rollout, in order.
+
+    Args:
+        bootstrap_limits: a rollout that ran into a limit of the sampler (tokens, turns, context) counts as cut off, as
+            one that its environment truncated always does. False = such a limit is part of the task, and ends it.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
+
+    def is_cut_off(rollout: Rollout) -> bool:
+        by_environment = rollout.trajectory.stop_reason == StopReason.ENVIRONMENT
+        return by_environment or (bootstrap_limits and rollout.is_truncated)
+
     return [
-        Sample(row, rollout.reward, rollout.is_truncated, is_masked=rollout.is_masked)
+        Sample(row, rollout.reward, is_cut_off(rollout), is_masked=rollout.is_masked)
         for row, rollout in zip(rows_of(groups), rollouts, strict=True)
     ]
 

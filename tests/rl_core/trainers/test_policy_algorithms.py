@@ -26,7 +26,8 @@ from rl_core.trainers.credit import compared_rewards, estimated_advantages, last
 from rl_core.trainers.experience import Experience
 from rl_core.trainers.policy_objective import StepCounts, policy_loss
 from rl_core.trainers.policy_update import PolicyUpdate
-from rl_core.trainers.replay import ReplayBuffer, Sample
+from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
+from rl_core.types import StopReason
 
 
 @pytest.fixture(scope="module")
@@ -355,6 +356,27 @@ def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
     for _ in range(3):
         trainer.step()
     assert len(trainer._replay._past) == 2
+
+
+@pytest.mark.parametrize(
+    ("stop_reason", "bootstrap_limits", "expected"),
+    [
+        (StopReason.TERMINATED, True, False),
+        (StopReason.ENVIRONMENT, False, True),  # the environment would have gone on
+        (StopReason.MAX_TOKENS, False, False),  # else a policy earns the critic's value by never ending
+        (StopReason.MAX_TURNS, False, False),
+        (StopReason.MAX_TOKENS, True, True),
+        (StopReason.MAX_TURNS, True, True),
+    ],
+)
+def test_what_a_cut_rollout_is_worth_afterwards(tokenizer, stop_reason, bootstrap_limits, expected):
+    trainer = make_trainer(tokenizer, algorithm="ppo", critic=CriticSettings(bootstrap_limits=bootstrap_limits))
+    trainer.step()
+    for rollout in (rollout for group in trainer.groups for rollout in group.rollouts):
+        rollout.trajectory.stop_reason = stop_reason
+        rollout.is_truncated = stop_reason is not StopReason.TERMINATED
+    samples = samples_of(trainer.groups, bootstrap_limits=bootstrap_limits)
+    assert samples and all(sample.is_truncated is expected for sample in samples)
 
 
 # ----------------------------------------------------------------------------------------- dynamic sampling, rewards
