@@ -51,7 +51,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "ipo": dict(loss="ipo"),
 }
 VARIANTS: dict[str, dict[str, Any]] = {
-    "reinforce + critic": dict(algorithm="reinforce", critic=dict(learning_rate=1e-3)),
+    "ppo, limits bootstrapped": dict(algorithm="ppo", critic=dict(learning_rate=1e-3, bootstrap_limits=True)),
     "ppo, shared head": dict(algorithm="ppo", critic=dict(kind="shared")),
     "ppo, two epochs": dict(algorithm="ppo", critic=dict(learning_rate=1e-3), **TWICE),
     "grpo + replay": dict(algorithm="grpo", importance="token", replay=dict(iterations=4, share=0.5)),
