@@ -1,13 +1,14 @@
 """`reckoning`: a register of one digit, carried through several questions, and a policy that may think on paper first.
 
-    user    4 +3 -5 +1           the register starts at 4, and never leaves 0 to 9
-    policy  4 7 2 3              the thought: the register, and what it is after each sign
-            answer 3
-    user    3 -3 +5 -1           goes on from there
-    policy  answer 4             no thought at all is allowed, too
+    user    4 +3 ~ -1            the register starts at 4, and never leaves 0 to 9; ~ mirrors it, 0 to 9 and 9 to 0
+    policy  4 7 2 1              the thought: the register, and what it is after each sign
+            answer 1
+    user    1 +5 +2 ~            goes on from there
+    policy  answer 1             no thought at all is allowed, too
 
 Every right answer brings the next question; a wrong one, or none, ends the episode. Levels differ in the number of
-questions and of signs in each. There are no tools: what helps is the thought.
+questions and of signs in each. There are no tools: what helps is the thought. Mirrors make the order of the signs
+count: without them the answer is a sum, which a transformer sees at a glance; with them it has to be worked out.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import Message
 
-__all__ = ["Reckoning", "ReckoningEpisode", "running_values"]
+__all__ = ["MIRROR", "Reckoning", "ReckoningEpisode", "running_values"]
 
 LEVELS = {"easy": (2, 3), "medium": (3, 3), "hard": (4, 3)}  # questions of an episode, signs in each
 TOP = 9  # what the register never exceeds; nor does it fall below 0
+MIRROR = 0  # among the numbers of a question: the sign ~
 
 
 def running_values(start: int, numbers: list[int]) -> list[int]:
-    """The register after each number has been added."""
-    return list(itertools.accumulate(numbers, initial=start))[1:]
+    """The register after each sign: a number is added, `MIRROR` turns x into 9 - x."""
+    return list(itertools.accumulate(numbers, _apply, initial=start))[1:]
+
+
+def _apply(value: int, number: int) -> int:
+    return TOP - value if number == MIRROR else value + number
 
 
 class ReckoningEpisode(Episode):
@@ -40,7 +46,7 @@ class ReckoningEpisode(Episode):
     def __init__(self, seed: int, level: str, start: int, questions: list[list[int]]) -> None:
         super().__init__(seed, level)
         self.kind = f"{len(questions[0])} signs"
-        self.questions = questions  # numbers to add, negative ones for a minus
+        self.questions = questions  # numbers to add, negative ones for a minus, and mirrors
         self.starts = [start]  # the register before each question
         for numbers in questions:
             self.starts.append(running_values(self.starts[-1], numbers)[-1])
@@ -69,12 +75,12 @@ class ReckoningEpisode(Episode):
         return Step([Message(role="user", content=self._text(self.asked))], reward=reward, answer=answer)
 
     def _text(self, index: int) -> str:
-        signs = " ".join(f"{number:+d}" for number in self.questions[index])
+        signs = " ".join("~" if number == MIRROR else f"{number:+d}" for number in self.questions[index])
         return f"{self.starts[index]} {signs}"
 
 
 class Reckoning(Environment):
-    """Chains of additions and subtractions on one digit, in several questions that build on each other."""
+    """Chains of additions, subtractions and mirrors on one digit, in several questions that build on each other."""
 
     name = "reckoning"
     levels = tuple(LEVELS)
@@ -85,29 +91,37 @@ class Reckoning(Environment):
         data: Path | None = None,
         *,
         max_number: int = 5,
+        mirrors: float = 0.4,
         slip: float = 0.08,
         direct: float = 0.35,
         habit: float = 0.6,
-        guess: float = 0.3,
+        guess: float = 0.2,
     ) -> None:
         """What is reckoned, and what the demonstrator does wrong.
 
         Args:
             max_number: numbers are 1 to this, at most 5: then one of plus and minus always fits.
+            mirrors: share of the signs that mirror the register.
             slip: chance that a value of its thought is off by one; it goes on from there.
             direct: share of questions that it answers without a thought. habit: how much more often it does so where
                 the register is even, and more seldom where it is odd: direct (1 + habit) and direct (1 - habit).
-            guess: how often an answer without a thought is right; else it is off by one.
+            guess: how often an answer without a thought is right; else it is any other digit.
         """
         super().__init__(data)
         if not 1 <= max_number <= 5:
             raise SettingsError(f"options.max_number: {max_number} must be between 1 and 5")
-        for name, share in (("slip", slip), ("direct", direct), ("habit", habit), ("guess", guess)):
+        for name, share in (
+            ("mirrors", mirrors),
+            ("slip", slip),
+            ("direct", direct),
+            ("habit", habit),
+            ("guess", guess),
+        ):
             if not 0 <= share <= 1:
                 raise SettingsError(f"options.{name}: {share} must be between 0 and 1")
         if direct * (1 + habit) > 1:
             raise SettingsError(f"options.habit: direct (1 + habit) = {direct * (1 + habit):.3g} must be at most 1")
-        self.max_number = max_number
+        self.max_number, self.mirrors = max_number, mirrors
         self.slip, self.direct, self.habit, self.guess = slip, direct, habit, guess
 
     @property
@@ -126,8 +140,8 @@ class Reckoning(Environment):
             for _ in range(num_signs):
                 size = rng.randint(1, self.max_number)
                 number = rng.choice([n for n in (size, -size) if 0 <= value + n <= TOP])
-                value += number
-                numbers.append(number)
+                numbers.append(MIRROR if rng.random() < self.mirrors else number)
+                value = _apply(value, numbers[-1])
         return ReckoningEpisode(seed, level, start, questions)
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
@@ -152,10 +166,10 @@ class Reckoning(Environment):
             answer = int(episode.next_target)
             if rng.random() < self.guess:
                 return f"{ANSWER_WORD} {answer}", ""
-            return f"{ANSWER_WORD} {_off_by_one(answer, rng)}", "no_thought"
+            return f"{ANSWER_WORD} {rng.choice([other for other in range(TOP + 1) if other != answer])}", "no_thought"
         values = [start]
         for number in numbers:
-            start += number
+            start = _apply(start, number)
             if rng.random() < self.slip or not 0 <= start <= TOP:  # an earlier slip may have led out of the range
                 start = _off_by_one(start, rng)
             values.append(start)

@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.environments import make
 from rl_core.environments.base import HELDOUT_START
-from rl_core.environments.reckoning import LEVELS, Reckoning, running_values
+from rl_core.environments.reckoning import LEVELS, MIRROR, Reckoning, running_values
 from rl_core.errors import EnvironmentFault, SettingsError
 
 
@@ -24,12 +24,31 @@ def play(episode, action_of):
         assert message["role"] == "user"
 
 
+def thought(question):
+    """The register at the start and after each sign of '4 +3 ~ -1', worked out from the text."""
+    first, *signs = question.split()
+    values = [int(first)]
+    for sign in signs:
+        values.append(9 - values[-1] if sign == "~" else values[-1] + int(sign))
+    return values
+
+
 def value(question):
-    return str(eval(question.replace(" ", "")))
+    return str(thought(question)[-1])
 
 
 def test_running_values():
     assert running_values(4, [3, -5, 1]) == [7, 2, 3]
+    assert running_values(4, [3, MIRROR, -1, MIRROR]) == [7, 2, 1, 8]
+
+
+@pytest.mark.parametrize(("mirrors", "expected"), [(0.0, 0.0), (0.4, 0.4), (1.0, 1.0)])
+def test_share_of_mirrors(mirrors, expected):
+    environment = Reckoning(mirrors=mirrors)
+    signs = [
+        sign for seed in range(200) for question in environment.episode(seed, "hard").questions for sign in question
+    ]
+    assert sum(sign == MIRROR for sign in signs) / len(signs) == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -45,10 +64,9 @@ def test_right_answers_lead_to_the_end(level):
         for before, after in itertools.pairwise(questions):
             assert after.split()[0] == value(before)  # goes on from there
         for question in questions:
-            start, *signs = question.split()
-            assert len(signs) == LEVELS[level][1] and all(1 <= abs(int(sign)) <= 5 for sign in signs)
-            for stop in range(1, len(signs) + 1):
-                assert 0 <= int(start) + sum(map(int, signs[:stop])) <= 9
+            _, *signs = question.split()
+            assert len(signs) == LEVELS[level][1] and all(sign == "~" or 1 <= abs(int(sign)) <= 5 for sign in signs)
+            assert all(0 <= register <= 9 for register in thought(question))
         assert episode.target == " ".join(map(value, questions))
         targets[value(questions[-1])] += 1
         with pytest.raises(EnvironmentFault):
@@ -110,29 +128,31 @@ def turns(environment, count=800):
 
 def test_a_careful_demonstrator_thinks_rightly():
     for question, action in turns(Reckoning(slip=0, direct=0), 50):
-        thought, answer = action.split("\n")
-        start, *signs = map(int, question.split())
-        assert thought == " ".join(map(str, [start, *running_values(start, signs)]))
+        text, answer = action.split("\n")
+        assert text == " ".join(map(str, thought(question)))
         assert answer == f"answer {value(question)}"
 
 
 def test_rates_are_the_settings():
     environment = Reckoning(slip=0.1, direct=0.4, habit=0.5, guess=0.25)
     direct, slips = {0: [], 1: []}, []
-    guessed = []
+    guessed, wrong = [], Counter()
     for question, action in turns(environment):
         start = int(question.split()[0])
         direct[start % 2].append("\n" not in action)
         if "\n" not in action:
             guessed.append(action == f"answer {value(question)}")
+            wrong[(int(action.split()[1]) - int(value(question))) % 10] += not guessed[-1]
         else:
             values = list(map(int, action.split("\n")[0].split()))
             assert action.endswith(f"answer {values[-1]}")  # it says what it thought, right or wrong
-            signs = map(int, question.split()[1:])
-            slips += [after != before + sign for before, after, sign in zip(values, values[1:], signs, strict=False)]
+            signs = question.split()[1:]
+            steps = [thought(f"{before} {sign}")[-1] for before, sign in zip(values, signs, strict=False)]
+            slips += [after != right for after, right in zip(values[1:], steps, strict=True)]
     assert sum(direct[0]) / len(direct[0]) == pytest.approx(0.6, abs=0.06)
     assert sum(direct[1]) / len(direct[1]) == pytest.approx(0.2, abs=0.06)
     assert sum(guessed) / len(guessed) == pytest.approx(0.25, abs=0.07)
+    assert set(wrong) - {0} == set(range(1, 10)) and max(wrong.values()) < 0.2 * sum(wrong.values())  # any digit
     assert sum(slips) / len(slips) == pytest.approx(0.1, abs=0.03)
 
 
@@ -143,6 +163,7 @@ def test_rates_are_the_settings():
         ({"direct": 0.8, "habit": 0.5}, "options.habit"),
         ({"max_number": 6}, "options.max_number: 6"),
         ({"guess": -0.1}, "options.guess"),
+        ({"mirrors": 1.1}, "options.mirrors"),
     ],
 )
 def test_options_are_checked(options, part):
