@@ -1,7 +1,7 @@
 """The forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
 
-Nothing is copied from the module: every run reads its parameters where they are, so an optimizer step in place is all
-it takes to sample from new weights.
+Every run takes the module's parameters as they are when it begins, so an optimizer step in place is all it takes to
+sample from new weights. On a GPU they are read where they are; on a CPU the run packs copies (`layers.py`).
 
 n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size,
 Q query heads, K key/value heads.
@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 
 from rl_core.models.lora import is_lora, plain_linear, unwrap
 from rl_core.models.trunk import STATIC_ROPES
+from rl_core.rollouts.layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
 
 __all__ = ["Decoder", "Extension"]
 
 _FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_FEW_ROWS = 128
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -82,11 +82,13 @@ class Decoder:
 
     def bind(self) -> None:
         """Take hold of the module's parameters as they are now."""
-        self._layers = [_Layer(layer) for layer in self._base.model.layers]
+        layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
-        self._norm = _Norm(self._base.model.norm)
-        head = plain_linear(self._base.lm_head)
-        self._head, self._head_bias = head.weight.detach(), head.bias
+        if can_pack(self._base):
+            self._layers: Sequence[Layer] = [PackedLayer(layer) for layer in layers]
+            self._head: OutputHead = PackedOutputHead(self._base)
+        else:
+            self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
 
     @torch.inference_mode()
@@ -140,7 +142,7 @@ class Decoder:
                 scale=layer.scale,
                 enable_gqa=self.query_heads != self.kv_heads,
             )
-            x_NH = self._finish(layer, x_NH, out_MQTD.transpose(1, 2).reshape(rows * width, -1))
+            x_NH = layer.add_mlp(layer.add_attention(x_NH, out_MQTD.transpose(1, 2).reshape(rows * width, -1)))
         return kv
 
     @torch.inference_mode()
@@ -197,14 +199,14 @@ class Decoder:
             elif extension is not None:
                 extra_EE = self._attend_extension(layer, extension, extended_mask, qk_NhD, keys, values)
                 out_NE = torch.cat([out_NE, extra_EE])
-            x_NH = self._finish(layer, x_NH, out_NE)
-        return functional.linear(self._norm(x_NH), self._head, self._head_bias)
+            x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
+        return self._head(x_NH)
 
     def _project(
-        self, layer: _Layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
+        self, layer: Layer, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated queries and keys together [N, Q + K, D], and values [N, K, D], of one layer."""
-        heads_NhD = _join_linears(layer.input_norm(x_NH), layer.qkv).view(x_NH.shape[0], -1, self.head_dim)
+        heads_NhD = layer.heads(x_NH).view(x_NH.shape[0], -1, self.head_dim)
         qk_NhD, v_NKD = heads_NhD.split([self.query_heads + self.kv_heads, self.kv_heads], dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q_NQD, k_NKD = qk_NhD.split([self.query_heads, self.kv_heads], dim=1)
@@ -213,17 +215,9 @@ class Decoder:
         turned_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
         return torch.addcmul(qk_NhD * cos_N1D, turned_NhD, sin_N1D), v_NKD
 
-    def _finish(self, layer: _Layer, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
-        """Output projection, MLP and both residuals of one layer."""
-        weight, bias = layer.out
-        x_NH = torch.addmm(x_NH, attended_NE, weight.t())
-        if bias is not None:
-            x_NH.add_(bias)
-        return x_NH.add_(_mlp(layer, layer.mlp_norm(x_NH)))
-
     def _attend_extension(
         self,
-        layer: _Layer,
+        layer: Layer,
         extension: Extension,
         mask_X1rL: torch.Tensor,
         qk_NhD: torch.Tensor,
@@ -252,77 +246,6 @@ class Decoder:
         masked_XWL = self._positions[: extension.length] > extension.positions_XW[:, :, None]
         mask_XWL = torch.zeros_like(masked_XWL, dtype=self.dtype).masked_fill_(masked_XWL, -torch.inf)
         return mask_XWL.repeat(1, self.query_heads // self.kv_heads, 1)[:, None]
-
-
-class _Layer:
-    """One decoder layer's parameters, seen without their modules."""
-
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = [_parameters(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
-        self.out = _parameters(attention, "o_proj")
-        self.gate, self.up, self.down = (_parameters(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
-        self.q_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.k_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self.input_norm = _Norm(layer.input_layernorm)
-        self.mlp_norm = _Norm(layer.post_attention_layernorm)
-        self.scale: float = attention.scaling
-        self.act = mlp.act_fn
-
-
-class _Norm:
-    """x / rms(x) * weight over the last dimension."""
-
-    def __init__(self, module: Any) -> None:
-        self.weight = module.weight.detach()
-        self.eps: float = module.variance_epsilon
-        self._eps = self.weight.new_full((), self.eps)
-        self._on_cpu = self.weight.device.type == "cpu" and self.weight.dtype in (torch.float32, torch.float64)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if not self._on_cpu:
-            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        # fewer and cheaper kernels than the composite one that torch runs on a CPU
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
-        return (x * scale).mul_(self.weight)
-
-
-def _parameters(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias of a linear layer, under its adapter where it has one."""
-    linear = plain_linear(getattr(module, name))
-    return linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
-
-
-def _mlp(layer: _Layer, x_NH: torch.Tensor) -> torch.Tensor:
-    """down(act(gate(x)) * up(x))."""
-    if x_NH.device.type != "cpu" or x_NH.shape[0] > _FEW_ROWS:
-        gate_NF = layer.act(functional.linear(x_NH, *layer.gate))
-        return functional.linear(gate_NF.mul_(functional.linear(x_NH, *layer.up)), *layer.down)
-    # few rows are multiplied up to 1.4 times faster on a CPU as W x^T, which this whole block allows
-    x_HN = x_NH.t().contiguous()
-    gate_FN = layer.act(_transposed_linear(x_HN, *layer.gate))
-    return _transposed_linear(gate_FN.mul_(_transposed_linear(x_HN, *layer.up)), *layer.down).t()
-
-
-def _transposed_linear(x_HN: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """W x + bias, feature by feature."""
-    return torch.mm(weight, x_HN) if bias is None else torch.addmm(bias[:, None], weight, x_HN)
-
-
-def _join_linears(x_NH: torch.Tensor, linears: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
-    """Several linear layers of one input side by side in one buffer.
-
-    What follows then runs once over queries and keys together.
-    """
-    widths = [weight.shape[0] for weight, _ in linears]
-    joined = x_NH.new_empty(x_NH.shape[0], sum(widths))
-    for part, (weight, bias) in zip(joined.split(widths, dim=1), linears, strict=True):
-        if bias is None:
-            torch.mm(x_NH, weight.t(), out=part)
-        else:
-            torch.addmm(bias, x_NH, weight.t(), out=part)
-    return joined
 
 
 def _layer_parts(base: Any) -> list[Any]:

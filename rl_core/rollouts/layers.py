@@ -1,0 +1,181 @@
+"""One layer of Llama, Qwen2 or Qwen3 for decoding: its three products with weights, and the norms before them.
+
+`Layer` reads the module's parameters where they are. `PackedLayer`, for the CPU, multiplies by copies that are made
+anew before every run: transposed, with queries, keys and values side by side, gate and up too, and the norms' weights
+multiplied in. With a few dozen rows a matrix product on a CPU is bound by how it walks through the weights.
+
+N tokens, H hidden, F features of the MLP, V vocabulary, D head size, h all query, key and value heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from rl_core.models.lora import plain_linear
+
+__all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
+
+_PACKED_BYTES = 1 << 30  # larger copies cost memory that people miss, and their products are bound by reading anyway
+
+Weights = tuple[torch.Tensor, torch.Tensor | None]  # [out, in] and bias
+
+
+def can_pack(base: Any) -> bool:
+    """Whether copies of the weights are affordable and of use."""
+    weight = base.lm_head.weight
+    size = sum(p.numel() * p.element_size() for p in base.parameters())
+    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and size <= _PACKED_BYTES
+
+
+class RmsNorm:
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, module: Any) -> None:
+        self.weight = module.weight.detach()
+        self.eps: float = module.variance_epsilon
+        self._eps = self.weight.new_full((), self.eps)
+        self._on_cpu = self.weight.device.type == "cpu" and self.weight.dtype in (torch.float32, torch.float64)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Normed x, of the same shape."""
+        if not self._on_cpu:
+            return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return self.without_weight(x).mul_(self.weight)
+
+    def without_weight(self, x: torch.Tensor) -> torch.Tensor:
+        """x / rms(x)."""
+        # fewer and cheaper kernels than the composite one that torch runs on a CPU
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        return x * torch.addcmul(self._eps, norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+
+
+class Layer:
+    """One decoder layer's parameters, seen without their modules."""
+
+    def __init__(self, layer: Any) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = [_weights(attention, name) for name in ("q_proj", "k_proj", "v_proj")]
+        self.out = _weights(attention, "o_proj")
+        self.gate, self.up, self.down = (_weights(mlp, name) for name in ("gate_proj", "up_proj", "down_proj"))
+        self.q_norm = RmsNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.k_norm = RmsNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.input_norm = RmsNorm(layer.input_layernorm)
+        self.mlp_norm = RmsNorm(layer.post_attention_layernorm)
+        self.scale: float = attention.scaling
+        self.act = mlp.act_fn
+
+    def heads(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Queries, keys and values side by side: [N, h * D], before rotary embedding and norms of their own."""
+        x_NH = self.input_norm(x_NH)
+        widths = [weight.shape[0] for weight, _ in self.qkv]
+        joined = x_NH.new_empty(x_NH.shape[0], sum(widths))
+        for part, (weight, bias) in zip(joined.split(widths, dim=1), self.qkv, strict=True):
+            if bias is None:
+                torch.mm(x_NH, weight.t(), out=part)
+            else:
+                torch.addmm(bias, x_NH, weight.t(), out=part)
+        return joined
+
+    def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
+        """x + what was attended to, through the output projection."""
+        weight, bias = self.out
+        x_NH = torch.addmm(x_NH, attended_NE, weight.t())
+        return x_NH if bias is None else x_NH.add_(bias)
+
+    def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """x + down(act(gate(norm(x))) * up(norm(x))), in place."""
+        normed_NH = self.mlp_norm(x_NH)
+        gate_NF = self.act(functional.linear(normed_NH, *self.gate))
+        return x_NH.add_(functional.linear(gate_NF.mul_(functional.linear(normed_NH, *self.up)), *self.down))
+
+
+class PackedLayer(Layer):
+    """A layer that multiplies by packed copies of the module's parameters as they are now."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__(layer)
+        self._heads = _Packed(self.qkv, self.input_norm.weight)
+        self._out = _Packed([self.out])
+        self._gate_up = _Packed([self.gate, self.up], self.mlp_norm.weight)
+        self._down = _Packed([self.down])
+
+    def heads(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """As `Layer.heads`."""
+        return self._heads(self.input_norm.without_weight(x_NH))
+
+    def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
+        """As `Layer.add_attention`."""
+        return self._out.add(x_NH, attended_NE)
+
+    def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """As `Layer.add_mlp`."""
+        gate_NF, up_NF = self._gate_up(self.mlp_norm.without_weight(x_NH)).chunk(2, dim=1)
+        return self._down.add_(x_NH, self.act(gate_NF).mul_(up_NF))
+
+
+class OutputHead:
+    """The last norm and the logits."""
+
+    def __init__(self, base: Any) -> None:
+        self.norm = RmsNorm(base.model.norm)
+        self.head: Weights = _weights(base, "lm_head")
+
+    def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V]."""
+        return functional.linear(self.norm(x_NH), *self.head)
+
+
+class PackedOutputHead(OutputHead):
+    """The same by a packed copy."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__(base)
+        self._packed = _Packed([self.head], self.norm.weight)
+
+    def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V]."""
+        return self._packed(self.norm.without_weight(x_NH))
+
+
+class _Packed:
+    """Linear layers of one input, side by side and transposed: [in, out of all]."""
+
+    def __init__(self, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
+        """Copy the parameters; `scale_I` multiplies the inputs."""
+        weight = linears[0][0]
+        widths = [weight.shape[0] for weight, _ in linears]
+        self._weight = weight.new_empty(weight.shape[1], sum(widths))
+        for part, (weight, _) in zip(self._weight.split(widths, dim=1), linears, strict=True):
+            if scale_I is None:
+                part.copy_(weight.t())
+            else:
+                torch.mul(weight.t(), scale_I[:, None], out=part)
+        self._bias: torch.Tensor | None = None
+        if any(bias is not None for _, bias in linears):
+            self._bias = torch.cat(
+                [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in linears]
+            )
+
+    def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
+        """x W + bias."""
+        return torch.mm(x_NI, self._weight) if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
+
+    def add(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+        """base + x W + bias."""
+        added = torch.addmm(base_NO, x_NI, self._weight)
+        return added if self._bias is None else added.add_(self._bias)
+
+    def add_(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+        """The same in place."""
+        base_NO.addmm_(x_NI, self._weight)
+        return base_NO if self._bias is None else base_NO.add_(self._bias)
+
+
+def _weights(module: Any, name: str) -> Weights:
+    """Weight and bias of a linear layer, under its adapter where it has one."""
+    linear = plain_linear(getattr(module, name))
+    return linear.weight.detach(), linear.bias.detach() if linear.bias is not None else None
