@@ -92,7 +92,7 @@ class Reckoning(Environment):
         *,
         max_number: int = 5,
         mirrors: float = 0.4,
-        slip: float = 0.08,
+        slip: float = 0.05,
         direct: float = 0.35,
         habit: float = 0.6,
         guess: float = 0.2,
