@@ -126,6 +126,16 @@ def validate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def profile(arguments: argparse.Namespace) -> int:
+    """Say where a stage's time goes."""
+    settings = _load(arguments)
+    _prepare(settings)
+    from flows.profile import profile_stage
+
+    print(profile_stage(settings, arguments.stage, arguments.iterations, quiet=arguments.quiet))
+    return 0
+
+
 def stage(arguments: argparse.Namespace) -> int:
     """Run one stage."""
     settings = _load(arguments)

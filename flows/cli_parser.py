@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_validate, _add_stage, _add_evaluate, _add_analyze, _add_promote):
+    for add in (_add_run, _add_validate, _add_stage, _add_profile, _add_evaluate, _add_analyze, _add_promote):
         add(commands)
     for add in (_add_ui, _add_monitor, _add_runs, _add_doctor):
         add(commands)
@@ -133,6 +133,23 @@ def _add_stage(commands: Any) -> None:
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="run the stage again, even if it was finished before")
     _add_quiet(parser)
+
+
+def _add_profile(commands: Any) -> None:
+    examples = ["profile configs/demo.yaml", "profile configs/demo.yaml --stage sft --iterations 20"]
+    about = "say where the time of a training stage's iterations goes; a few of them are run"
+    parser = _add(commands, "profile", about, examples)
+    _add_config(parser)
+    parser.add_argument("--stage", metavar="NAME", choices=STAGE_NAMES, help="a training stage (default: the last one)")
+    parser.add_argument("--iterations", "-n", metavar="N", type=_at_least_two, default=8, help="how many (default: 8)")
+    _add_quiet(parser)
+
+
+def _at_least_two(text: str) -> int:
+    """Iterations to profile: the first only warms up."""
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 2: the first iteration only warms up")
+    return int(text)
 
 
 def _add_evaluate(commands: Any) -> None:

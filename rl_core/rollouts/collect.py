@@ -13,6 +13,7 @@ from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.steps import PendingTurn, StepPool, Turnover
 from rl_core.settings import SamplingSettings
+from rl_core.timing import span
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, Trajectory, Turn
 
 __all__ = ["EpisodeRequest", "Renderer", "collect"]
@@ -125,7 +126,8 @@ class _EpisodeSession:
 
     def begin(self, max_length: int) -> None:
         """Take the opening messages, of which a context of `max_length` tokens has to leave some room."""
-        self.messages = self._reset.result() if self._reset else self._guard(self._episode.reset)
+        with span("environment"):
+            self.messages = self._reset.result() if self._reset else self._guard(self._episode.reset)
         if not self.messages:
             raise EnvironmentFault(f"{self.place}: the episode began without a message")
         self.prompt_ids = self._renderer.prompt_ids(self.messages)
@@ -144,7 +146,9 @@ class _EpisodeSession:
             self._stop_reason = StopReason.MAX_TOKENS
             return None
         if self._pool is None:
-            return self._take(self._guard(self._episode.step, text))
+            with span("environment"):
+                step = self._guard(self._episode.step, text)
+            return self._take(step)
         call = self._pool.submit(f"{self.place}: a step", self._guard, self._episode.step, text)
         return PendingTurn(call, self._take)
 

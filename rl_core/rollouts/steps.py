@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_core.environments.base import Step
 from rl_core.errors import EnvironmentFault
+from rl_core.timing import span
 
 __all__ = ["Call", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
 
@@ -116,7 +117,9 @@ class PendingTurn:
 
     def result(self) -> list[int] | None:
         """Wait for the step; then what `advance` gives otherwise. To be called once, by the decoding thread."""
-        return self._finish(self.call.result())
+        with span("environment"):
+            step = self.call.result()
+        return self._finish(step)
 
 
 Turnover = list[int] | PendingTurn | None  # what `Session.advance` gives
@@ -130,4 +133,5 @@ def resolve(turnover: Turnover) -> list[int] | None:
 def wait_for_any(turns: Collection[PendingTurn]) -> None:
     """Return as soon as one of them is done. Raises: EnvironmentFault when one is overdue."""
     while not any([turn.done() for turn in turns]):  # a list: every one is looked at
-        wait([turn.call.future for turn in turns], timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+        with span("environment"):
+            wait([turn.call.future for turn in turns], timeout=_LOOK_S, return_when=FIRST_COMPLETED)

@@ -21,6 +21,7 @@ from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, h
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
+from rl_core.timing import span
 from rl_core.trainers.credit import compared_rewards, estimated_advantages, fill_masked_rewards
 from rl_core.trainers.replay import Sample
 from rl_core.trainers.update import Updater
@@ -96,13 +97,15 @@ class Experience:
     @torch.no_grad()
     def measure_old(self, plan: Plan) -> None:
         """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
-        self.old_logprobs_RS = self._logprobs(self.learner.policy, plan)
+        with span("measure"):
+            self.old_logprobs_RS = self._logprobs(self.learner.policy, plan)
 
     @torch.no_grad()
     def measure_reference(self, plan: Plan) -> None:
         """Log-probs of the reference, once for all epochs."""
         assert self.learner.reference is not None
-        self.ref_logprobs_RS = self._logprobs(self.learner.reference, plan)
+        with span("reference"):
+            self.ref_logprobs_RS = self._logprobs(self.learner.reference, plan)
 
     @torch.no_grad()
     def measure_values(self, plan: Plan) -> None:
@@ -117,7 +120,7 @@ class Experience:
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
-        with evaluating(critic), self.learner.updater.autocast():
+        with span("measure"), evaluating(critic), self.learner.updater.autocast():
             self._each_batch(plan, measure)
         self.values_RS, self.value_after_R = values_RS, after_R
 

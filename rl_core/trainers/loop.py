@@ -25,6 +25,7 @@ from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
 from rl_core.faults import fault
 from rl_core.metrics import MetricHistory
 from rl_core.settings import LoopSettings
+from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.trainers.memory import peak_memory_gb
 from rl_core.trainers.resume import (
@@ -36,6 +37,7 @@ from rl_core.trainers.resume import (
     trainable_weights,
 )
 from rl_core.trainers.signals import StopRequests
+from rl_core.trainers.throughput import throughput_metrics
 from rl_core.trainers.update import Updater
 
 __all__ = ["LoopOutcome", "Trainer", "run_loop"]
@@ -174,6 +176,7 @@ class _Loop:
     state: _Progress = field(default_factory=_Progress)
     best_weights: dict[str, torch.Tensor] | None = None
     saved: tuple[int, int] | None = None  # (iteration, evaluated_iteration) of the newest checkpoint
+    overheads: dict[str, float] = field(default_factory=dict)  # seconds of tracking and checkpoints, not yet reported
 
     def run(self, allow_changed: bool) -> LoopOutcome:
         started = self.clock()
@@ -215,9 +218,15 @@ class _Loop:
         self._stop_when_asked()
         fault("loop.step")
         started = self.clock()
-        metrics = dict(self.trainer.step())
+        with collected() as spans:
+            metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - started
         metrics["perf/memory_gb"] = peak_memory_gb(self.trainer.model)
+        updater = self.trainer.updater
+        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=updater.computes_in_bfloat16)
+        spans.pop("optimizer_flops", None)
+        metrics |= {f"perf/{name}_seconds": seconds for name, seconds in (spans | self.overheads).items()}
+        self.overheads.clear()
         self.state.iteration += 1
         fault("loop.stepped")
         finite = self._log(metrics)
@@ -234,10 +243,16 @@ class _Loop:
             logger.warning("metrics that are not finite: %s", ", ".join(sorted(values.keys() - finite.keys())))
         if self.state.nonfinite_metrics:
             finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
+        started = self.clock()
         self.tracker.log_metrics(finite, self.trainer.updater.step)
         self.history.observe(finite, self.trainer.updater.step)
         self._export(EXPORT_SECONDS)
+        self._spent("tracking", started)
         return finite
+
+    def _spent(self, name: str, started: float) -> None:
+        """Note seconds that the next iteration reports, being over only after this one has reported."""
+        self.overheads[name] = self.overheads.get(name, 0.0) + self.clock() - started
 
     def _export(self, after: float = 0.0) -> None:
         """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
@@ -311,6 +326,7 @@ class _Loop:
         place = (self.state.iteration, self.state.evaluated_iteration)
         if self.checkpoints is None or self.saved == place:
             return
+        started = self.clock()
         self.checkpoints.save(
             {
                 "model": trainable_weights(self.trainer.model),
@@ -324,6 +340,7 @@ class _Loop:
             }
         )
         self.saved = place
+        self._spent("checkpoint", started)
         fault("loop.saved")
 
     def _resume(self, allow_changed: bool) -> None:

@@ -30,6 +30,7 @@ from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.states import TurnStates, turn_states
 from rl_core.settings import PolicySettings, RollbackSettings
+from rl_core.timing import span
 from rl_core.trainers.experience import make_learner
 from rl_core.trainers.policy_update import PolicyUpdate
 from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
@@ -269,7 +270,7 @@ class PolicyGradientTrainer:
 
     def _embed(self, rollouts: Sequence[Rollout]) -> list[TurnStates]:
         """The policy's states at the turns of these rollouts, as it is before this iteration's update."""
-        with self.updater.autocast():
+        with span("states"), self.updater.autocast():
             return turn_states(
                 self.policy, rollouts, pad_id=self.learner.pad_id, max_tokens=self.settings.micro_batch_tokens
             )

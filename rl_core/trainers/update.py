@@ -17,6 +17,7 @@ from torch import nn
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
+from rl_core.timing import count, span
 from rl_core.trainers.micro_batches import combine_metrics, halve, padded_tokens
 from rl_core.trainers.optimizers import (
     Grokfast,
@@ -25,6 +26,7 @@ from rl_core.trainers.optimizers import (
     enable_activation_checkpointing,
     learning_rate_at,
 )
+from rl_core.trainers.throughput import sequence_lengths, step_flops
 
 __all__ = ["LossFn", "Updater"]
 
@@ -75,6 +77,11 @@ class Updater:
         """Learning rate of the next update."""
         return self.learning_rate_scale * learning_rate_at(self.step, self.settings, self.total_steps)
 
+    @property
+    def computes_in_bfloat16(self) -> bool:
+        """Whether matrix products are taken in bfloat16, by autocast or because the weights are."""
+        return self.settings.autocast == "bfloat16" or self._weights[0].dtype == torch.bfloat16
+
     def autocast(self) -> AbstractContextManager[None]:
         """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
 
@@ -113,6 +120,12 @@ class Updater:
         """
         if not micro_batches:
             raise DataError("an optimizer step needs at least one micro-batch")
+        lengths = [length for batch in micro_batches for length in sequence_lengths(batch)]
+        count("optimizer_flops", step_flops(self.model, lengths))
+        with span("optimizer"):
+            return self._apply(micro_batches, loss_fn)
+
+    def _apply(self, micro_batches: Sequence[Batch], loss_fn: LossFn[Batch]) -> dict[str, float]:
         self.model.train()
         parts, problem = self._accumulate(list(micro_batches), loss_fn)
         metrics = combine_metrics(parts)

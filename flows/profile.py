@@ -1,0 +1,146 @@
+"""`posttrain profile`: where the time of a training stage's iterations goes."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_core.errors import SettingsError
+from rl_core.timing import INSIDE
+from tasks.config import PipelineSettings
+from tasks.tracking.journal import read_metrics
+
+__all__ = ["TRAINING_STAGES", "Part", "profile_stage", "profile_table", "shortened", "time_parts"]
+
+TRAINING_STAGES = ("sft", "preference", "reward_model", "policy", "thoughts")  # in the order of the pipeline
+
+_LABELS = {
+    "rollout": "rollouts: decoding",
+    "environment": "rollouts: environment and tools",
+    "reward": "rewards",
+    "states": "rewards: the policy's states",
+    "reference": "update: reference log-probs",
+    "measure": "update: old log-probs and values",
+    "optimizer": "update: optimizer steps",
+    "update": "update: the rest",
+    "eval": "validation",
+    "checkpoint": "checkpoints",
+    "tracking": "metrics to journal and history",
+}
+_OUTSIDE = ("eval", "checkpoint", "tracking")  # not within perf/step_seconds
+_FIGURES = {
+    "perf/tokens_per_second": ("tokens/s", "{:,.0f}"),
+    "perf/rollout_tokens_per_second": ("sampled tokens/s while rolling out", "{:,.0f}"),
+    "perf/update_tflops": ("TFLOP/s of the optimizer steps", "{:.3g}"),
+    "perf/mfu": ("of the GPU's bfloat16 peak (MFU)", "{:.1%}"),
+    "perf/memory_gb": ("GB at most", "{:.2f}"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One line of the profile."""
+
+    label: str
+    seconds: float  # of an iteration, mean
+    share: float  # of everything
+
+
+def time_parts(records: Sequence[tuple[int, Mapping[str, float]]]) -> list[Part]:
+    """Where the iterations' time went, each second in one part, the longest first; the first iteration warms up.
+
+    Args:
+        records: (step, metrics) as the journal holds them; an iteration has perf/step_seconds, a validation
+            perf/eval_seconds. What an iteration reports of checkpoints and tracking was spent just before it.
+    Returns: [] with fewer than two iterations.
+    """
+    iterations = [index for index, (_, metrics) in enumerate(records) if "perf/step_seconds" in metrics]
+    if len(iterations) < 2:
+        return []
+    measured = [metrics for _, metrics in records[iterations[0] + 1 :]]
+    spent: dict[str, float] = {}
+    for metrics in measured:
+        for name in {*_LABELS, "step"}:
+            spent[name] = spent.get(name, 0.0) + metrics.get(f"perf/{name}_seconds", 0.0)
+    total = spent.pop("step") + sum(spent[name] for name in _OUTSIDE)
+    own = dict(spent)
+    for inner, outer in INSIDE.items():
+        if spent[outer]:  # a stage that does not time the outer one has the inner one by itself
+            own[outer] -= spent[inner]
+    own["other"] = total - sum(own.values())
+    labels = _LABELS | {"other": "the rest: batches, statistics"}
+    parts = [Part(labels[name], seconds / (len(iterations) - 1), seconds / total) for name, seconds in own.items()]
+    return sorted((part for part in parts if part.share >= 0.0005), key=lambda part: -part.seconds)
+
+
+def shortened(settings: PipelineSettings, name: str, iterations: int) -> PipelineSettings:
+    """The pipeline with `iterations` iterations of a stage, in its first curriculum stage, never stopped early.
+
+    Its models are registered under a name of their own, so that no version of the real one is made.
+    """
+    stage = getattr(settings.stages, name)
+    changes: dict[str, Any] = {"max_steps": iterations} if hasattr(stage, "max_steps") else {"iterations": iterations}
+    for field, value in (("patience", None), ("early_stop", None), ("require_genuine", False)):
+        if hasattr(stage, field):
+            changes[field] = value
+    if getattr(stage, "curriculum", None):
+        first = dataclasses.replace(
+            stage.curriculum[0], exit_conditions=type(stage.curriculum[0].exit_conditions)(), max_iterations=None
+        )
+        changes["curriculum"] = type(stage.curriculum)([first])
+    if hasattr(stage, "warmup_steps"):
+        changes["warmup_steps"] = min(stage.warmup_steps, iterations - 1)
+    stages = dataclasses.replace(settings.stages, **{name: dataclasses.replace(stage, **changes)})
+    registered = f"{settings.tracking.registered_model or settings.name}-profile"
+    tracking = dataclasses.replace(settings.tracking, registered_model=registered)
+    return dataclasses.replace(settings, stages=stages, tracking=tracking)
+
+
+def profile_stage(settings: PipelineSettings, name: str | None, iterations: int, *, quiet: bool = False) -> str:
+    """Run a few iterations of a stage and say where their time went; earlier stages come from finished runs, or run.
+
+    Args:
+        name: a training stage of the config; None = the last one.
+    Raises: SettingsError when the config has no such stage.
+    """
+    from flows.single_stage import run_stage
+
+    there = [stage for stage in TRAINING_STAGES if getattr(settings.stages, stage) is not None]
+    if not there:
+        raise SettingsError("there is no training stage to profile")
+    chosen = name or there[-1]
+    if chosen not in there:
+        raise SettingsError(f"the configuration has no stage '{chosen}' to profile, only {', '.join(there)}")
+    result = run_stage(shortened(settings, chosen, iterations), chosen, quiet=quiet)
+    return profile_table(chosen, read_metrics(Path(result.results[chosen].folder)))
+
+
+def profile_table(name: str, records: Sequence[tuple[int, Mapping[str, float]]], width: int | None = None) -> str:
+    """The profile as text."""
+    parts = time_parts(records)
+    if not parts:
+        return f"{name}: fewer than two iterations were recorded, so there is nothing to compare"
+    steps = [metrics for _, metrics in records if "perf/step_seconds" in metrics][1:]
+    table = Table(pad_edge=False, title=f"{name.replace('_', ' ')}: {len(steps)} iterations after the first")
+    table.add_column("part")
+    table.add_column("seconds an iteration", justify="right")
+    table.add_column("share", justify="right")
+    for part in parts:
+        table.add_row(part.label, f"{part.seconds:.4f}", f"{part.share:.1%}")
+    table.add_section()
+    table.add_row("all", f"{sum(part.seconds for part in parts):.4f}", "")
+    out = io.StringIO()
+    Console(file=out, width=width or 100, no_color=True).print(table)
+    lines = [out.getvalue().rstrip()]
+    for metric, (label, form) in _FIGURES.items():
+        values = [metrics[metric] for metrics in steps if metric in metrics]
+        if values:
+            lines.append(f"{form.format(statistics.median(values))} {label} (median)")
+    return "\n".join(lines)

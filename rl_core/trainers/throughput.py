@@ -1,0 +1,98 @@
+"""Floating-point operations of an optimizer step, and what share of a GPU's peak they are.
+
+S tokens of a sequence, N parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["peak_flops", "sequence_lengths", "step_flops", "throughput_metrics"]
+
+# dense bfloat16 peaks of the makers' data sheets, 10^12 operations a second; the first name that fits counts
+_PEAKS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "L40S": 362, "L4": 121,
+    "A10G": 70, "A10": 125, "RTX 4090": 165,
+}  # fmt: skip
+
+
+def sequence_lengths(batch: object) -> list[int]:
+    """Real tokens of every sequence of a micro-batch; [] where nothing in it says so.
+
+    They are read off `..._lengths_B`, else the attention mask; packed rows are taken apart.
+    """
+    names = [field.name for field in dataclasses.fields(batch)] if dataclasses.is_dataclass(batch) else []
+    fields = {name: getattr(batch, name) for name in names}
+    counted = [value for name, value in fields.items() if name.endswith("lengths_B")]
+    if counted:
+        return [int(length) for lengths_B in counted for length in lengths_B.tolist()]
+    mask_BS, positions_BS = fields.get("attention_mask_BS"), fields.get("position_ids_BS")
+    if mask_BS is None:
+        return []
+    if positions_BS is None:
+        return [int(length) for length in mask_BS.sum(1).tolist()]
+    lengths = []
+    for mask_S, positions_S in zip(mask_BS, positions_BS, strict=True):
+        real_S = positions_S[mask_S]
+        starts = torch.nonzero(real_S == 0).flatten().tolist()
+        lengths += [stop - start for start, stop in zip(starts, [*starts[1:], len(real_S)], strict=True)]
+    return lengths
+
+
+def step_flops(model: nn.Module, lengths: list[int]) -> float:
+    """Operations of forward and backward over sequences of these lengths, without any recomputation.
+
+    Per token 2 N forward and 2 N backward to activations, for every parameter that multiplies (the input embedding is
+    looked up, unless it is the head as well), and 2 N for the gradients of trainable ones; causal attention adds
+    6 layers width S, width = heads times head size. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which
+    counts attention twice as much, as if it were not causal.
+    """
+    fixed = trainable = 0
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    heads = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    for parameter in model.parameters():
+        if id(parameter) in embeddings - heads:
+            continue
+        if parameter.requires_grad:
+            trainable += parameter.numel()
+        else:
+            fixed += parameter.numel()
+    attention = sum(6 * layers * width for layers, width in _transformers(model))
+    tokens = sum(lengths)
+    return float((6 * trainable + 4 * fixed) * tokens + attention * sum(length * length for length in lengths))
+
+
+def _transformers(model: nn.Module) -> list[tuple[int, int]]:
+    """(layers, heads times head size) of every transformer within: a critic of its own is a second one."""
+    found = []
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        layers = getattr(module, "layers", None)
+        if isinstance(layers, nn.ModuleList) and hasattr(config, "num_attention_heads"):
+            size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+            found.append((len(layers), config.num_attention_heads * size))
+    return found
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak of a GPU in dense bfloat16, operations a second; None where it is not known."""
+    return next((peak * 1e12 for name, peak in _PEAKS.items() if name in device_name), None)
+
+
+def throughput_metrics(spans: Mapping[str, float], model: nn.Module, *, is_bfloat16: bool) -> dict[str, float]:
+    """perf/update_tflops: 10^12 operations a second of the optimizer steps; on a known GPU in bfloat16 perf/mfu too."""
+    if not spans.get("optimizer") or not spans.get("optimizer_flops"):
+        return {}
+    rate = spans["optimizer_flops"] / spans["optimizer"]
+    metrics = {"perf/update_tflops": rate / 1e12}
+    device = next(model.parameters()).device
+    if device.type == "cuda" and is_bfloat16:
+        peak = peak_flops(torch.cuda.get_device_name(device))
+        if peak is not None:
+            metrics["perf/mfu"] = rate / peak
+    return metrics

@@ -1,0 +1,89 @@
+"""posttrain profile: seconds shared out by hand, shortened settings, and a real run from the command line."""
+
+import pytest
+
+from flows.profile import profile_table, shortened, time_parts
+from rl_core.errors import SettingsError
+from tasks.config import load, resolve
+
+WARM_UP = {"perf/step_seconds": 100.0, "perf/rollout_seconds": 90.0}
+POLICY = {
+    "perf/step_seconds": 10.0,
+    "perf/rollout_seconds": 4.0,
+    "perf/environment_seconds": 1.0,
+    "perf/reward_seconds": 2.0,
+    "perf/update_seconds": 3.5,
+    "perf/reference_seconds": 0.5,
+    "perf/measure_seconds": 0.25,
+    "perf/optimizer_seconds": 2.5,
+    "perf/tracking_seconds": 0.5,
+    "perf/checkpoint_seconds": 1.0,
+    "perf/tokens_per_second": 1000.0,
+}
+
+
+def seconds_of(records):
+    return {part.label: part.seconds for part in time_parts(records)}
+
+
+def test_every_second_is_in_one_part():
+    records = [(1, WARM_UP), (2, POLICY), (2, {"perf/eval_seconds": 3.0}), (3, POLICY)]
+    parts = seconds_of(records)
+    assert parts == pytest.approx(
+        {
+            "rollouts: decoding": 3.0,
+            "rollouts: environment and tools": 1.0,
+            "rewards": 2.0,
+            "update: optimizer steps": 2.5,
+            "update: reference log-probs": 0.5,
+            "update: old log-probs and values": 0.25,
+            "update: the rest": 0.25,
+            "checkpoints": 1.0,
+            "metrics to journal and history": 0.5,
+            "validation": 1.5,
+            "the rest: batches, statistics": 0.5,
+        }
+    )
+    assert sum(parts.values()) == pytest.approx(10 + 0.5 + 1.0 + 1.5)
+    found = time_parts(records)
+    assert [part.seconds for part in found] == sorted((part.seconds for part in found), reverse=True)
+    assert sum(part.share for part in found) == pytest.approx(1)
+
+
+def test_a_stage_that_only_updates():
+    step = {"perf/step_seconds": 2.0, "perf/optimizer_seconds": 1.5}
+    assert seconds_of([(1, WARM_UP), (2, step)]) == pytest.approx(
+        {"update: optimizer steps": 1.5, "the rest: batches, statistics": 0.5}
+    )
+
+
+def test_the_table():
+    text = profile_table("policy", [(1, WARM_UP), (2, POLICY)])
+    assert "policy: 1 iterations after the first" in text and "1,000 tokens/s (median)" in text
+    assert "rollouts: decoding" in text and "3.0000" in text
+    assert "nothing to compare" in profile_table("policy", [(1, WARM_UP)])
+
+
+def test_shortened_settings_are_valid_and_make_no_version_of_the_real_model():
+    settings = load("configs/demo.yaml")
+    short = shortened(settings, "policy", 5)
+    assert short.stages.policy.iterations == 5 and len(short.stages.policy.curriculum) <= 1
+    assert short.stages.sft == settings.stages.sft and short.stages.reward_model == settings.stages.reward_model
+    assert short.tracking.registered_model == "demo-profile"
+    from tasks.config import from_dict
+
+    for name in ("policy", "sft", "reward_model"):
+        changed = shortened(settings, name, 5)
+        assert from_dict(resolve(changed)) == changed  # passes every check of a configuration
+    for config in ("maze", "thoughts", "dpo"):
+        last = {"maze": "policy", "thoughts": "thoughts", "dpo": "preference"}[config]
+        changed = shortened(load(f"configs/{config}.yaml"), last, 5)
+        assert from_dict(resolve(changed)) == changed
+
+
+def test_unknown_stages(tmp_path):
+    from flows.profile import profile_stage
+
+    settings = load("configs/dpo.yaml")
+    with pytest.raises(SettingsError, match="no stage 'policy' to profile, only sft, preference"):
+        profile_stage(settings, "policy", 5)
