@@ -267,7 +267,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     command.__name__: command
-    for command in (run, validate, stage, evaluate, analyze, promote, ui, monitor, runs, doctor)
+    for command in (run, validate, stage, profile, evaluate, analyze, promote, ui, monitor, runs, doctor)
 }
 
 if __name__ == "__main__":

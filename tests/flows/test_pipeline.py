@@ -1,6 +1,7 @@
 """The main job, end to end, on configs/test.yaml: results, cache, kill and resume, registry."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -143,6 +144,22 @@ def test_mlflow_has_one_parent_and_one_nested_run_a_stage_with_every_metric(firs
 def metric_value(result, stage, name):
     rows = [dict(values) for _, values in metric_rows(result.results[stage].folder)]
     return [row[name] for row in rows if name in row][-1]
+
+
+def test_every_second_of_an_iteration_is_accounted_for(first):
+    from flows.profile import time_parts
+    from tasks.tracking.journal import read_metrics
+
+    records = read_metrics(Path(first[1].results["policy"].folder))
+    steps = [metrics for _, metrics in records if "perf/step_seconds" in metrics][1:]
+    parts = {part.label: part.seconds * len(steps) for part in time_parts(records)}
+    spent = sum(sum(row.get(f"perf/{name}_seconds", 0) for name in ("tracking", "checkpoint", "step")) for row in steps)
+    assert len(steps) == 5 and math.isclose(sum(parts.values()), spent, rel_tol=0.01)  # parts of less than 0.05% are left out
+    assert {"rollouts: decoding", "rollouts: environment and tools", "rewards", "checkpoints"} <= set(parts)
+    assert all(seconds > 0 for seconds in parts.values())
+    assert all(row["perf/update_tflops"] > 0 for row in steps if "perf/optimizer_seconds" in row)
+    sft = read_metrics(Path(first[1].results["sft"].folder))
+    assert "update: optimizer steps" in {part.label for part in time_parts(sft)}
 
 
 def test_the_same_config_again_runs_nothing_and_changes_nothing(first):
