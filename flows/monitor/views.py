@@ -33,6 +33,7 @@ _TONES = {
     "silent": "bad",
 }  # fmt: skip
 MAX_CHARTS = 24  # on one tab
+ROUNDING = 1e-9  # what differs by less, relative to its size, is the same number
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,12 @@ def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def _varies(series: Series) -> bool:
-    """Whether a curve is worth the room: a KL of exactly 0 is not."""
+    """Whether a curve is worth the room: a KL of exactly 0 is not, nor what differs by rounding alone."""
     values = series.arrays()[2]
-    return len(values) > 1 and float(values.max()) > float(values.min())
+    if len(values) < 2:
+        return False
+    low, high = float(values.min()), float(values.max())
+    return high - low > ROUNDING * max(1.0, abs(low), abs(high))
 
 
 def _metric(name: str, pairs: Runs, choice: Choice) -> dict[str, Any]:

@@ -104,6 +104,16 @@ def test_what_has_not_begun_is_not_overdue_and_never_begins_after_the_end() -> N
     assert not waiting.future.done() and began == []
 
 
+def test_a_call_behind_one_that_hangs_does_not_wait_for_ever() -> None:
+    release = threading.Event()
+    with pytest.raises(EnvironmentFault, match=r"first has not returned within 0\.05 s"), StepPool(1, 0.05) as pool:
+        pool.submit("first", release.wait, PATIENCE_S)
+        waiting = pool.submit("second", lambda: 2)
+        waiting.result()
+    release.set()
+    assert not waiting.future.done()
+
+
 @pytest.mark.parametrize("cls", BACKENDS)
 def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
     """12 sessions whose first steps only return once all 12 are waiting."""
