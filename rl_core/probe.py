@@ -100,7 +100,7 @@ def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tu
             logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
             total -= float(logprobs_BS.double().sum())  # 0 where a token carries no loss
             tokens += batch.num_loss_tokens
-    return (total / tokens, len(rows)) if tokens else (None, 0)
+    return total / tokens, len(rows)
 
 
 @torch.no_grad()

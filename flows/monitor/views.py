@@ -216,7 +216,8 @@ def stage_table(run: RunView) -> dict[str, Any]:
         )
         elapsed = None
         if stage.started and stage.status != "cached":
-            elapsed = (stage.ended or (now if stage.status == "running" else stage.started)) - stage.started
+            last = now if stage.status == "running" else stage.journal.modified if stage.journal is not None else 0.0
+            elapsed = max(0.0, (stage.ended or last) - stage.started)  # of one that was killed: up to its last record
         message = stage.message if stage.status == "running" else stage.note
         rows.append(
             [

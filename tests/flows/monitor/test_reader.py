@@ -104,6 +104,19 @@ def test_a_run_on_another_machine_is_judged_by_what_it_writes(tmp_path):
     assert run.status == "silent" and "gpu-box" in run.why
 
 
+def test_a_stage_without_metrics_does_not_hide_those_of_the_others(tmp_path):
+    """Nobody looks at the run, so that only the times of its files tell that it goes on."""
+    home = make_run(tmp_path)
+    (home / "run.json").write_text(json.dumps({**json.loads((home / "run.json").read_text()), "host": "elsewhere"}))
+    (home / "runs/2027-01-15-08-00-00/metrics.jsonl").unlink()
+    (home / "stages/sft/aaaa.tracking/metrics.jsonl").unlink()
+    for path in home.rglob("events.jsonl"):
+        os.utime(path, (START, START))
+    os.utime(home / "stages/policy/bbbb.tracking/metrics.jsonl", (time.time(), time.time()))
+    (run,) = Reader(tmp_path).runs()
+    assert (run.status, run.why) == ("running", "on elsewhere")
+
+
 def test_half_written_files_are_read_as_far_as_they_go(tmp_path):
     home = make_run(tmp_path)
     (home / "run.json").write_text('{"started": "2027')

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from adapters import fakes, hide
 
 from rl_core.environments import make
 from rl_core.environments.base import HELDOUT_START
-from rl_core.errors import SettingsError
+from rl_core.errors import EnvironmentFault, SettingsError
 
 
 @pytest.fixture
@@ -63,6 +65,16 @@ def test_prompts_of_several_messages(fake: None) -> None:
 def test_equal_prompts_are_never_in_both_splits(fake: None) -> None:
     with pytest.raises(SettingsError, match="of the 20 tasks of 'adding_tasks:Repeating' none is left for"):
         make("verifiers", {"taskset": "adding_tasks:Repeating", "heldout": 0.5}).seeds("train")
+
+
+def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> None:
+    environment = make("verifiers", {"taskset": "adding_tasks:Shuffled", "config": {"count": 40}, "workers": 1})
+    assert environment.episode(1, "all").step(environment.episode(1, "all").target).reward == 1.0
+    (child,) = environment._children._alive
+    os.kill(child._process.pid, signal.SIGKILL)
+    assert environment.episode(1, "all").step("x").info["scoring"].startswith("scoring failed: a child process died")
+    with pytest.raises(EnvironmentFault, match=r"has another task number .* each time it is read"):
+        environment.episode(1, "all").step("x")
 
 
 @pytest.mark.parametrize(
