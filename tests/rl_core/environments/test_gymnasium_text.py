@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from adapters import fakes, hide
+from adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.gymnasium_text import plain
 from rl_core.errors import EnvironmentFault, SettingsError
 
-
-@pytest.fixture
-def fake() -> Iterator[None]:
-    with fakes("gymnasium"):
-        yield
+fake = stand_in("gymnasium")
 
 
 def test_colours_become_brackets() -> None:
@@ -136,12 +130,6 @@ def test_mistakes_are_named(fake: None, options: dict, part: str) -> None:
     with pytest.raises(SettingsError) as caught:
         make("gymnasium", options)
     assert part in str(caught.value)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "gymnasium")
-    with pytest.raises(SettingsError, match=r"not installed; pip install 'posttrain\[gymnasium\]'"):
-        make("gymnasium", {"id": "FrozenLake-v1"})
 
 
 @pytest.mark.filterwarnings("ignore")

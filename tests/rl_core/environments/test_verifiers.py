@@ -5,21 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adapters import fakes, hide
+from adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.base import HELDOUT_START
 from rl_core.errors import EnvironmentFault, SettingsError
 
-
-@pytest.fixture
-def fake() -> Iterator[None]:
-    with fakes("verifiers"):
-        yield
+fake = stand_in("verifiers")
 
 
 def test_an_episode_by_hand(fake: None) -> None:
@@ -98,12 +93,6 @@ def test_what_cannot_be_played_is_refused(fake: None, options: dict, part: str) 
     with pytest.raises(SettingsError) as caught:
         make("verifiers", options).seeds("train")
     assert part in str(caught.value)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "verifiers")
-    with pytest.raises(SettingsError, match=r"not installed; pip install 'posttrain\[verifiers\]'"):
-        make("verifiers", {"taskset": "x"})
 
 
 REAL = """
