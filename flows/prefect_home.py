@@ -11,6 +11,8 @@ import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
+from rl_core.errors import BackendError
+
 __all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect", "start_embedded_server"]
 
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
@@ -49,6 +51,7 @@ def start_embedded_server() -> None:
 
     Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then has nobody to tell
     that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end.
+    Raises: BackendError when it does not answer in time.
     """
     from prefect.settings import get_current_settings
 
@@ -58,5 +61,15 @@ def start_embedded_server() -> None:
     from prefect.server.api.server import SubprocessASGIServer
 
     in_own_session = functools.partial(subprocess.Popen, start_new_session=True)
-    with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
-        SubprocessASGIServer().start()
+    server = SubprocessASGIServer()
+    try:
+        with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
+            server.start()
+    except Exception as error:  # RuntimeError, or whatever its client raises while the server is busy with its start
+        server.stop()
+        limit = settings.server.ephemeral.startup_timeout_seconds
+        raise BackendError(
+            f"Prefect's embedded server did not start within about {limit} s: {error} Is this machine very busy? Try "
+            "again, give it longer with PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=600, or use a server that "
+            "runs already: PREFECT_API_URL=http://127.0.0.1:4200/api"
+        ) from error
