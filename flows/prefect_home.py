@@ -5,16 +5,21 @@ Imported before Prefect itself. Whatever the user has set stays.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from rl_core.errors import BackendError
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect", "start_embedded_server"]
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
@@ -46,11 +51,23 @@ def prepare_prefect(output: Path | None = None) -> None:
         Path(os.environ.get("PREFECT_HOME", output)).mkdir(parents=True, exist_ok=True)
 
 
+def own_session() -> Callable[..., subprocess.Popen[Any]]:
+    """`Popen` into a session of its own; the child gets SIGTERM when the thread that started it is gone (Linux)."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError, TypeError):  # another system: a child of a killed run stays
+        return functools.partial(subprocess.Popen, start_new_session=True)
+    return functools.partial(
+        subprocess.Popen, start_new_session=True, preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    )
+
+
 def start_embedded_server() -> None:
     """Start Prefect's embedded server, where no other one is set, out of reach of this terminal's Ctrl-C.
 
     Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then has nobody to tell
-    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end.
+    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end, and
+    on Linux no longer, however we end.
     Raises: BackendError when it does not answer in time.
     """
     from prefect.settings import get_current_settings
@@ -60,7 +77,7 @@ def start_embedded_server() -> None:
         return
     from prefect.server.api.server import SubprocessASGIServer
 
-    in_own_session = functools.partial(subprocess.Popen, start_new_session=True)
+    in_own_session = own_session()
     server = SubprocessASGIServer()
     try:
         with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
