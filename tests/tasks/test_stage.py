@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.trainers import loop
 from tasks import stage
 from tasks.config import from_dict
-from tasks.stage import StageContext, content_digest, input_digest, stage_key, stage_seed
+from tasks.stage import StageContext, content_digest, input_digest, run_stage, stage_key, stage_seed
 
 PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
 
@@ -92,3 +92,92 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
         "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
         "history": tmp_path / "metrics_history.json",
     }  # fmt: skip
+
+
+class Tracker:
+    run_id = "r"
+
+    def __init__(self):
+        self.closed, self.tags = [], {}
+
+    def log_dict(self, value, name):
+        pass
+
+    def set_tag(self, name, value):
+        self.tags[name] = value
+
+    def close(self, status):
+        self.closed.append(status)
+
+
+class Session:
+    """As much of a session as a stage without a model asks for."""
+
+    threads = 3
+
+    def __init__(self, folder):
+        self.settings, self.stages, self.keys_run, self.stop = pipeline(), folder, set(), threading.Event()
+        self.cached, self.trackers = [], []
+
+    def tag_data(self, digests):
+        pass
+
+    def is_fresh(self, name):
+        return False
+
+    def stage_cached(self, label, result):
+        self.cached.append((label, result.key))
+
+    def open_stage_run(self, label, name, journal, settings, digests, key):
+        journal.mkdir(exist_ok=True)
+        self.trackers.append(Tracker())
+        return self.trackers[-1]
+
+
+def play(session, body, number=1):
+    settings = dataclasses.replace(SFTSettings(), batch_size=number)
+    return run_stage(session, "sft", body, settings=settings, inputs={"model": "org/name"}, label="first sft")
+
+
+def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
+    session, seen = Session(tmp_path), []
+
+    def body(context):
+        seen.append(context)
+        (context.folder / "words").write_text("w")
+        return {"note": "said"}
+
+    first = play(session, body)
+    (context,) = seen
+    assert context.fingerprint == {"stage key": first.key, "threads": "3"}
+    assert context.seed == stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
+    assert not first.cached and first.path == tmp_path / "sft" / first.key and (first.path / "words").read_text() == "w"
+    assert session.trackers[0].closed == ["FINISHED"] and session.trackers[0].tags == {"result": "said"}
+    again = play(session, body)
+    assert again.cached and len(seen) == 1 and session.cached == [("first sft", first.key)]
+    assert (again.digest, again.summary["note"]) == (first.digest, "said")
+    (first.path / "words").write_text("x")  # damaged: set aside, and run again to the same content
+    assert play(session, body).digest == first.digest and len(seen) == 2
+    assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
+    assert play(session, body, number=2).key != first.key and len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kept"),
+    [(DataError("bad row"), "FAILED", []), (Stopped("asked", 15), "KILLED", ["checkpoints", "half"])],
+)
+def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, status, kept):
+    session = Session(tmp_path)
+
+    def body(context):
+        (context.folder / "half").write_text("")
+        if isinstance(error, Stopped):
+            context.checkpoints.mkdir()
+        raise error
+
+    with pytest.raises(type(error)):
+        play(session, body)
+    assert session.trackers[0].closed == [status]
+    assert session.trackers[0].tags == ({"error": "DataError: bad row"} if status == "FAILED" else {})
+    opened = list((tmp_path / "sft").glob("*.open"))
+    assert sorted(path.name for folder in opened for path in folder.iterdir()) == kept

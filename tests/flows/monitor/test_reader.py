@@ -161,6 +161,18 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
     assert run.stage("evaluate").note == "its files are gone"
 
 
+def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
+    """It says of the stages before the one that it goes on with, once more, that they were taken from before."""
+    home = make_run(tmp_path)
+    parent = home / "runs/2027-01-15-09-00-00"
+    taken = {"op": "tags", "tags": {"cached.sft": "aaaa"}}
+    journal(parent, "demo · 2027-01-15 09:00:00", started=START + 3600,
+            events=[taken, {**taken, "time": (START + 3800) * 1000}])  # fmt: skip
+    journal(home / "stages/policy/cccc.tracking", "policy", started=START + 3601, parent=parent)
+    run = Reader(tmp_path).run("")
+    assert [stage.label for stage in run.stages if stage.status != "waiting"] == ["sft", "policy"]
+
+
 def test_a_run_is_found_by_its_names(tmp_path):
     make_run(tmp_path, status="FINISHED")
     make_run(tmp_path, name="other", status="FINISHED", begun=START + 5)
