@@ -37,6 +37,8 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
         # The terminal shows our own progress and errors (flows/display.py); the Prefect UI has the log in full.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        # The thread that ships metrics warns where no flow is known; Prefect would warn of that on the terminal.
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
     if output is not None and not {"PREFECT_API_URL", "PREFECT_PROFILE"} & os.environ.keys():
         values["PREFECT_HOME"] = str(output.resolve() / "prefect")
