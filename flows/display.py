@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 from rich.console import Console
@@ -74,6 +76,16 @@ class Display:
             self._finish_others(stage)
             self._tasks[stage] = self._progress.add_task(stage.replace("_", " "), total=total, message="")
         self._progress.update(self._tasks[stage], completed=done, total=total, message=message)
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """While something is waited for that is no stage: seconds on a terminal that would be empty otherwise."""
+        task = self._progress.add_task(what, total=None, message="") if self.live else None
+        try:
+            yield
+        finally:
+            if task is not None:
+                self._progress.remove_task(task)
 
     def _finish_others(self, stage: str) -> None:
         """Stages run one after the other: a clock that goes on for an ended one would mislead."""

@@ -188,7 +188,8 @@ def run_pipeline(
     with Display(quiet=quiet) as display:
         token = _display.set(display)
         try:
-            start_embedded_server()
+            with display.waiting("Prefect's server starts"):
+                start_embedded_server()
             result: PipelineResult = post_training(resolve(settings), fresh, only, models)
         finally:
             _display.reset(token)

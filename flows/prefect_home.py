@@ -5,14 +5,21 @@ Imported before Prefect itself. Whatever the user has set stays.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
+import signal
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
+
+from rl_core.errors import BackendError
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect", "start_embedded_server"]
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
@@ -30,6 +37,8 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
         # The terminal shows our own progress and errors (flows/display.py); the Prefect UI has the log in full.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        # The thread that ships metrics warns where no flow is known; Prefect would warn of that on the terminal.
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
     if output is not None and not {"PREFECT_API_URL", "PREFECT_PROFILE"} & os.environ.keys():
         values["PREFECT_HOME"] = str(output.resolve() / "prefect")
@@ -44,11 +53,24 @@ def prepare_prefect(output: Path | None = None) -> None:
         Path(os.environ.get("PREFECT_HOME", output)).mkdir(parents=True, exist_ok=True)
 
 
+def own_session() -> Callable[..., subprocess.Popen[Any]]:
+    """`Popen` into a session of its own; the child gets SIGTERM when the thread that started it is gone (Linux)."""
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError, TypeError):  # another system: a child of a killed run stays
+        return functools.partial(subprocess.Popen, start_new_session=True)
+    return functools.partial(
+        subprocess.Popen, start_new_session=True, preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
+    )
+
+
 def start_embedded_server() -> None:
     """Start Prefect's embedded server, where no other one is set, out of reach of this terminal's Ctrl-C.
 
     Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then has nobody to tell
-    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end.
+    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end, and
+    on Linux no longer, however we end.
+    Raises: BackendError when it does not answer in time.
     """
     from prefect.settings import get_current_settings
 
@@ -57,6 +79,16 @@ def start_embedded_server() -> None:
         return
     from prefect.server.api.server import SubprocessASGIServer
 
-    in_own_session = functools.partial(subprocess.Popen, start_new_session=True)
-    with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
-        SubprocessASGIServer().start()
+    in_own_session = own_session()
+    server = SubprocessASGIServer()
+    try:
+        with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
+            server.start()
+    except Exception as error:  # RuntimeError, or whatever its client raises while the server is busy with its start
+        server.stop()
+        limit = settings.server.ephemeral.startup_timeout_seconds
+        raise BackendError(
+            f"Prefect's embedded server did not start within about {limit} s: {error} Is this machine very busy? Try "
+            "again, give it longer with PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=600, or use a server that "
+            "runs already: PREFECT_API_URL=http://127.0.0.1:4200/api"
+        ) from error

@@ -11,12 +11,13 @@ from rl_core.errors import CheckFailed
 from rl_core.evaluation import heldout_requests
 from rl_core.folders import write_json_atomic
 from rl_core.models import causal_lm
+from rl_core.rewards.record import RecentRollouts
 from rl_core.rollouts.thought_controls import measure_gains
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
 from rl_core.trainers.thoughts import ThoughtsTrainer
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
+from tasks.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
 
 __all__ = ["learn_thoughts"]
 
@@ -45,6 +46,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         context.seed,
         policy.backend(),
         heldout=heldout_requests(environment, episodes, context.seed),
+        record=RecentRollouts(context.folder / RECENT_ROLLOUTS),
     )
     outcome = context.train(trainer, settings.iterations, best_metric=f"eval/{settings.select_by}")
     causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")

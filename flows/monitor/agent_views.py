@@ -168,7 +168,7 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
         {"kind": "charts", "id": "curriculum", "title": "", "note": "", "charts": [c for c in charts if c is not None]}
     )
     if planned:
-        blocks.append(_plan(planned, now, stage, settings))
+        blocks.append(_plan(planned, now, stage, settings, is_over=run.is_over))
     rows = [
         [f"{float(move.get('iteration', 0)):,.0f}",
          {"t": str(move.get("kind", "")), "badge": "info" if move.get("kind") == "advance" else "bad"},
@@ -211,7 +211,7 @@ def _stage_chart(run: RunView, stage: StageView, names: Sequence[str], choice: C
 
 
 def _plan(
-    planned: Sequence[Mapping[str, Any]], now: int, stage: StageView, settings: Mapping[str, Any]
+    planned: Sequence[Mapping[str, Any]], now: int, stage: StageView, settings: Mapping[str, Any], *, is_over: bool
 ) -> dict[str, Any]:
     """Each stage with its mix of levels and what it waits for, with the present value where it is the present one."""
     rows = []
@@ -224,7 +224,7 @@ def _plan(
             conditions.append(f"{_condition(early, stage, index == now)} (ends the training)")
         joined = f" {'or' if row.get('require') == 'any' else 'and'} ".join(conditions)
         status = "info" if index == now else "good" if index < now else "none"
-        word = "now" if index == now else "passed" if index < now else "to come"
+        word = ("last" if is_over else "now") if index == now else "passed" if index < now else "to come"
         rows.append(
             [str(row.get("name", index)), {"t": word, "badge": status}, mix, joined or "the end of the iterations"]
         )

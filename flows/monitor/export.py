@@ -28,8 +28,10 @@ def metrics_csv(run: RunView) -> Iterator[str]:
         if stage.journal is None:
             yield _lines(_kept(run, stage))
             continue
-        tail = Tail(stage.journal.tail.path)
-        while rows := tail.read(1 << 20):
+        tail, offset = Tail(stage.journal.tail.path), -1
+        while tail.offset > offset:  # not "while there are rows": a block may hold none that can be read
+            offset = tail.offset
+            rows = tail.read(1 << 20)
             yield _lines(
                 (run.id, stage.label, name, row.get("step"), _seconds(row.get("time")), value)
                 for row in rows
@@ -54,28 +56,31 @@ def _lines(rows: Any) -> str:
     return text.getvalue()
 
 
+def _facts(stage: StageView) -> dict[str, Any]:
+    """What both files say of a stage."""
+    return {
+        "stage": stage.label,
+        "status": stage.status,
+        "started": stage.started or None,
+        "ended": stage.ended or None,
+        "done": stage.done,
+        "total": stage.total,
+        "seconds_left": stage.seconds_left,
+        "result": stage.note,
+    }
+
+
 def stages_csv(run: RunView) -> str:
     """The table of stages."""
-    columns = ("run", "stage", "status", "started", "ended", "done", "total", "seconds_left", "result")
-    rows = [
-        (run.id, s.label, s.status, s.started or None, s.ended or None, s.done, s.total, s.seconds_left, s.note)
-        for s in run.stages
-    ]
-    return _lines([columns, *rows])
+    rows = [(run.id, *_facts(stage).values()) for stage in run.stages]
+    return _lines([("run", *_facts(StageView("", ""))), *rows])
 
 
 def run_json(run: RunView) -> str:
     """All but the single values: stages, settings, moves of the curriculum, each metric's last value and mean."""
     stages = [
-        {
-            "stage": stage.label,
-            "status": stage.status,
-            "started": stage.started or None,
-            "ended": stage.ended or None,
-            "done": stage.done,
-            "total": stage.total,
-            "seconds_left": stage.seconds_left,
-            "result": stage.note,
+        _facts(stage)
+        | {
             "curriculum": stage.curriculum,
             "metrics": {
                 name: {"last": series.last, "step": series.last_step, "mean_10": series.mean(10), "count": series.count}

@@ -77,17 +77,9 @@ class Reader:
         started_text = events.name.rpartition(" · ")[2] or journal.folder.name
         if record.get("started") != started_text:
             record = {}  # it speaks of a later run
-        try:
-            written = (home / "run.json").stat().st_mtime
-        except OSError:
-            written = 0.0
+        written = _written(home / "run.json")
         members = self._members(journal)
-        modified = max([journal.modified, *(member.modified for member in members)])
-        try:
-            modified = max(modified, (journal.folder / "metrics.jsonl").stat().st_mtime)
-            modified = max([modified, *((member.folder / "metrics.jsonl").stat().st_mtime for member in members)])
-        except OSError:
-            pass  # not written yet, or gone
+        modified = max(max(found.modified, _written(found.tail.path)) for found in (journal, *members))
         status, why = judge(events, record, written, modified)
         shipped = read_json(journal.folder / ".tracking" / "shipped.json")
         return RunView(
@@ -292,6 +284,14 @@ def _folders(path: Path) -> list[Path]:
         return sorted(child for child in path.iterdir() if not child.name.startswith(".") and child.is_dir())
     except OSError:
         return []
+
+
+def _written(path: Path) -> float:
+    """When a file was written last, in seconds since the epoch; 0 = not yet, or gone."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _is_journal(path: Path) -> bool:

@@ -38,7 +38,9 @@ class EventLog:
         self.name, self.parent, self.run_id = "", "", ""
         self.params: dict[str, str] = {}
         self.tags: dict[str, str] = {}
-        self.cached: dict[str, tuple[float, str]] = {}  # stage -> when it was taken from an earlier run, and which
+        self.cached: dict[
+            str, tuple[float, str]
+        ] = {}  # stage -> when it was first taken from an earlier run, and which
         self.texts: dict[str, Any] = {}  # config.json and curriculum.json, parsed
         self.started = self.ended = 0.0  # seconds since the epoch; of the newest start and end
         self.status = ""  # of the newest end; "" = going on, or killed without a word
@@ -75,7 +77,9 @@ class EventLog:
             self.tags |= row["tags"]
             for name, value in row["tags"].items():
                 if name.startswith("cached."):
-                    self.cached[name.removeprefix("cached.")] = (when, value)
+                    label = name.removeprefix("cached.")
+                    first, _ = self.cached.get(label, (when, ""))  # a resumed run says it again, after its own stages
+                    self.cached[label] = (first, value)
         elif op == "text" and row["name"] in ("config.json", "curriculum.json"):
             self.texts[row["name"]] = json.loads(row["text"])
 

@@ -40,9 +40,9 @@ const short = v => { const a = Math.abs(v);
   if (a >= 1e4) return parseFloat((v / 1e3).toPrecision(4)) + 'k';
   if (a && a < 1e-3) return v.toExponential(1);
   return String(parseFloat(v.toPrecision(6))); };
-const ticks = (lo, hi, n) => {
-  const raw = (hi - lo) / Math.max(1, n), base = Math.pow(10, Math.floor(Math.log10(raw)));
-  const step = [1, 2, 2.5, 5, 10].map(k => k * base).find(s => s >= raw * 0.999);
+const ticks = (lo, hi, n, whole) => {
+  const raw = Math.max((hi - lo) / Math.max(1, n), whole ? 1 : 0), base = Math.pow(10, Math.floor(Math.log10(raw)));
+  const step = (whole ? [1, 2, 5, 10] : [1, 2, 2.5, 5, 10]).map(k => k * base).find(s => s >= raw * 0.999);
   const found = [];
   for (let v = Math.ceil(lo / step - 1e-9) * step; v <= hi + step * 1e-9; v += step) found.push(Math.abs(v) < step * 1e-9 ? 0 : v);
   return found;
@@ -115,7 +115,7 @@ const drawChart = (e, spec) => {
     parts.push(svg('line', {x1: L, x2: width - R, y1: Y(v), y2: Y(v), class: 'pt-grid'}));
     parts.push(svg('text', {x: L - 6, y: Y(v) + 4, 'text-anchor': 'end'}, spec.names ? clipped(spec.names[v], 8) : short(v)));
   }
-  for (const v of ticks(x0, x1, Math.max(2, width / 75))) parts.push(svg('text', {x: X(v), y: H - B + 15, 'text-anchor': 'middle'}, short(v)));
+  for (const v of ticks(x0, x1, Math.max(2, width / 75), !spec.x.startsWith('minutes'))) parts.push(svg('text', {x: X(v), y: H - B + 15, 'text-anchor': 'middle'}, short(v)));
   parts.push(svg('text', {x: (L + width - R) / 2, y: H - 4, 'text-anchor': 'middle', class: 'pt-axis'}, spec.x));
   const body = svg('g', {'clip-path': `url(#${clip})`});
   const step = l => spec.step ? l.x.flatMap((x, i) => i ? [`${X(x)},${Y(l.y[i - 1])}`, `${X(x)},${Y(l.y[i])}`] : [`${X(x)},${Y(l.y[i])}`]) : l.x.map((x, i) => `${X(x)},${Y(l.y[i])}`);

@@ -33,6 +33,7 @@ _TONES = {
     "silent": "bad",
 }  # fmt: skip
 MAX_CHARTS = 24  # on one tab
+ROUNDING = 1e-9  # what differs by less, relative to its size, is the same number
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,12 @@ def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def _varies(series: Series) -> bool:
-    """Whether a curve is worth the room: a KL of exactly 0 is not."""
+    """Whether a curve is worth the room: a KL of exactly 0 is not, nor what differs by rounding alone."""
     values = series.arrays()[2]
-    return len(values) > 1 and float(values.max()) > float(values.min())
+    if len(values) < 2:
+        return False
+    low, high = float(values.min()), float(values.max())
+    return high - low > ROUNDING * max(1.0, abs(low), abs(high))
 
 
 def _metric(name: str, pairs: Runs, choice: Choice) -> dict[str, Any]:
@@ -212,7 +216,8 @@ def stage_table(run: RunView) -> dict[str, Any]:
         )
         elapsed = None
         if stage.started and stage.status != "cached":
-            elapsed = (stage.ended or (now if stage.status == "running" else stage.started)) - stage.started
+            last = now if stage.status == "running" else stage.journal.modified if stage.journal is not None else 0.0
+            elapsed = max(0.0, (stage.ended or last) - stage.started)  # of one that was killed: up to its last record
         message = stage.message if stage.status == "running" else stage.note
         rows.append(
             [

@@ -13,9 +13,8 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from rl_core.environments.base import Environment
 from rl_core.environments.calculator import CALCULATOR, calculate
-from rl_core.environments.demonstrator import MistakenDemonstration, check_skill, choose_mistake, demonstrate
+from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration, choose_mistake
 from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError
@@ -49,12 +48,11 @@ class ArithmeticEpisode(QuestionEpisode):
         self.parts = parts
 
 
-class Arithmetic(Environment):
+class Arithmetic(DemonstratedQuestions):
     """Chains of whole numbers, to be given to a calculator."""
 
     name = "arithmetic"
     levels = tuple(LEVELS)
-    quick = True
 
     def __init__(
         self,
@@ -69,26 +67,19 @@ class Arithmetic(Environment):
         habit: float = 0.25,
     ) -> None:
         """Chains hold numbers from 1 to `max_number`; the other options are those of `PixelGrid`."""
-        super().__init__(data)
         if not 5 <= max_number <= 9999:
             raise SettingsError(f"options.max_number: {max_number} must be between 5 and 9999")
         self.max_number = max_number
-        self.call_format = call_format
-        self.skill = {**SKILL, **(skill or {})}
-        self.habit = habit
-        check_skill(self.skill, habit, self.levels)
-        self._costs = Costs(look=look_cost, misuse=misuse_cost)
-        self._tools = Toolset([CALCULATOR])
-        self._system = (
-            f"{self._tools.instructions(call_format)}\nWhen you know the result, end with the line '{ANSWER_WORD} X'."
-            if instructions
-            else ""
+        ending = f"When you know the result, end with the line '{ANSWER_WORD} X'."
+        super().__init__(
+            data,
+            Toolset([CALCULATOR]),
+            costs=Costs(look=look_cost, misuse=misuse_cost),
+            call_format=call_format,
+            instructions=ending if instructions else None,
+            skill={**SKILL, **(skill or {})},
+            habit=habit,
         )
-
-    @property
-    def tools(self) -> Toolset:
-        """The calculator."""
-        return self._tools
 
     def episode(self, seed: int, level: str) -> ArithmeticEpisode:
         """The chain of that level and seed."""
@@ -121,6 +112,5 @@ class Arithmetic(Environment):
             answer = str(rng.randint(1, self.max_number))
         elif mistake == "off_by_one":
             answer = str(int(answer) + rng.choice((-1, 1)))
-        call = self._tools.format(ToolCall("calculator", {"expression": chain}), self.call_format)
-        actions = [] if mistake == "no_look" else [call]
-        return demonstrate(episode, [*actions, f"{ANSWER_WORD} {answer}"], mistake)
+        calls = [] if mistake == "no_look" else [ToolCall("calculator", {"expression": chain})]
+        return self._act_out(episode, calls, answer, mistake)

@@ -1,4 +1,4 @@
-"""What the imperfect demonstrators share: how often, and on which questions, they make which mistake.
+"""What environments with an imperfect demonstrator share: how often, and on which questions, it makes which mistake.
 
 A demonstrator is right in a share `skill` of its episodes. Its mistakes are habits that go with the question: on
 tempting ones (half of all) it mostly makes one main mistake. A policy that copies it is therefore mediocre at every
@@ -10,12 +10,22 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from rl_core.environments.base import Demonstration, Episode
+from rl_core.environments.base import Demonstration, Environment, Episode
+from rl_core.environments.question import ANSWER_WORD, Costs
+from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError, nearest
-from rl_core.types import Message
+from rl_core.types import Message, ToolCall
 
-__all__ = ["MistakenDemonstration", "demonstrate", "check_skill", "choose_mistake", "share_right"]
+__all__ = [
+    "DemonstratedQuestions",
+    "MistakenDemonstration",
+    "check_skill",
+    "choose_mistake",
+    "demonstrate",
+    "share_right",
+]
 
 MAIN_SHARE = 0.65  # of the mistakes on tempting questions that are the main one
 
@@ -64,3 +74,40 @@ def check_skill(skill: Mapping[str, float], habit: float, levels: Sequence[str])
             raise SettingsError(
                 f"options.skill.{level}: {share} must be between 0 and 1 / (1 + habit) = {1 / (1 + habit):.3g}"
             )
+
+
+class DemonstratedQuestions(Environment):
+    """An environment of questions that are answered with tools, and its demonstrator's ways."""
+
+    quick = True
+
+    def __init__(
+        self,
+        data: Path | None,
+        tools: Toolset,
+        *,
+        costs: Costs,
+        call_format: CallFormat,
+        instructions: str | None,
+        skill: Mapping[str, float],
+        habit: float,
+    ) -> None:
+        """`instructions`: what a system message says after the tools; None = there is none. `skill`: of every level.
+
+        Raises: SettingsError for a skill or habit that is none.
+        """
+        super().__init__(data)
+        self.skill, self.habit, self.call_format = dict(skill), habit, call_format
+        check_skill(self.skill, habit, self.levels)
+        self._tools, self._costs = tools, costs
+        self._system = "" if instructions is None else f"{tools.instructions(call_format)}\n{instructions}"
+
+    @property
+    def tools(self) -> Toolset:
+        """The tools; those that look at something need an episode (`bind`)."""
+        return self._tools
+
+    def _act_out(self, episode: Episode, calls: Sequence[ToolCall], answer: str, mistake: str) -> MistakenDemonstration:
+        """Make these calls, then answer."""
+        actions = [self._tools.format(call, self.call_format) for call in calls]
+        return demonstrate(episode, [*actions, f"{ANSWER_WORD} {answer}"], mistake)

@@ -39,6 +39,7 @@ class _Known:
     actions: tuple[str, ...]
     task: str
     describe: Callable[[Any], str] | None = None
+    success_above: float = 0.0  # the last reward of a success is greater
 
 
 def _blackjack(value: Any) -> str:
@@ -48,7 +49,7 @@ def _blackjack(value: Any) -> str:
 
 _KNOWN = {
     "FrozenLake": _Known(("left", "down", "right", "up"), "S start, F ice, H hole, G goal; you are at [ ]."),
-    "CliffWalking": _Known(("up", "right", "down", "left"), "x you, C cliff, T goal."),
+    "CliffWalking": _Known(("up", "right", "down", "left"), "x you, C cliff, T goal.", success_above=-1.5),
     "Taxi": _Known(
         ("south", "north", "east", "west", "pickup", "dropoff"),
         "[ ] taxi, { } taxi with passenger, ( ) passenger, < > destination; : can be passed, | not.",
@@ -70,6 +71,11 @@ def plain(text: str) -> str:
     while (found := _COLOURED.sub(marked, text)) != text:  # colours may lie inside one another
         text = found
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip("\n")
+
+
+def said(text: str) -> str:
+    """What follows the thought, where there is one."""
+    return text.rpartition("</think>")[2].strip()
 
 
 class GymnasiumEpisode(Episode):
@@ -106,7 +112,7 @@ class GymnasiumEpisode(Episode):
         self._inner.close()
         told = info.get("is_success", info.get("success"))
         success = bool(told) if told is not None else terminated and reward > environment.success_above
-        answer = str(text).strip().splitlines()[-1]
+        answer = said(text).splitlines()[-1]
         return Step(
             reward=reward, terminated=terminated, truncated=truncated and not terminated, answer=answer,
             success=success, info=dict(info),
@@ -129,7 +135,7 @@ class GymnasiumText(Environment):
         task: str | None = None,
         observation: Literal["auto", "render", "value"] = "auto",
         max_steps: int | None = None,
-        success_above: float = 0.0,
+        success_above: float | None = None,
         misuse_cost: float = 0.0,
         demonstration_steps: int = 20,
     ) -> None:
@@ -143,7 +149,8 @@ class GymnasiumText(Environment):
             task: what the opening message says first.
             observation: render = as `ansi`; value = what step returns; auto = render where that is possible.
             max_steps: the episode is truncated after so many actions, beside the environment's own limit.
-            success_above: the last reward of a success is greater than this, where `info` does not tell.
+            success_above: the last reward of a success is greater than this, where `info` does not tell; left out: 0,
+                or what is known of the environment (in CliffWalking every step costs 1, the last one too).
             misuse_cost: taken off the reward for an action that is none.
             demonstration_steps: actions of a demonstration at most; they are random, and show SFT the form alone.
         Raises: SettingsError when the package is missing or the environment cannot be made or read as text.
@@ -153,13 +160,15 @@ class GymnasiumText(Environment):
         self._id, self._options = id, options or {}
         self._by_level = levels or {"default": {}}
         self.levels = tuple(self._by_level)
-        self.max_steps, self.success_above, self.misuse_cost = max_steps, success_above, misuse_cost
+        self.max_steps, self.misuse_cost = max_steps, misuse_cost
         self._demonstration_steps = demonstration_steps
         for option, least in (("max_steps", max_steps), ("demonstration_steps", demonstration_steps)):
             if least is not None and least < 1:
                 raise SettingsError(f"options.{option}: {least} must be at least 1")
         self._known = _KNOWN.get(id.rpartition("-v")[0])
         self.quick = self._known is not None  # of others nothing is known
+        default = self._known.success_above if self._known else 0.0
+        self.success_above = default if success_above is None else success_above
         self._task = task if task is not None else self._known.task if self._known else ""
         self._words = [*actions] if actions is not None else [*self._known.actions] if self._known else None
         self._renders = False
@@ -227,7 +236,7 @@ class GymnasiumText(Environment):
 
     def action_of(self, inner: Any, text: str) -> Any:
         """The action that a text names; None = none."""
-        text = text.rpartition("</think>")[2].strip()
+        text = said(text)
         words = self.actions_of(inner)
         if not words:
             return text if text and inner.action_space.contains(text) else None

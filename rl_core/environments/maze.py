@@ -17,8 +17,8 @@ import random
 from collections import deque
 from pathlib import Path
 
-from rl_core.environments.base import Environment, Step
-from rl_core.environments.demonstrator import MistakenDemonstration, check_skill, choose_mistake, demonstrate
+from rl_core.environments.base import Step
+from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration, choose_mistake
 from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
 from rl_core.environments.tools import CallFormat, Tool, Toolset
 from rl_core.errors import SettingsError
@@ -149,12 +149,11 @@ def shortest(opened: dict[Cell, set[str]], start: Cell, goal: Cell) -> list[str]
     return way[::-1]
 
 
-class Maze(Environment):
+class Maze(DemonstratedQuestions):
     """Mazes in which a treasure has to be found and its place named."""
 
     name = "maze"
     levels = tuple(LEVELS)
-    quick = True
 
     def __init__(
         self,
@@ -171,30 +170,24 @@ class Maze(Environment):
         habit: float = 0.25,
     ) -> None:
         """`loops`: share of the walls taken out; `max_moves`: cells walked at most; the others are `PixelGrid`'s."""
-        super().__init__(data)
         if not 0 <= loops <= 1:
             raise SettingsError(f"options.loops: {loops} must be between 0 and 1")
         if max_moves < 8:
             raise SettingsError(f"options.max_moves: {max_moves} must be at least 8, the way across a maze")
-        self.loops, self.max_moves, self.call_format, self.habit = loops, max_moves, call_format, habit
-        self.skill = {**SKILL, **(skill or {})}
-        check_skill(self.skill, habit, self.levels)
-        self._costs = Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward)
+        self.loops, self.max_moves = loops, max_moves
         move = Tool(
             "move", "go one cell north, east, south or west; says where you are", {"direction": str}, MazeEpisode.move
         )
-        self._tools = Toolset([move])
-        self._system = (
-            f"{self._tools.instructions(call_format)}\nWhen you stand on the treasure, end with the line "
-            f"'{ANSWER_WORD} ROW COLUMN'."
-            if instructions
-            else ""
+        ending = f"When you stand on the treasure, end with the line '{ANSWER_WORD} ROW COLUMN'."
+        super().__init__(
+            data,
+            Toolset([move]),
+            costs=Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward),
+            call_format=call_format,
+            instructions=ending if instructions else None,
+            skill={**SKILL, **(skill or {})},
+            habit=habit,
         )
-
-    @property
-    def tools(self) -> Toolset:
-        """The one tool, `move`."""
-        return self._tools
 
     def episode(self, seed: int, level: str) -> MazeEpisode:
         """The maze of that level and seed."""
@@ -223,8 +216,8 @@ class Maze(Environment):
             place = (place[0] + DIRECTIONS[name][0], place[1] + DIRECTIONS[name][1])
         if mistake == "guesses":
             place = rng.choice(sorted(episode.opened))
-        calls = [self._tools.format(ToolCall("move", {"direction": name}), self.call_format) for name in moves]
-        return demonstrate(episode, [*calls, f"{ANSWER_WORD} {place[0]} {place[1]}"], mistake)
+        calls = [ToolCall("move", {"direction": name}) for name in moves]
+        return self._act_out(episode, calls, f"{place[0]} {place[1]}", mistake)
 
     def render(self, episode: MazeEpisode) -> str:
         """The maze as text for people: S start, T treasure, . where it has been."""

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.environments.base import Environment
-from rl_core.environments.demonstrator import MistakenDemonstration, check_skill, demonstrate
+from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration
 from rl_core.environments.pixel_grid_demonstrator import plan
 from rl_core.environments.pixel_grid_questions import COLOURS, Cell, Grid, Line, Question, draw
 from rl_core.environments.pixel_grid_render import draw_grid
@@ -77,12 +76,11 @@ class PixelGridEpisode(QuestionEpisode):
         return draw_grid(self.grid)
 
 
-class PixelGrid(Environment):
+class PixelGrid(DemonstratedQuestions):
     """Questions about a hidden grid of coloured cells with digits."""
 
     name = "pixel_grid"
     levels = tuple(LEVELS)
-    quick = True
 
     def __init__(
         self,
@@ -102,19 +100,17 @@ class PixelGrid(Environment):
         reward each time. `unsupported_reward`: reward of a right answer that the calls did not show. `skill`: share of
         right demonstrations by level. `habit`: how much mistakes go with the question, 0 to 1.
         """
-        super().__init__(data)
-        self.skill = {**SKILL, **(skill or {})}
-        self.habit = habit
-        self.call_format = call_format
-        check_skill(self.skill, habit, self.levels)
-        self._costs = Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward)
-        self._tools = Toolset([_ZOOM, _SCAN, _COUNT])
-        self._system = _instructions(self._tools, call_format) if instructions else ""
-
-    @property
-    def tools(self) -> Toolset:
-        """`zoom`, `scan` and `count`; they need an episode's grid (`bind`)."""
-        return self._tools
+        super().__init__(
+            data,
+            Toolset([_ZOOM, _SCAN, _COUNT]),
+            costs=Costs(look=look_cost, misuse=misuse_cost, unsupported=unsupported_reward),
+            call_format=call_format,
+            instructions=_ENDING if instructions else None,
+            skill={**SKILL, **(skill or {})},
+            habit=habit,
+        )
+        if instructions:
+            self._system = _HIDDEN + self._system
 
     def episode(self, seed: int, level: str) -> PixelGridEpisode:
         """The episode of that level and seed."""
@@ -129,8 +125,7 @@ class PixelGrid(Environment):
         episode = self.episode(seed, level)
         rng = random.Random(f"pixel_grid/demonstrator/{level}/{seed}")
         planned = plan(episode.grid, episode.question, rng, skill=self.skill[level], habit=self.habit)
-        actions = [self._tools.format(call, self.call_format) for call in planned.calls]
-        return demonstrate(episode, [*actions, f"{ANSWER_WORD} {planned.answer}"], planned.mistake)
+        return self._act_out(episode, planned.calls, planned.answer, planned.mistake)
 
 
 def _zoom(grid: Grid, row: int, column: int) -> str:
@@ -155,11 +150,8 @@ _COUNT = Tool(
     _count,
 )
 
-
-def _instructions(tools: Toolset, call_format: CallFormat) -> str:
-    return (
-        f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
-        f"columns count from 1. A cell points to the column of its own row that its digit names.\n"
-        f"{tools.instructions(call_format)}\n"
-        f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour or a number."
-    )
+_HIDDEN = (
+    f"An image is hidden: a square grid of cells, each with a colour ({', '.join(COLOURS)}) and a digit. Rows and "
+    f"columns count from 1. A cell points to the column of its own row that its digit names.\n"
+)
+_ENDING = f"When you know the answer, end with the line '{ANSWER_WORD} X': a colour or a number."

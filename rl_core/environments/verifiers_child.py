@@ -19,10 +19,13 @@ def start(setup: dict[str, Any]) -> None:
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """One request: {"do": "rows"} or {"do": "score", "index", "reply"}."""
+    """One request: {"do": "rows"} or {"do": "score", "index", "messages", "reply"}; None = another task there."""
     if request["do"] == "rows":
         return [_row(task) for task in _tasks]
-    return asyncio.run(_score(_tasks[request["index"]], request["reply"]))
+    task = _tasks[request["index"]]
+    if _row(task)["messages"] != request["messages"]:
+        return None
+    return asyncio.run(_score(task, request["reply"]))
 
 
 def _load(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:

@@ -21,7 +21,7 @@ from rl_core.environments.child import ChildFailed, ChildPool
 from rl_core.environments.optional import require
 from rl_core.environments.scored import judge
 from rl_core.environments.tools import Toolset
-from rl_core.errors import SettingsError
+from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.types import Message
 
 __all__ = ["Verifiers"]
@@ -49,7 +49,7 @@ class VerifiersEpisode(Episode):
         scores: dict[str, Any] = {}
 
         def score() -> float:
-            scores.update(self._environment.score(self._index, text))
+            scores.update(self._environment.score(self._index, self._messages, text))
             return float(scores["reward"])
 
         step = judge(self, text, score, self._environment.success_at)
@@ -132,9 +132,18 @@ class Verifiers(Environment):
         index, row = rows[place]
         return VerifiersEpisode(self, seed, index, row)
 
-    def score(self, index: int, reply: str) -> dict[str, Any]:
-        """{reward, rewards, metrics} of a reply. Raises: ChildFailed."""
-        scores: dict[str, Any] = self._children.ask({"do": "score", "index": index, "reply": reply})
+    def score(self, index: int, messages: Sequence[Message], reply: str) -> dict[str, Any]:
+        """{reward, rewards, metrics} of a reply to the task of that index, whose prompt is `messages`.
+
+        Every child reads the task set for itself. Raises: ChildFailed; EnvironmentFault when they read it differently.
+        """
+        request = {"do": "score", "index": index, "messages": list(messages), "reply": reply}
+        scores: dict[str, Any] | None = self._children.ask(request)
+        if scores is None:
+            raise EnvironmentFault(
+                f"options.taskset: '{self._taskset}' has another task number {index} each time it is read; "
+                "its order has to be fixed, such as by a seed in options.config"
+            )
         return scores
 
     def _rows(self, split: str) -> list[tuple[int, dict[str, Any]]]:

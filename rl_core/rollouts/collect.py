@@ -222,5 +222,5 @@ class _EpisodeSession:
             return function(*args, **kwargs)
         except SettingsError:  # an unknown level is the user's to mend
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
             raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error

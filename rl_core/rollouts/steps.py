@@ -25,9 +25,11 @@ _LOOK_S = 0.25  # how often a wait for any of several calls looks whether one of
 class Call:
     """One call into an environment, running or waiting for its thread."""
 
-    def __init__(self, what: str, timeout_s: float, function: Callable[..., Any], *args: Any) -> None:
+    def __init__(
+        self, pool: StepPool, what: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
         self.future: Future[Any] = Future()
-        self._what, self._timeout_s, self._function, self._args = what, timeout_s, function, args
+        self._pool, self._what, self._timeout_s, self._function, self._args = pool, what, timeout_s, function, args
         self._began: float | None = None
 
     def run(self) -> None:
@@ -51,10 +53,17 @@ class Call:
         return False
 
     def result(self) -> Any:
-        """What the call returned or raised, once it has. Raises: EnvironmentFault as `done` does."""
+        """What the call returned or raised, once it has.
+
+        Raises: EnvironmentFault as `done` does, also for a call that this one waits behind.
+        """
         while not self.done():
-            # one that still waits for a thread has its whole time before it
-            wait([self.future], timeout=min(self._left(), 60.0) if self._began is not None else _LOOK_S)
+            if self._began is not None:
+                wait([self.future], timeout=min(self._left(), 60.0))
+                continue
+            # One that still waits for a thread has its whole time before it; those that hold the threads have not.
+            self._pool.check()
+            wait([self.future], timeout=_LOOK_S)
         return self.future.result()
 
     def _left(self) -> float:
@@ -75,6 +84,7 @@ class StepPool:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)  # threads that wait for a call that nobody else was promised
         self._num_threads = 0
+        self._running: list[Call | None] = []  # by thread
 
     def __enter__(self) -> StepPool:
         return self
@@ -91,16 +101,27 @@ class StepPool:
 
     def submit(self, what: str, function: Callable[..., Any], *args: Any) -> Call:
         """Have `function` called on a thread; `what` names the call in errors."""
-        call = Call(what, self._timeout_s, function, *args)
+        call = Call(self, what, self._timeout_s, function, args)
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._num_threads < self._max_concurrent:
+            self._running.append(None)
+            thread = threading.Thread(target=self._work, args=(self._num_threads,), daemon=True)
             self._num_threads += 1
-            threading.Thread(target=self._work, daemon=True, name=f"step {self._num_threads}").start()
+            thread.name = f"step {self._num_threads}"
+            thread.start()
         return call
 
-    def _work(self) -> None:
+    def check(self) -> None:
+        """Raises: EnvironmentFault when a call that holds a thread is overdue."""
+        for call in self._running:
+            if call is not None:
+                call.done()
+
+    def _work(self, place: int) -> None:
         while (call := self._calls.get()) is not None:
+            self._running[place] = call
             call.run()
+            self._running[place] = None
             self._idle.release()
 
 

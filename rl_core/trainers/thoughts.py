@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ from rl_core.rollouts.thoughts import (
 from rl_core.settings import ThoughtsSettings
 from rl_core.trainers.rollout_metrics import rollout_metrics
 from rl_core.trainers.update import Updater
-from rl_core.types import RolloutGroup, TrainBatch
+from rl_core.types import Rollout, RolloutGroup, TrainBatch
 
 __all__ = ["ThoughtsTrainer"]
 
@@ -86,6 +86,7 @@ class ThoughtsTrainer:
         *,
         heldout: Sequence[EpisodeRequest] = (),
         pad_id: int | None = None,
+        record: Callable[[int, Sequence[Rollout]], None] | None = None,
     ) -> None:
         """Build everything; nothing is played yet.
 
@@ -93,6 +94,8 @@ class ThoughtsTrainer:
             backend: samples from `model`'s own weights.
             heldout: episodes of the validation; () = `evaluate` gives no metrics.
             pad_id: None = the renderer's.
+            record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean of the
+                episode's turns.
         Raises: SettingsError for a level that the environment has not got, or that has no training episodes.
         """
         self.model = model
@@ -102,6 +105,7 @@ class ThoughtsTrainer:
         self.seed = seed
         self.backend = backend
         self.heldout = list(heldout)
+        self.record = record
         self.pad_id: int = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
         self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
         self.levels = settings.levels or environment.levels
@@ -128,6 +132,7 @@ class ThoughtsTrainer:
         rewards, metrics = self._rewards(episodes, plan)
         advantages, more = self._advantages(episodes, rewards)
         metrics |= more | rollout_metrics(groups)
+        self._record(groups, rewards)
         self._entropy_coef = self.entropy_coef
         metrics |= {"train/entropy_coef": self._entropy_coef} | self._update(episodes, plan, advantages)
         self.iteration += 1
@@ -269,6 +274,14 @@ class ThoughtsTrainer:
             "train/advantages_mean": float(advantages_BK[mask_BK].mean()),
             "train/advantages_std": float(advantages_BK[mask_BK].std(correction=0)),
         }
+
+    def _record(self, groups: Sequence[RolloutGroup], rewards: Sequence[Sequence[float]]) -> None:
+        if self.record is None:
+            return
+        rollouts = [group.rollouts[0] for group in groups]
+        for rollout, gains in zip(rollouts, rewards, strict=True):
+            rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": math.fsum(gains) / len(gains)}
+        self.record(self.iteration, rollouts)
 
     # Updating
 

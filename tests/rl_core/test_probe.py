@@ -11,10 +11,12 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.models import causal_lm
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
 from rl_core.probe import Subject, divergence, mean_nll, probe
+from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import make_batches
-from rl_core.settings import ModelSettings, SFTSettings
+from rl_core.rollouts.states import turn_states
+from rl_core.settings import CoherenceSettings, ModelSettings, SFTSettings
 from rl_core.trainers.sft import SFTTrainer
-from rl_core.types import Rollout, Trajectory
+from rl_core.types import Rollout, Trajectory, Turn
 
 MASKS = ([True, True, False, True], [True, False, False, True, True, False, True], [True])
 
@@ -106,3 +108,26 @@ def test_what_does_not_fit_the_context_is_passed_over(subject):
     assert mean_nll(subject, [conversation("x" * 500)]) == (None, 0)
     nll, count = mean_nll(subject, [conversation("x" * 500), conversation("answer red")])
     assert count == 1 and nll > 0
+
+
+def test_states_and_kl_are_the_first_models(subject):
+    """Coherence is measured with one yardstick for all models; entropy is the model's own."""
+    other = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), subject.renderer.tokenizer, 1)
+    first = Subject(other, subject.renderer)
+    played = [
+        Rollout([5, 6], [7, 8, 9, 10, 11, 12], [True, True, False, False, True, True], [0.0] * 6, 0.0,
+                Trajectory("fake", "easy", "k", 0, "p", "t", turns=[Turn("a", observation="b"), Turn("c")]))
+    ]  # fmt: skip
+    narrow = CoherenceSettings(low=0.99, high=1.0)  # a band in which no two states of these models lie
+    score = CoherenceReward(narrow)
+    expected = {
+        which: score(played, turn_states(model, played, pad_id=subject.renderer.pad_id))[0]
+        for which, model in (("first", first.model), ("own", subject.model))
+    }
+    assert expected["first"] != pytest.approx(expected["own"], abs=1e-4)
+    found = probe(subject, first, played, coherence=narrow)
+    assert found.coherence == pytest.approx(expected["first"], abs=1e-6)
+    alone = probe(subject, None, played, coherence=narrow)
+    assert alone.coherence == pytest.approx(expected["own"], abs=1e-6) and alone.kl_to_first == 0.0
+    spread = divergence(subject.model, first.model, played, subject.renderer.pad_id)
+    assert (found.entropy, found.kl_to_first) == (spread.entropy, spread.kl) and spread.kl > 0

@@ -1,11 +1,18 @@
 """The promotion gate: numbers worked by hand, both ways."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 
-from rl_core.evaluation import summarize
+from rl_core.evaluation import compare, summarize
+from rl_core.folders import digest_folder
 from rl_core.types import Trajectory
+from tasks import promote
+from tasks.config import from_dict
 from tasks.promote import decide
 from tasks.settings import PromotionSettings
+from tasks.stage import StageContext, StageResult
 
 
 def evaluation(successes):
@@ -62,3 +69,82 @@ def test_a_gain_within_the_noise_is_not_promoted():
 def test_min_gain_raises_the_bar():
     weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
     assert not decide(strong, weak, PromotionSettings(min_gain=0.39), 1, seed=0)[0]
+
+
+def test_no_difference_at_all_is_not_above_zero():
+    """Every resample of equal outcomes has the gain 0: the bound equals min_gain, which is not above it."""
+    both = evaluation([1, 0] * 20)
+    promoted, _, numbers = decide(both, both, PromotionSettings(min_gain=0.0), 1, seed=0)
+    assert not promoted and (numbers["gain_low"], numbers["gain_high"]) == (0.0, 0.0)
+    assert decide(both, both, PromotionSettings(min_gain=-0.01), 1, seed=0)[0]
+
+
+def test_confidence_samples_and_seed_are_those_of_the_settings(monkeypatch):
+    asked = []
+
+    def noted(*models, **options):
+        asked.append((models, options))
+        return compare(*models, **options)
+
+    monkeypatch.setattr(promote, "compare", noted)
+    new, old = evaluation([1, 1, 0] * 20), evaluation([1, 0, 0] * 20)
+    settings = PromotionSettings(confidence=0.6, bootstrap_samples=150)
+    numbers = decide(new, old, settings, 1, seed=7)[2]
+    assert asked == [((new, old), {"bootstrap_samples": 150, "seed": 7, "confidence": 0.6})]
+    expected = compare(new, old, bootstrap_samples=150, seed=7, confidence=0.6).success
+    assert (numbers["gain_low"], numbers["gain_high"]) == (expected.low, expected.high)
+
+
+class Registry:
+    """Remembers what was done to which version."""
+
+    def __init__(self, champion=None):
+        self.done, self.found = [], champion
+
+    def champion(self, name):
+        return self.found
+
+    def set_champion(self, name, version):
+        self.done.append(("champion", name, version))
+
+    def set_challenger(self, name, version):
+        self.done.append(("challenger", name, version))
+
+    def tag_version(self, name, version, tags):
+        self.done.append((tags["gate.decision"], name, version))
+
+
+def stage_result(folder):
+    return StageResult("policy", str(folder), "d", "k", False, 1.0, "r", {})
+
+
+@pytest.mark.parametrize(("wins", "decision", "alias"), [(8, "promoted", "champion"), (2, "rejected", "challenger")])
+def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, decision, alias):
+    monkeypatch.setattr(promote, "read_evaluation", lambda folder, name: evaluation([1] * wins + [0] * (10 - wins)))
+    registry = Registry()
+    session = SimpleNamespace(registered_model="m", tracking=registry, ensure_version=lambda challenger: 4)
+    tracker = SimpleNamespace(log_metrics=lambda *a: None, set_tag=lambda *a: None)
+    context = StageContext(
+        name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5), session=session, tracker=tracker,
+        pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
+        inputs={"evaluation": tmp_path}, seed=0, fingerprint={}, stop=None,
+    )  # fmt: skip
+    summary = promote._gate(context, "policy", stage_result(tmp_path), None, None)
+    assert (summary["decision"], summary["model_version"], summary["champion_before"]) == (decision, 4, None)
+    assert registry.done == [(decision, "m", 4), (alias, "m", 4)]
+    assert json.loads((tmp_path / "decision.json").read_text())["metrics"] == {"promotion/success_rate": wins / 10}
+
+
+def test_the_champion_itself_is_not_played_again(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_text("w")
+    tags = {"model_sha256": digest_folder(tmp_path / "model")}
+    registry = Registry(SimpleNamespace(name="m", version=3, tags=tags, run_id="r"))
+    cached = []
+    session = SimpleNamespace(
+        settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
+        stage_cached=lambda name, result: cached.append(name),
+    )  # fmt: skip
+    found = promote.promote(session, stage_result(tmp_path), "policy", stage_result(tmp_path), None)
+    assert found.summary["note"] == "version 3 of m is the champion already" and cached == ["promote"]
+    assert registry.done == []

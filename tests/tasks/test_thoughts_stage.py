@@ -14,7 +14,7 @@ from rl_core.models import causal_lm
 from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
 from tasks import thoughts
 from tasks.config import from_dict
-from tasks.stage import StageContext
+from tasks.stage import RECENT_ROLLOUTS, StageContext
 
 SETTINGS = ThoughtsSettings(
     iterations=2,
@@ -100,6 +100,14 @@ def test_it_writes_a_model_and_all_numbers(base, tmp_path, monkeypatch):
     stored = json.loads((tmp_path / "thoughts.json").read_text())
     assert stored["genuine"] is True and stored["gains"]["own"]["difference"] == pytest.approx(1.0)
     assert context.tracker.artifacts == ["thoughts.json"]
+    played = [json.loads(line) for line in (tmp_path / RECENT_ROLLOUTS).read_text().splitlines()]
+    assert [row["iteration"] for row in played] == [0] * 4 + [1] * 4  # for the live page
+    measured = [row["reward/mean"] for row in context.tracker.rows if "thoughts/gain" in row]
+    for iteration in (0, 1):
+        rows = [row for row in played if row["iteration"] == iteration]
+        turns = [len(row["turns"]) for row in rows]
+        total = sum(row["rewards"]["thought_gain"] * count for row, count in zip(rows, turns, strict=True))
+        assert total / sum(turns) == pytest.approx(measured[iteration], abs=1e-6)
     model, _ = causal_lm.load(tmp_path / "model", ModelSettings(device="cpu"))
     assert not any("baseline" in name for name in model.state_dict())
 

@@ -77,7 +77,7 @@ class Characters:
         return self._tokenizer(messages[-1]["content"])["input_ids"]
 
     def observation_ids(self, messages):
-        raise NotImplementedError("episodes of one action have no observations")
+        raise AssertionError("episodes of one action have no observations")
 
     def action_text(self, ids):
         return self._tokenizer.decode(ids, skip_special_tokens=True)

@@ -104,6 +104,19 @@ def test_a_run_on_another_machine_is_judged_by_what_it_writes(tmp_path):
     assert run.status == "silent" and "gpu-box" in run.why
 
 
+def test_a_stage_without_metrics_does_not_hide_those_of_the_others(tmp_path):
+    """Nobody looks at the run, so that only the times of its files tell that it goes on."""
+    home = make_run(tmp_path)
+    (home / "run.json").write_text(json.dumps({**json.loads((home / "run.json").read_text()), "host": "elsewhere"}))
+    (home / "runs/2027-01-15-08-00-00/metrics.jsonl").unlink()
+    (home / "stages/sft/aaaa.tracking/metrics.jsonl").unlink()
+    for path in home.rglob("events.jsonl"):
+        os.utime(path, (START, START))
+    os.utime(home / "stages/policy/bbbb.tracking/metrics.jsonl", (time.time(), time.time()))
+    (run,) = Reader(tmp_path).runs()
+    assert (run.status, run.why) == ("running", "on elsewhere")
+
+
 def test_half_written_files_are_read_as_far_as_they_go(tmp_path):
     home = make_run(tmp_path)
     (home / "run.json").write_text('{"started": "2027')
@@ -146,6 +159,18 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
     assert [(stage.label, stage.status) for stage in run.stages] == [("sft", "cached"), ("evaluate", "cached")]
     assert run.stage("sft").table.series["train/loss"].last == 0.5
     assert run.stage("evaluate").note == "its files are gone"
+
+
+def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
+    """It says of the stages before the one that it goes on with, once more, that they were taken from before."""
+    home = make_run(tmp_path)
+    parent = home / "runs/2027-01-15-09-00-00"
+    taken = {"op": "tags", "tags": {"cached.sft": "aaaa"}}
+    journal(parent, "demo · 2027-01-15 09:00:00", started=START + 3600,
+            events=[taken, {**taken, "time": (START + 3800) * 1000}])  # fmt: skip
+    journal(home / "stages/policy/cccc.tracking", "policy", started=START + 3601, parent=parent)
+    run = Reader(tmp_path).run("")
+    assert [stage.label for stage in run.stages if stage.status != "waiting"] == ["sft", "policy"]
 
 
 def test_a_run_is_found_by_its_names(tmp_path):

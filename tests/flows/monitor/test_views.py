@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 
 import pytest
 from monitor_runs import EPISODES, START, make_run, write_lines
@@ -11,7 +12,8 @@ from flows.monitor.charts import Drawn, marks, unit_of
 from flows.monitor.episodes import Images, episode_files, read_episodes, reward_parts, tool_table
 from flows.monitor.export import export_run, metrics_csv, run_json, stages_csv
 from flows.monitor.reader import Reader
-from flows.monitor.views import TABS, Choice, prefixes, view
+from flows.monitor.series import Series
+from flows.monitor.views import TABS, Choice, _varies, prefixes, view
 from rl_core.environments import make
 from rl_core.environments.pixel_grid_render import to_png
 from rl_core.errors import DataError
@@ -83,6 +85,10 @@ def test_a_dead_run_says_so_above_everything(tmp_path):
     assert found["head"]["status"] == "dead"
     assert found["blocks"][0]["lines"][0] == "This run is dead."
     assert "is gone" in found["blocks"][0]["lines"][1]
+    os.utime(tmp_path / "demo/stages/policy/bbbb.tracking/metrics.jsonl", (START + 51, START + 51))
+    os.utime(tmp_path / "demo/stages/policy/bbbb.tracking/.tracking/events.jsonl", (START + 11, START + 11))
+    rows = texts(blocks_of(tmp_path, "overview")["stages"])
+    assert [row[3] for row in rows] == ["9.0 s", "40 s", ""]  # of the stage that was killed: up to its last record
 
 
 def test_curves_by_prefix_by_name_and_over_time(tmp_path):
@@ -225,7 +231,29 @@ def test_export_holds_every_value_and_can_be_read_back(tmp_path):
     assert found["stages"][1]["metrics"]["reward/mean"]["last"] == pytest.approx(0.5)
     assert found["settings"]["environment"]["name"] == "pixel_grid"
     assert next(csv.DictReader(io.StringIO(stages_csv(run))))["result"] == "4 steps"
+    assert next(csv.reader(io.StringIO(stages_csv(run)))) == [
+        "run", "stage", "status", "started", "ended", "done", "total", "seconds_left", "result",
+    ]  # fmt: skip
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="--export"):
         export_run(run, tmp_path / "file")
     assert len(EPISODES) == 2
+
+
+def test_export_goes_on_behind_lines_that_cannot_be_read(tmp_path):
+    home = make_run(tmp_path)
+    path = home / "stages/sft/aaaa.tracking/metrics.jsonl"
+    path.write_text("no json\n" * 300_000 + path.read_text())  # more than is read at once
+    rows = list(csv.DictReader(io.StringIO("".join(metrics_csv(Reader(tmp_path).run(""))))))
+    assert [row["value"] for row in rows if row["metric"] == "train/loss"] == ["2.0", "1.0", str(2 / 3), "0.5"]
+
+
+def test_what_differs_by_rounding_alone_has_no_chart():
+    def series(*values):
+        found = Series()
+        for step, value in enumerate(values):
+            found.add(step, step, value)
+        return found
+
+    assert not _varies(series(1.0, 1.0 - 1e-16, 1.0)) and not _varies(series(-1e-17, 3e-17)) and not _varies(series(2))
+    assert _varies(series(1e-5, 2e-5)) and _varies(series(1e6, 1e6 + 1))

@@ -167,6 +167,7 @@ def test_pass_at_k_by_hand():
 def test_mean_pass_at_k_skips_episodes_with_too_few_samples():
     assert_allclose(mean_pass_at_k([4, 4, 1], [1, 0, 1], 2), 0.25)
     assert mean_pass_at_k([1], [1], 2) is None
+    assert mean_pass_at_k([2, 2, 1], [1, 0, 1], 2) == 0.5  # exactly enough samples are enough
 
 
 def test_entropy_by_hand():

@@ -167,6 +167,18 @@ def test_a_restored_curriculum_goes_on_equally(cut):
     assert {move["kind"] for move in whole.history} == {"rollback", "advance"}
 
 
+def test_the_cool_down_goes_on_after_a_restart():
+    """Full windows at 1.0 within the cool-down move nothing; the first one behind it does."""
+    first, second = make(), make()
+    assert feed(first, 0.5, 0.5, 0.0, 0.0) == [None, None, None, 0]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert second.metrics()["curriculum/cooldown"] == 3
+    feed(second, 1.0, 1.0, 1.0)
+    assert [move[0] for move in kinds(second)] == ["rollback"]
+    feed(second, 1.0)
+    assert kinds(second)[-1] == ("advance", 8, "one", "two")
+
+
 def test_each_move_is_told():
     manager, told = make(), []
     manager.on_move = told.append

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,17 @@ def fakes(package: str) -> Iterator[None]:
         sys.path.remove(str(FAKES))
         take_out()
         sys.modules.update(real)
+
+
+def stand_in(package: str) -> Callable[[], Iterator[None]]:
+    """A fixture during which `package` is the fake one."""
+
+    @pytest.fixture(name="fake")
+    def fixture() -> Iterator[None]:
+        with fakes(package):
+            yield
+
+    return fixture
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:

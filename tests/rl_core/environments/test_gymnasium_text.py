@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from adapters import fakes, hide
+from adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.gymnasium_text import plain
 from rl_core.errors import EnvironmentFault, SettingsError
 
-
-@pytest.fixture
-def fake() -> Iterator[None]:
-    with fakes("gymnasium"):
-        yield
+fake = stand_in("gymnasium")
 
 
 def test_colours_become_brackets() -> None:
@@ -40,6 +34,7 @@ def test_an_episode_by_hand(fake: None) -> None:
     episode.step("on")
     step = episode.step("<think>back</think>on")
     assert (step.terminated, step.truncated, step.success, step.reward, step.messages) == (True, False, True, 1.0, [])
+    assert step.answer == "on"
     with pytest.raises(EnvironmentFault, match="single-use"):
         episode.step("on")
     import gymnasium
@@ -77,6 +72,15 @@ def test_what_counts_as_success(fake: None, told: bool | None, above: float, suc
     episode = make("gymnasium", {"id": "Line-v0", "options": options, "success_above": above}).episode(0, "default")
     episode.reset()
     assert episode.step("1").success is success
+
+
+def test_where_every_step_costs_the_goal_is_still_a_success(fake: None) -> None:
+    for options, success in (({}, True), ({"success_above": 0.0}, False)):
+        episode = make("gymnasium", {"id": "CliffWalking-v1", **options}).episode(0, "default")
+        episode.reset()
+        assert not episode.step("up").terminated
+        step = episode.step("right")
+        assert (step.terminated, step.reward, step.success) == (True, -1.0, success)
 
 
 def test_values_and_free_text(fake: None) -> None:
@@ -126,12 +130,6 @@ def test_mistakes_are_named(fake: None, options: dict, part: str) -> None:
     with pytest.raises(SettingsError) as caught:
         make("gymnasium", options)
     assert part in str(caught.value)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "gymnasium")
-    with pytest.raises(SettingsError, match=r"not installed; pip install 'posttrain\[gymnasium\]'"):
-        make("gymnasium", {"id": "FrozenLake-v1"})
 
 
 @pytest.mark.filterwarnings("ignore")

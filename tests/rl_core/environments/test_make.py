@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from adapters import hide
 
 from rl_core.environments import SHIPPED, Environment, Toolset, make
 from rl_core.environments.arithmetic import Arithmetic
@@ -95,3 +96,17 @@ def test_mistakes_are_named(name, options, part):
     with pytest.raises(SettingsError) as caught:
         make(name, options)
     assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "extra"),
+    [
+        ("gymnasium", {"id": "FrozenLake-v1"}, "gymnasium"),
+        ("reasoning_gym", {"tasks": ["lcm"]}, "reasoning-gym"),
+        ("verifiers", {"taskset": "x"}, "verifiers"),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch, name, options, extra):
+    hide(monkeypatch, name)
+    with pytest.raises(SettingsError, match=rf"not installed; pip install 'posttrain\[{extra}\]'"):
+        make(name, options)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 
 import pytest
-from adapters import fakes, hide
+from adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.base import HELDOUT_START
@@ -15,11 +14,7 @@ from rl_core.environments.reasoning_gym_tasks import TASKS
 from rl_core.environments.scored import read_tagged_answer
 from rl_core.errors import EnvironmentFault, SettingsError
 
-
-@pytest.fixture
-def fake() -> Iterator[None]:
-    with fakes("reasoning_gym"):
-        yield
+fake = stand_in("reasoning_gym")
 
 
 def begun(environment: object, seed: int, level: str = "default") -> object:
@@ -142,12 +137,6 @@ def test_mistakes_are_named(fake: None, options: dict, part: str) -> None:
     with pytest.raises(SettingsError) as caught:
         make("reasoning_gym", options)
     assert part in str(caught.value)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "reasoning_gym")
-    with pytest.raises(SettingsError, match=r"not installed; pip install 'posttrain\[reasoning-gym\]'"):
-        make("reasoning_gym", {"tasks": ["lcm"]})
 
 
 def test_with_the_package() -> None:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from adapters import fakes, hide
+from adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.base import HELDOUT_START
-from rl_core.errors import SettingsError
+from rl_core.errors import EnvironmentFault, SettingsError
 
-
-@pytest.fixture
-def fake() -> Iterator[None]:
-    with fakes("verifiers"):
-        yield
+fake = stand_in("verifiers")
 
 
 def test_an_episode_by_hand(fake: None) -> None:
@@ -65,6 +62,16 @@ def test_equal_prompts_are_never_in_both_splits(fake: None) -> None:
         make("verifiers", {"taskset": "adding_tasks:Repeating", "heldout": 0.5}).seeds("train")
 
 
+def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> None:
+    environment = make("verifiers", {"taskset": "adding_tasks:Shuffled", "config": {"count": 40}, "workers": 1})
+    assert environment.episode(1, "all").step(environment.episode(1, "all").target).reward == 1.0
+    (child,) = environment._children._alive
+    os.kill(child._process.pid, signal.SIGKILL)
+    assert environment.episode(1, "all").step("x").info["scoring"].startswith("scoring failed: a child process died")
+    with pytest.raises(EnvironmentFault, match=r"has another task number .* each time it is read"):
+        environment.episode(1, "all").step("x")
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
@@ -86,12 +93,6 @@ def test_what_cannot_be_played_is_refused(fake: None, options: dict, part: str) 
     with pytest.raises(SettingsError) as caught:
         make("verifiers", options).seeds("train")
     assert part in str(caught.value)
-
-
-def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    hide(monkeypatch, "verifiers")
-    with pytest.raises(SettingsError, match=r"not installed; pip install 'posttrain\[verifiers\]'"):
-        make("verifiers", {"taskset": "x"})
 
 
 REAL = """

@@ -120,6 +120,13 @@ def test_biases_rope_scaling_and_equal_heads():
     compare(model, batch, None, batch.attention_mask_BS)
 
 
+def test_attention_is_scaled_as_the_model_says():
+    model, batch = model_of(), batch_of()
+    for layer in model.base_model.layers:
+        layer.self_attn.scaling = 0.2  # 8 ** -0.5 by default
+    compare(model, batch, None, batch.attention_mask_BS)
+
+
 def test_adapters_get_the_same_gradient():
     model = add_adapter(model_of(), LoraSettings(rank=4))
     with torch.no_grad():
@@ -171,6 +178,9 @@ OTHERS = {
     "another activation": lambda: model_of(hidden_act="gelu"),
     "a window": lambda: model_of("qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0),
     "dropout": lambda: model_of(attention_dropout=0.1),
+    "frequencies that follow the length": lambda: model_of(
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    ),
     "another family": lambda: MistralForCausalLM(MistralConfig(**SIZES)),
     "other kernels": without_sdpa,
     "activation checkpointing": with_activation_checkpointing,

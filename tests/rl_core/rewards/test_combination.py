@@ -33,6 +33,12 @@ def test_parts_are_normalised_by_all_that_was_seen_then_clipped_then_weighed():
     assert orchestrator.score(one) == other.score(two) and one[0].rewards == two[0].rewards
 
 
+def test_clipping_is_at_both_ends():
+    made = play(-5.0, -0.5, 5.0)
+    RewardOrchestrator({"task": 2.0}, options=RewardSettings(clip=1.0)).score(made)
+    assert made[0].rewards == [-2.0, -1.0, 2.0]
+
+
 def test_nothing_is_normalised_or_clipped_unless_asked_for():
     made = play(100.0, -0.1)
     RewardOrchestrator({"task": 0.3}).score(made)

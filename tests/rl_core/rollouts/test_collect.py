@@ -220,6 +220,8 @@ class Faulty(Looking):
             def act(self, text: str) -> Step:
                 if fault == "act":
                     raise KeyError("cell")
+                if fault == "exit":
+                    raise SystemExit(0)
                 if fault == "type":
                     return "done"  # type: ignore[return-value]
                 return Step(terminated=fault != "endless", reward=float("nan") if fault == "nan" else 0.0)
@@ -232,6 +234,7 @@ class Faulty(Looking):
     [
         ("reset", "ValueError: no grid"),
         ("act", "KeyError: 'cell'"),
+        ("exit", "SystemExit: 0"),
         ("type", "'str' object has no attribute 'terminated'"),
         ("nan", "finite reward"),
         ("silent", "without a message"),

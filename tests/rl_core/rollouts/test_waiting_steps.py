@@ -82,6 +82,25 @@ def test_the_pool_runs_as_many_as_it_may_and_no_more() -> None:
     assert pool.most == 3
 
 
+def test_an_idle_thread_is_used_again_and_all_end_with_the_pool() -> None:
+    before = set(threading.enumerate())
+    with StepPool(8, PATIENCE_S) as pool:
+        seen = []
+        for _ in range(3):
+            seen.append(pool.submit("c", threading.current_thread).result())
+            assert pool._idle.acquire(timeout=PATIENCE_S), "the thread says that it waits again"
+            pool._idle.release()
+        assert seen == [seen[0]] * 3
+        gate = threading.Barrier(2)
+        two = [pool.submit("c", gate.wait, PATIENCE_S) for _ in range(2)]
+        assert sorted(call.result() for call in two) == [0, 1]
+        threads = set(threading.enumerate()) - before
+        assert len(threads) == 2 and seen[0] in threads
+    for thread in threads:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
 def test_a_failing_call_raises_where_its_result_is_asked_for_and_the_pool_goes_on() -> None:
     def fail() -> None:
         raise KeyError("cell")
@@ -102,6 +121,16 @@ def test_what_has_not_begun_is_not_overdue_and_never_begins_after_the_end() -> N
         wait_for_any(turns)
     release.set()
     assert not waiting.future.done() and began == []
+
+
+def test_a_call_behind_one_that_hangs_does_not_wait_for_ever() -> None:
+    release = threading.Event()
+    with pytest.raises(EnvironmentFault, match=r"first has not returned within 0\.05 s"), StepPool(1, 0.05) as pool:
+        pool.submit("first", release.wait, PATIENCE_S)
+        waiting = pool.submit("second", lambda: 2)
+        waiting.result()
+    release.set()
+    assert not waiting.future.done()
 
 
 @pytest.mark.parametrize("cls", BACKENDS)

@@ -315,6 +315,19 @@ def test_non_finite_steps_are_skipped_counted_named_and_stop_after_n(caplog, wha
     assert all(torch.equal(value, after[key]) for key, value in model.state_dict().items())
 
 
+def test_bad_steps_in_a_row_are_counted_over_a_restart():
+    """Two before, one after: the third in a row stops, as it would have without the restart."""
+    model, other = model_of(), model_of()
+    first = Updater(model, settings_of(), 100, max_nonfinite=3)
+    for _ in range(2):
+        first.apply([rows(4)], poisoned(model, "loss"))
+    again = Updater(other, settings_of(), 100, max_nonfinite=3)
+    again.load_state_dict(first.state_dict())
+    assert (again.step, again.skipped_steps, again.skipped_in_row) == (2, 2, 2)
+    with pytest.raises(NonFiniteError, match="3 non-finite optimizer steps in a row"):
+        again.apply([rows(4)], poisoned(other, "loss"))
+
+
 def test_a_broken_weight_is_named_before_what_follows_from_it(caplog):
     model = model_of()
     with torch.no_grad():

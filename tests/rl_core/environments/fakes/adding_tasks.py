@@ -45,6 +45,13 @@ class Repeating(Adding):
         return [Adder(data(3)) for _ in range(20)]
 
 
+class Shuffled(Adding):
+    def load(self):
+        tasks = super().load()
+        first = os.getpid() % len(tasks)
+        return tasks[first:] + tasks[:first]
+
+
 class Boxed(Adder):
     NEEDS_CONTAINER = True
 

@@ -60,11 +60,18 @@ class Arm(Silent):
     action_space = Box()
 
 
+class Cliff(Line):
+    action_space = Discrete(4)
+
+    def step(self, action):
+        return 0, -1.0, action == 1, False, {}
+
+
 MADE = []
 
 
 def make(id, **options):
-    classes = {"Line-v0": Line, "Silent-v0": Silent, "Talk-v0": Talk, "Arm-v0": Arm}
+    classes = {"Line-v0": Line, "Silent-v0": Silent, "Talk-v0": Talk, "Arm-v0": Arm, "CliffWalking-v1": Cliff}
     if id not in classes:
         raise LookupError(f"no environment {id}")
     MADE.append(classes[id](**options))

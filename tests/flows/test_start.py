@@ -1,0 +1,74 @@
+"""What is seen and said while a run starts: Prefect's embedded server, and what there is to read until it answers."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from flows import prefect_home
+from flows.display import Display
+from rl_core.errors import BackendError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Timed out while attempting to connect."), OSError("read timeout")])
+def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error):
+    from prefect.server.api import server
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+
+    done = []
+
+    class Stuck:
+        def start(self):
+            done.append("start")
+            raise error
+
+        def stop(self):
+            done.append("stop")
+
+    monkeypatch.setattr(server, "SubprocessASGIServer", Stuck)
+    with (
+        temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}),
+        pytest.raises(BackendError, match="embedded server did not start") as caught,
+    ):
+        prefect_home.start_embedded_server()
+    assert done == ["start", "stop"]
+    assert str(error) in str(caught.value) and "PREFECT_API_URL=" in str(caught.value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
+def test_what_a_run_started_ends_with_it_even_after_kill_9():
+    script = (
+        "import subprocess, time\n"
+        "from flows.prefect_home import own_session\n"
+        "print(own_session()(['sleep', '600']).pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        child = psutil.Process(int(parent.stdout.readline()))
+        assert os.getsid(child.pid) == child.pid, "out of reach of the terminal's Ctrl-C"
+        parent.kill()
+        try:
+            child.wait(20)  # seconds; else psutil raises
+        finally:
+            if child.is_running():
+                child.kill()
+
+
+def test_what_is_waited_for_is_seen_and_goes():
+    text = io.StringIO()
+    with Display(console=Console(file=text, force_terminal=True, width=100)) as display:
+        with display.waiting("the server starts"):
+            display._progress.refresh()
+            assert "the server starts" in text.getvalue()
+        assert not display._progress.tasks
+    plain = io.StringIO()
+    with Display(console=Console(file=plain, force_terminal=False)) as display, display.waiting("the server starts"):
+        pass
+    assert plain.getvalue() == ""
