@@ -154,7 +154,9 @@ def test_every_second_of_an_iteration_is_accounted_for(first):
     steps = [metrics for _, metrics in records if "perf/step_seconds" in metrics][1:]
     parts = {part.label: part.seconds * len(steps) for part in time_parts(records)}
     spent = sum(sum(row.get(f"perf/{name}_seconds", 0) for name in ("tracking", "checkpoint", "step")) for row in steps)
-    assert len(steps) == 5 and math.isclose(sum(parts.values()), spent, rel_tol=0.01)  # parts of less than 0.05% are left out
+    assert len(steps) == 5 and math.isclose(
+        sum(parts.values()), spent, rel_tol=0.01
+    )  # parts of less than 0.05% are left out
     assert {"rollouts: decoding", "rollouts: environment and tools", "rewards", "checkpoints"} <= set(parts)
     assert all(seconds > 0 for seconds in parts.values())
     assert all(row["perf/update_tflops"] > 0 for row in steps if "perf/optimizer_seconds" in row)

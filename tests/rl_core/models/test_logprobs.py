@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -229,3 +231,25 @@ def test_autocast_computes_the_head_in_bfloat16() -> None:
     assert logprobs_BS.dtype == torch.float32
     torch.testing.assert_close(logprobs_BS, naive(model, batch)[0], atol=0.15, rtol=0.1)
     assert model.lm_head.weight.grad is not None and model.lm_head.weight.grad.dtype == torch.float32
+
+
+@pytest.mark.slow
+def test_a_vocabulary_of_150_000_over_4_096_tokens_needs_no_table_of_both() -> None:
+    """Peak memory of a fresh process, forward and backward: the table of logits alone would take 2.46 GB."""
+    program = """
+import resource, torch
+from rl_core.models.logprobs import selected_logprobs
+torch.manual_seed(0)
+hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(150_000, 16, requires_grad=True)
+targets = torch.randint(0, 150_000, (4096,))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+logprobs, entropy = selected_logprobs(hidden, weight, None, targets, with_entropy=True)
+(logprobs.sum() + entropy.sum()).backward()
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = torch.log_softmax(hidden[:2] @ weight.T, -1)
+assert torch.allclose(logprobs[:2], rows.gather(1, targets[:2, None])[:, 0], atol=1e-4)
+assert bool(hidden.grad.abs().sum() > 0) and bool(weight.grad.abs().sum() > 0)
+print((after - before) * 1024 / 1e9)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(done.stdout) < 0.6
