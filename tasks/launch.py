@@ -79,12 +79,20 @@ def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[st
         )
     events = Events(folder / EVENTS)
     try:
-        _watch(agent, events, context, folder)
+        asked = _watch(agent, events, context, folder)
     finally:
         _kill(agent, folder)
         events.forward(context.tracker)
-    summary = _result(folder, agent.returncode)
+    try:
+        summary = _result(folder, agent.returncode)
+    except WorkerFailed:
+        raise  # what the processes printed stays for people to read
+    except PosttrainError:
+        shutil.rmtree(folder)
+        raise
     shutil.rmtree(folder)
+    if asked is not None:  # it came when the last step was done
+        raise Stopped("stopped after the last step; saved, the same command goes on", asked)
     return summary
 
 
@@ -137,18 +145,24 @@ def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:
     return variables
 
 
-def _watch(agent: subprocess.Popen[bytes], events: Events, context: StageContext, folder: Path) -> None:
-    """Until torchrun ends; a stop request is passed on, and obeyed here where no training loop can obey it."""
+def _watch(agent: subprocess.Popen[bytes], events: Events, context: StageContext, folder: Path) -> int | None:
+    """Until torchrun ends; a stop request is passed on, and obeyed here where no training loop can obey it.
+
+    Returns: the signal that was passed on.
+    """
+    asked: int | None = None
     with StopRequests(context.stop) as stop:
         while agent.poll() is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 agent.wait(POLL_S)
             events.forward(context.tracker)
-            if stop.signum is None:
+            if stop.signum is None or asked is not None:
                 continue
             if not events.training:
                 raise Stopped("stopped outside the training loop; the same command goes on", stop.signum)
             (folder / "stop").touch()
+            asked = stop.signum
+    return asked
 
 
 def _kill(agent: subprocess.Popen[bytes], folder: Path) -> None:

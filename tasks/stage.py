@@ -32,13 +32,12 @@ from typing import TYPE_CHECKING, Any
 from rl_core.errors import CorruptError, PosttrainError, SettingsError, Stopped
 from rl_core.folders import FolderLock, digest_file, digest_folder, seal_folder, verify_folder, write_json_atomic
 from tasks.config import PipelineSettings, resolve
-from tasks.tracking import read_metrics
+from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rl_core.distributed import Workers
-    from rl_core.tracking import Tracker
     from rl_core.trainers.loop import LoopOutcome, Trainer
     from tasks.session import Session
 
@@ -105,8 +104,8 @@ class StageContext:
     settings: Any  # the stage's own settings
     pipeline: PipelineSettings
     inputs: dict[str, Path | str]  # folders of finished stages, model folders or hub names
-    tracker: Tracker
-    session: Session | None  # None in one of several processes, which the stage's own process speaks for
+    tracker: RunTracker  # in one of several processes a Tracker alone, that tells the stage's own process
+    session: Session  # not there in one of several processes
     seed: int
     fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
     stop: threading.Event

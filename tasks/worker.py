@@ -95,17 +95,17 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
-    pipeline = from_dict(job["pipeline"])
+    pipeline = from_dict(job["pipeline"], check_files=False)  # the stage has checked them
     settings = getattr(pipeline.stages, job["name"])
-    workers = join(timeout_s=settings.launch.timeout_seconds, backend=settings.launch.backend)
+    workers = join(timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu")
     context = _TrainingNotes(
         name=job["name"],
         folder=Path(job["folder"]),
         settings=settings,
         pipeline=pipeline,
         inputs={**{name: Path(value) for name, value in job["paths"].items()}, **job["names"]},
-        tracker=_tracker(workers, folder),
-        session=None,
+        tracker=_tracker(workers, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
+        session=None,  # type: ignore[arg-type]
         seed=job["seed"],
         fingerprint=job["fingerprint"],
         stop=_StopFile(folder / "stop"),

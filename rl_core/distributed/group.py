@@ -123,7 +123,7 @@ class Workers:
 ALONE = Workers()
 
 
-def join(*, timeout_s: float = 3600.0, backend: str | None = None) -> Workers:
+def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> Workers:
     """Meet the processes that torchrun started with this one; `ALONE` where it started none.
 
     Each process takes the GPU of its local rank where there are GPUs (nccl between them, gloo for what lies on the
@@ -131,18 +131,18 @@ def join(*, timeout_s: float = 3600.0, backend: str | None = None) -> Workers:
 
     Args:
         timeout_s: of one exchange; the first process may make data or evaluate alone for so long.
-        backend: of torch.distributed, in place of the one that follows from the devices.
+        on_cpu: compute there, though there are GPUs.
     Raises: SettingsError where this machine has fewer GPUs than processes.
     """
     if "WORLD_SIZE" not in os.environ:
         return ALONE
     size, rank, seat = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
-    gpus = torch.cuda.device_count() if backend != "gloo" else 0
+    gpus = 0 if on_cpu else torch.cuda.device_count()
     if gpus:
         if seat >= gpus:
             raise SettingsError(f"launch.processes: {seat + 1} or more, but this machine has {gpus} GPUs; use {gpus}")
         torch.cuda.set_device(seat)
-    dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if gpus else "gloo"), timeout=timedelta(seconds=timeout_s))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s))
     if rank:
         torch.manual_seed(torch.initial_seed() + rank)
     return Workers(rank, size)

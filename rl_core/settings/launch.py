@@ -21,14 +21,13 @@ class LaunchSettings(Settings):
     kind: Literal["in_process", "torchrun"] = setting(
         "in_process", doc="torchrun: data parallel, the model shared out over processes (FSDP2 fully_shard)"
     )
-    processes: int = setting(1, ge=1, le=1024, doc="on each node; with GPUs at most as many as there are")
+    processes: int = setting(
+        1, ge=1, le=1024, doc="on each node; on GPUs (nccl) at most as many as there are, else on CPUs (gloo)"
+    )
     nodes: int = setting(1, ge=1, le=1024, doc="machines; all see the output folder, the data and this code")
     rdzv_backend: Literal["c10d", "etcd-v2"] = setting("c10d", doc="how nodes find each other, as torchrun has it")
     rdzv_endpoint: str | None = setting(None, doc="host:port of one node, or of etcd; needed with several nodes")
     rdzv_id: str = setting("posttrain", doc="name of the job among the nodes")
-    backend: Literal["gloo", "nccl"] | None = setting(
-        None, doc="between processes; left out: nccl on GPUs, gloo on CPUs (nccl itself has gloo beside it)"
-    )
     timeout_seconds: float = setting(3600.0, gt=0, doc="longest wait of one process for another before the stage fails")
 
     def check(self) -> None:
