@@ -20,7 +20,7 @@ def results(tmp_path_factory):
     root = HERE.parents[2]
     paths = os.pathsep.join(map(str, (root, HERE.parent)))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, HERE / "together.py", folder], env=environment, check=True, timeout=280)
+    subprocess.run([sys.executable, HERE / "together.py", folder], env=environment, check=True, timeout=600)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("alone", "0", "1")}
 
 
