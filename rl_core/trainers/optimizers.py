@@ -140,7 +140,7 @@ class GatheredMuon(torch.optim.Muon):
         super().__init__([nn.Parameter(parameter.full_tensor()) for parameter in self._shared], **options)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """One step by the gradients of the shared matrices."""
         wholes = self.param_groups[0]["params"]
         for shared, whole in zip(self._shared, wholes, strict=True):

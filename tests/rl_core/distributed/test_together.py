@@ -11,6 +11,7 @@ import pytest
 from rl_core.distributed import ALONE, Workers
 
 HERE = Path(__file__).parent
+REFUSED = "train/grad_norm 2"  # of the step that the scenarios "refused" skip
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +30,16 @@ def same(one, other, tolerance):
     assert isinstance(other, dict), other
     assert one["iterations"] == other["iterations"]
     assert one["best"] == other["best"]
-    assert one["metrics"] == pytest.approx(other["metrics"], rel=tolerance, abs=tolerance)
+    # One process leaves out what comes after a refused loss, several go on: the gradient of that step means nothing.
+    metrics = [
+        {name: value for name, value in side["metrics"].items() if name != REFUSED or "train/loss 2" in side["metrics"]}
+        for side in (one, other)
+    ]
+    assert metrics[0] == pytest.approx(metrics[1], rel=tolerance, abs=tolerance)
     assert one["weights"] == pytest.approx(other["weights"], rel=tolerance)
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward_model", "preference", "extras", "adapters", "refused"])
+@pytest.mark.parametrize("stage", ["sft", "reward_model", "preference", "extras", "adapters"])
 def test_two_processes_give_the_numbers_of_one(results, stage):
     same(results["0"][stage], results["alone"][stage], 1e-5)
     assert len(results["alone"][stage]["metrics"]) > 20
@@ -56,7 +62,7 @@ def test_a_refused_loss_of_one_process_is_a_skipped_step_of_all(results):
     for name in ("refused", "by layer refused"):
         assert results["0"][name]["metrics"]["train/skipped_steps 2"] == 1
         assert results["0"][name]["metrics"]["train/skipped_steps 6"] == 1
-    same(results["0"]["by layer refused"], results["alone"]["refused"], 1e-5)
+        same(results["0"][name], results["alone"]["refused"], 1e-5)
 
 
 def test_blocks_one_at_a_time_give_the_same_numbers(results):
