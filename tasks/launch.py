@@ -3,7 +3,7 @@
     <stage's open folder>/workers/
         job.json          what the processes need to know (tasks/worker.py reads it)
         events.jsonl      metrics, progress and log lines of the first process (tasks/relay.py)
-        pid-<rank>        the processes of this node
+        pid-<host>-<rank> the processes
         stop              made to ask for a stop: the loop saves, then ends
         result.json       what the stage's body returned in the first process
         error-<rank>.json an exception, by whom
@@ -19,6 +19,7 @@ import importlib
 import json
 import logging
 import os
+import platform
 import shlex
 import shutil
 import signal
@@ -58,31 +59,20 @@ def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[st
     Raises: the error of the process that failed first, as the type that it was; WorkerFailed where it has none of ours,
     or was killed; Stopped after a stop request, with everything saved if the loop was running.
     """
-    settings: LaunchSettings = context.settings.launch
     folder = context.folder / WORKERS
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     _write_job(folder, context, body)
-    command = torchrun_command(settings, folder)
-    if settings.nodes > 1:
-        elsewhere = [sys.executable, "-m", "tasks.torchrun", "0", str(folder / "report-HOST.json"), *command]
-        logger.warning("waiting for %d more nodes; run there: %s", settings.nodes - 1, shlex.join(elsewhere))
+    settings: LaunchSettings = context.settings.launch
     context.tracker.set_tag("launch", f"torchrun: {settings.nodes} x {settings.processes} processes")
-    with (folder / "agent.log").open("wb") as log:
-        agent = subprocess.Popen(
-            [sys.executable, "-m", "tasks.torchrun", str(os.getpid()), str(folder / "report.json"), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=_environment(context.session.threads, settings),
-            start_new_session=True,
-        )
     events = Events(folder / EVENTS)
-    try:
-        asked = _watch(agent, events, context, folder)
-    finally:
-        _kill(agent, folder)
-        events.forward(context.tracker)
+    with StopRequests(context.stop) as stop:  # around the start, so that no signal comes between it and the `try`
+        agent = _start(settings, folder, context.session.threads)
+        try:
+            asked = _watch(agent, events, context.tracker, stop)
+        finally:
+            _kill(agent, folder)
+            events.forward(context.tracker)
     try:
         summary = _result(folder, agent.returncode)
     except WorkerFailed:
@@ -145,23 +135,41 @@ def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:
     return variables
 
 
-def _watch(agent: subprocess.Popen[bytes], events: Events, context: StageContext, folder: Path) -> int | None:
+def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.Popen[bytes]:
+    """torchrun, in a session of its own: the terminal's Ctrl-C comes to this process alone, which passes it on."""
+    command = torchrun_command(settings, folder)
+    if settings.nodes > 1:
+        elsewhere = shlex.join([sys.executable, "-m", "tasks.torchrun", "0", os.devnull, *command])
+        logger.warning(
+            "waiting for %d more nodes; run there, in this project's folder: %s", settings.nodes - 1, elsewhere
+        )
+    with (folder / "agent.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tasks.torchrun", str(os.getpid()), str(folder / "report.json"), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(threads, settings),
+            start_new_session=True,
+        )
+
+
+def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: RunTracker, stop: StopRequests) -> int | None:
     """Until torchrun ends; a stop request is passed on, and obeyed here where no training loop can obey it.
 
     Returns: the signal that was passed on.
     """
     asked: int | None = None
-    with StopRequests(context.stop) as stop:
-        while agent.poll() is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                agent.wait(POLL_S)
-            events.forward(context.tracker)
-            if stop.signum is None or asked is not None:
-                continue
-            if not events.training:
-                raise Stopped("stopped outside the training loop; the same command goes on", stop.signum)
-            (folder / "stop").touch()
-            asked = stop.signum
+    while agent.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(POLL_S)
+        events.forward(tracker)
+        if stop.signum is None or asked is not None:
+            continue
+        if not events.training:
+            raise Stopped("stopped outside the training loop; the same command goes on", stop.signum)
+        (events.path.parent / "stop").touch()
+        asked = stop.signum
     return asked
 
 
@@ -170,7 +178,7 @@ def _kill(agent: subprocess.Popen[bytes], folder: Path) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(agent.pid, signal.SIGKILL)
     agent.wait()
-    pids = [int(path.read_text() or 0) for path in folder.glob("pid-*")]
+    pids = [int(path.read_text() or 0) for path in folder.glob(f"pid-{platform.node()}-*")]
     if left := wait_until_gone([pid for pid in pids if pid], GONE_S):
         logger.warning("processes %s were killed and still run", left)
 

@@ -9,6 +9,7 @@ import importlib
 import json
 import logging
 import os
+import platform
 import sys
 import threading
 import time
@@ -67,7 +68,7 @@ def main(path: Path) -> int:
     """Run the job; returns the exit status."""
     die_with_parent(int(os.environ[AGENT]))
     folder, rank = path.parent, int(os.environ["RANK"])
-    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    (folder / f"pid-{platform.node()}-{rank}").write_text(str(os.getpid()))
     try:
         job = json.loads(path.read_text())
         summary = _run(job, folder)
@@ -92,7 +93,7 @@ def main(path: Path) -> int:
 
 
 def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(max(1, job["threads"] // int(os.environ["LOCAL_WORLD_SIZE"])))
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     pipeline = from_dict(job["pipeline"], check_files=False)  # the stage has checked them

@@ -284,7 +284,7 @@ def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Ten
     return left_CV.mul_(right_CV).sum(-1)
 
 
-def probe_head(model: PreTrainedModel) -> None:
+def probe_head(model: nn.Module) -> None:
     """Find out now what `token_outputs` has to know of the head; later the model may be no longer in one piece."""
     base = unwrap(model)
     _is_plain_head(base, base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None)
