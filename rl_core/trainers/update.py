@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rl_core.distributed import ALONE, Idle, Shards, Workers, gathered, local, spread
+from rl_core.distributed import ALONE, Idle, Shards, Workers, gathered, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import probe_head
@@ -29,6 +29,7 @@ from rl_core.trainers.optimizers import (
     enable_activation_checkpointing,
     learning_rate_at,
 )
+from rl_core.trainers.together import accumulate_together, plain, received
 
 __all__ = ["LossFn", "Updater"]
 
@@ -134,9 +135,17 @@ class Updater:
             raise DataError("an optimizer step needs at least one micro-batch")
         self.model.train()
         if self._shards is None:
-            parts, problem = self._accumulate([_plain(batch) for batch in micro_batches], loss_fn)
+            parts, problem = self._accumulate([plain(batch) for batch in micro_batches], loss_fn)
         else:
-            parts, problem = self._accumulate_together(self._shards, micro_batches, loss_fn)
+            self._clear()
+            parts, problem = accumulate_together(
+                self._shards,
+                self.workers,
+                micro_batches,
+                loss_fn,
+                autocast=self.autocast,
+                collect=self._collect_gradients,
+            )
         metrics = combine_metrics(parts)
         norm = self._grad_norm()
         metrics["train/grad_norm"] = float(norm)
@@ -167,7 +176,7 @@ class Updater:
         results: list[Result] = []
         with evaluating(self.model), torch.no_grad(), self.autocast():
             for batch in batches:
-                result = self.run(functools.partial(fn, _plain(batch)))
+                result = self.run(functools.partial(fn, plain(batch)))
                 if not isinstance(batch, Idle):
                     results.append(result)
         return [result for part in self.workers.everyone(results) for result in part]
@@ -182,14 +191,7 @@ class Updater:
 
     def received(self, state: Any) -> Any:
         """A checkpoint that the first worker has read, in all of them; weights and moments are shared out again."""
-        shared = {name for name, parameter in self.model.named_parameters(remove_duplicate=False)}
-
-        def is_shared(path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-            if path[0] == "updater":  # all that has a shape has that of a weight
-                return len(shape) > 0 and path[1:3] != ("optimizer", "muon")
-            return path[0] in ("model", "best_model") and path[1] in shared
-
-        return spread(state, self.workers, mesh=self._shards.mesh if self._shards else None, is_shared=is_shared)
+        return received(state, self.model, self._shards, self.workers)
 
     def _grad_norm(self) -> torch.Tensor:
         grads = [local(master.grad) for master in self._masters if master.grad is not None]
@@ -241,39 +243,6 @@ class Updater:
             logger.warning("out of memory: micro-batches are cut to at most %d padded tokens", self.max_tokens)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    def _accumulate_together(
-        self, shards: Shards, micro_batches: Sequence[Batch | Idle[Batch]], loss_fn: LossFn[Batch]
-    ) -> tuple[list[dict[str, Any]], str | None]:
-        """As `_accumulate`, of all workers. What one of them cannot compute does not keep it from its part of the work.
-
-        Lack of memory ends the run: the others are in the middle of a pass that this one cannot take up again.
-        """
-        self._clear()
-        parts: list[dict[str, Any]] = []
-        problem: str | None = None
-        for index, batch in enumerate(micro_batches):
-            idle = isinstance(batch, Idle)
-            try:
-                with self.autocast():
-                    loss, metrics, why = shards.run_loss(
-                        functools.partial(loss_fn, _plain(batch)), weight=0.0 if idle else 1.0
-                    )
-                loss.backward()
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemory(
-                    f"a micro-batch of {padded_tokens(_plain(batch))} padded tokens does not fit into the memory of "
-                    f"process {self.workers.rank}; lower micro_batch_tokens"
-                ) from error
-            self._collect_gradients()
-            if why is not None and problem is None:
-                problem = f"{why} (process {self.workers.rank}, micro-batch {index})"
-            if not idle:
-                part = {**metrics, "train/loss": loss.detach() if why is None else math.nan}
-                parts.append({name: float(value) for name, value in part.items()})
-        told = self.workers.everyone((parts, problem))
-        problems = [why for _, why in told if why is not None]
-        return [part for part_list, _ in told for part in part_list], problems[0] if problems else None
 
     def _cut(self, micro_batches: list[Batch]) -> list[Batch]:
         """Micro-batches with those above `max_tokens` halved, again and again, down to single rows."""
@@ -387,7 +356,3 @@ class Updater:
         self.skipped_in_row = state["skipped_in_row"]
         self.learning_rate_scale = state["learning_rate_scale"]
         self.max_tokens = state["max_tokens"]
-
-
-def _plain(batch: Batch | Idle[Batch]) -> Batch:
-    return batch.batch if isinstance(batch, Idle) else batch
