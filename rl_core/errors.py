@@ -16,6 +16,7 @@
     |-- OutOfMemory                     a single row does not fit
     |-- CheckFailed                     training ended, but a check of what it learned does not hold
     |-- BackendError                    a rollout backend or tracking store did not answer (transient: worth a retry)
+    |-- WorkerFailed                    one of several processes that train together died, or raised no error of ours
     |-- StageTimeout                    a stage ran past the limit that the settings give it; it can be resumed
     `-- Stopped                         a stop signal arrived; state was saved and the run can be resumed
 
@@ -46,6 +47,7 @@ __all__ = [
     "StageTimeout",
     "Stopped",
     "ToolMisuse",
+    "WorkerFailed",
     "nearest",
 ]
 
@@ -112,6 +114,10 @@ class CheckFailed(PosttrainError):
 
 class BackendError(PosttrainError):
     """A rollout backend or a store did not answer; transient, so a retry may help."""
+
+
+class WorkerFailed(PosttrainError):
+    """One of several processes that train together died, or raised what has no type of ours; the message says how."""
 
 
 class StageTimeout(PosttrainError):

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.models import causal_lm
 from rl_core.settings import PreferenceSettings
 from rl_core.trainers.preference import PreferenceTrainer
 from tasks.policy_model import load_policy
@@ -29,19 +28,28 @@ def optimise_preferences(session: Session, model: Path | str, data: StageResult 
 
 def _body(context: StageContext) -> dict[str, Any]:
     settings: PreferenceSettings = context.settings
-    pairs = stage_pairs(context)
+    pairs = context.workers.of_first(lambda: stage_pairs(context))
     policy = load_policy(context.inputs["model"], context.pipeline)
-    references = cached_references(
-        context.folder.parent / "references",  # beside the keys: another beta finds them again
-        policy.model,
-        (pairs.train, pairs.heldout),
-        pad_id=policy.renderer.pad_id,
-        max_tokens=settings.micro_batch_tokens,
-        precision=settings.autocast,
-        code=code_version(),
+    references = context.workers.of_first(
+        lambda: cached_references(
+            context.folder.parent / "references",  # beside the keys: another beta finds them again
+            policy.model,
+            (pairs.train, pairs.heldout),
+            pad_id=policy.renderer.pad_id,
+            max_tokens=settings.micro_batch_tokens,
+            precision=settings.autocast,
+            code=code_version(),
+        )
     )
     trainer = PreferenceTrainer(
-        policy.model, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, context.seed, references
+        policy.model,
+        policy.renderer.pad_id,
+        pairs.train,
+        pairs.heldout,
+        settings,
+        context.seed,
+        references,
+        context.workers,
     )
     outcome = context.train(
         trainer,
@@ -49,7 +57,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric="eval/loss" if settings.patience is not None else None,
         larger_is_better=False,
     )
-    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    context.save_model(trainer, policy.tokenizer, lambda pipeline: load_policy(context.inputs["model"], pipeline).model)
     metrics = outcome.metrics
     accuracy = metrics["eval/accuracy"]
     low, high = wilson_interval(round(accuracy * len(pairs.heldout)), len(pairs.heldout))

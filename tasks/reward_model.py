@@ -8,7 +8,7 @@ from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.data.chat import ChatRenderer
-from rl_core.models import causal_lm, heads
+from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
 from tasks.preference_pairs import StagePairs, stage_pairs
@@ -28,14 +28,20 @@ def reward_model(session: Session, model: Path | str, data: StageResult | None) 
 
 def _body(context: StageContext) -> dict[str, Any]:
     settings: RewardModelSettings = context.settings
-    pairs = stage_pairs(context)
+    pairs = context.workers.of_first(lambda: stage_pairs(context))
     train, heldout = ([(pair.chosen_ids, pair.rejected_ids) for pair in part] for part in (pairs.train, pairs.heldout))
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
-    trainer = RewardModelTrainer(model, ChatRenderer(tokenizer).pad_id, train, heldout, settings, context.seed)
+    trainer = RewardModelTrainer(
+        model, ChatRenderer(tokenizer).pad_id, train, heldout, settings, context.seed, context.workers
+    )
     outcome = context.train(
         trainer, trainer.total_steps, best_metric="eval/accuracy" if settings.patience is not None else None
     )
-    causal_lm.save(model, tokenizer, context.folder / "model")
+    context.save_model(
+        trainer,
+        tokenizer,
+        lambda pipeline: heads.reward_model_from(context.inputs["model"], pipeline.model, seed=context.seed)[0],
+    )
     return _summary(context, pairs, outcome.metrics, outcome.steps)
 
 

@@ -7,7 +7,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.models import causal_lm
 from rl_core.settings import SFTSettings
 from rl_core.trainers.sft import SFTTrainer
 from tasks.policy_model import load_policy
@@ -38,14 +37,14 @@ def _body(context: StageContext) -> dict[str, Any]:
         [policy.renderer.conversation(row["messages"]) for row in read_jsonl(data / f"demonstrations_{split}.jsonl")]
         for split in ("train", "heldout")
     )
-    trainer = SFTTrainer(policy.model, policy.renderer.pad_id, train, heldout, settings, context.seed)
+    trainer = SFTTrainer(policy.model, policy.renderer.pad_id, train, heldout, settings, context.seed, context.workers)
     outcome = context.train(
         trainer,
         trainer.total_steps,
         best_metric="eval/loss" if settings.patience is not None else None,
         larger_is_better=False,
     )
-    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    context.save_model(trainer, policy.tokenizer, lambda pipeline: load_policy(context.inputs["model"], pipeline).model)
     tokens = sum(len(ids) for ids, _ in train)
     loss = outcome.metrics["eval/loss"]
     return {

@@ -8,7 +8,8 @@
         <key>.lock        held while the stage runs
 
 The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version). The same
-key is not run twice; a changed one is. A finished folder is verified against its manifest before it is used.
+key is not run twice; a changed one is. In how many processes a stage runs (`launch`) is no part of its key. A finished
+folder is verified against its manifest before it is used.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from tasks.config import PipelineSettings, resolve
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rl_core.distributed import Workers
     from rl_core.trainers.loop import LoopOutcome, Trainer
     from tasks.session import Session
 
@@ -85,6 +89,12 @@ class StageResult:
         return self.path / "model"
 
 
+def _alone() -> Workers:
+    from rl_core.distributed import ALONE  # here, as it loads torch
+
+    return ALONE
+
+
 @dataclass
 class StageContext:
     """What the body of a stage gets."""
@@ -94,12 +104,13 @@ class StageContext:
     settings: Any  # the stage's own settings
     pipeline: PipelineSettings
     inputs: dict[str, Path | str]  # folders of finished stages, model folders or hub names
-    tracker: RunTracker
-    session: Session
+    tracker: RunTracker  # in one of several processes a Tracker alone, that tells the stage's own process
+    session: Session  # not there in one of several processes
     seed: int
     fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
     stop: threading.Event
     started: float = field(default_factory=time.monotonic)
+    workers: Workers = field(default_factory=_alone)  # the processes that run this stage's body together
 
     @property
     def checkpoints(self) -> Path:
@@ -130,6 +141,33 @@ class StageContext:
             stop_event=self.stop,
             history=self.folder / METRICS_HISTORY,
         )
+
+    def save_model(
+        self,
+        trainer: Trainer,
+        tokenizer: PreTrainedTokenizerBase,
+        load: Callable[[PipelineSettings], PreTrainedModel],
+    ) -> None:
+        """Write the trained model into the stage's folder.
+
+        Where several processes share its weights out, the first one puts them together, in a model made anew on the
+        CPU: no GPU need hold them all.
+
+        Args:
+            load: gives the model that training started from, for settings with another device.
+        """
+        from rl_core.models import causal_lm
+        from rl_core.trainers.resume import load_trainable_weights, trainable_weights
+
+        model: Any = trainer.model
+        if self.workers.size > 1:
+            weights = trainer.updater.whole(trainable_weights(model))
+            if not self.workers.is_first:
+                return
+            on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")
+            model = load(dataclasses.replace(self.pipeline, model=on_cpu))
+            load_trainable_weights(model, weights)
+        causal_lm.save(model, tokenizer, self.folder / "model")
 
 
 @functools.cache
@@ -177,9 +215,12 @@ def _environment_digests(settings: PipelineSettings) -> dict[str, str]:
 
 def stage_key(name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]) -> str:
     """The cache key: 16 hex digits of the SHA-256 of everything that decides the stage's result."""
+    decisive = dataclasses.asdict(stage_settings) if stage_settings is not None else None
+    if decisive is not None:
+        decisive.pop("launch", None)  # another number of processes gives the same numbers, to rounding
     payload = {
         "stage": name,
-        "settings": dataclasses.asdict(stage_settings) if stage_settings is not None else None,
+        "settings": decisive,
         "environment": dataclasses.asdict(pipeline.environment),
         "environment_content": _environment_digests(pipeline),
         "model": dataclasses.asdict(pipeline.model),
@@ -275,6 +316,8 @@ def _run_open(
     folder = final.with_name(f"{key}.open")
     journal = final.with_name(f"{key}.tracking")
     _clear_leftovers(folder)
+    from tasks.launch import recover_events, run_in_workers  # here, as it knows this module
+
     started = time.monotonic()
     tracker = session.open_stage_run(label, name, journal, settings, digests, key)
     context = StageContext(
@@ -290,7 +333,10 @@ def _run_open(
         stop=session.stop,
     )
     try:
-        summary = body(context)
+        recover_events(folder, tracker)
+        launch = getattr(settings, "launch", None)
+        in_workers = launch is not None and launch.kind == "torchrun"
+        summary = run_in_workers(context, body) if in_workers else body(context)
         if (folder / "model").is_dir() and name != "prepare_data":
             summary = {**summary, **session.register(tracker, folder / "model", name, summary)}
         summary.setdefault("tokens_per_second", tokens_per_second(journal))
@@ -342,7 +388,7 @@ def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name in ("checkpoints", REWARD_RECORD):
+        if path.name in ("checkpoints", REWARD_RECORD, "workers"):  # workers: recover_events reads it first
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -14,7 +14,7 @@ FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 # rl_core's rooms, lowest first; a room imports rooms of its own level or below, never one above it.
 LEVELS = [
     {"errors", "types", "settings", "tracking", "faults", "folders", "state_codec", "metrics", "timing"},
-    {"losses", "checkpoint"},
+    {"losses", "checkpoint", "distributed"},
     {"data", "models", "environments", "analysis"},
     {"rewards", "curriculum", "rollouts"},
     {"evaluation", "probe"},
@@ -111,7 +111,7 @@ def test_no_room_of_rl_core_imports_one_above_it():
 
 
 def test_no_trainer_imports_another():
-    shared = {"loop", "update", "resume", "signals", "optimizers", "micro_batches", "memory"}
+    shared = {"loop", "update", "resume", "signals", "optimizers", "micro_batches", "memory", "together"}
     shared |= {"rollout_metrics", "policy_update", "policy_objective", "experience", "credit", "replay", "snapshots"}
     trainers = {path.stem for path in (ROOT / "rl_core/trainers").glob("*.py")} - shared - {"__init__"}
     wrong = [

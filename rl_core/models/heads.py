@@ -18,7 +18,7 @@ from rl_core.models.trunk import hidden_states
 from rl_core.settings import ModelSettings
 from rl_core.types import TrainBatch
 
-__all__ = ["load_reward_model", "reward_model_from", "score", "sequence_scores"]
+__all__ = ["load_reward_model", "reward_model_from", "score", "score_batch", "score_batches", "sequence_scores"]
 
 
 def reward_model_from(
@@ -96,18 +96,34 @@ def score(
     for index, row in enumerate(rows):
         if not row:
             raise DataError(f"row {index} has no tokens to score")
-    pad = pad_id if pad_id is not None else (model.config.pad_token_id or 0)
-    device = next(model.parameters()).device
-    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     scores = [0.0] * len(rows)
     with evaluating(model):
-        while order:
-            batch: list[int] = []
-            while order and (not batch or (len(batch) + 1) * len(rows[order[0]]) <= max_tokens):
-                batch.append(order.pop(0))
-            width = len(rows[batch[-1]])
-            ids_BS = torch.tensor([list(rows[i]) + [pad] * (width - len(rows[i])) for i in batch], device=device)
-            lengths_B = torch.tensor([len(rows[i]) for i in batch], device=device)
-            for index, value in zip(batch, sequence_scores(model, ids_BS, lengths_B).tolist(), strict=True):
+        for batch in score_batches([len(row) for row in rows], max_tokens):
+            values = score_batch(model, [rows[index] for index in batch], pad_id=pad_id)
+            for index, value in zip(batch, values, strict=True):
                 scores[index] = value
+    return scores
+
+
+def score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Indices of rows that are scored together: shortest first, at most `max_tokens` padded tokens, or a row alone."""
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    batches: list[list[int]] = []
+    for index in order:
+        if batches and (len(batches[-1]) + 1) * lengths[index] <= max_tokens:
+            batches[-1].append(index)
+        else:
+            batches.append([index])
+    return batches
+
+
+@torch.no_grad()
+def score_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None) -> list[float]:
+    """Scores of token rows in one pass, in the model's present mode."""
+    pad = pad_id if pad_id is not None else (model.config.pad_token_id or 0)
+    device = next(model.parameters()).device
+    width = max(len(row) for row in rows)
+    ids_BS = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], device=device)
+    lengths_B = torch.tensor([len(row) for row in rows], device=device)
+    scores: list[float] = sequence_scores(model, ids_BS, lengths_B).tolist()
     return scores

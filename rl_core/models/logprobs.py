@@ -21,7 +21,14 @@ from rl_core.models.lora import unwrap
 from rl_core.models.trunk import hidden_states, model_inputs
 from rl_core.types import TrainBatch
 
-__all__ = ["TokenOutputs", "completion_logprobs", "next_token_logprobs", "selected_logprobs", "token_outputs"]
+__all__ = [
+    "TokenOutputs",
+    "completion_logprobs",
+    "next_token_logprobs",
+    "probe_head",
+    "selected_logprobs",
+    "token_outputs",
+]
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
@@ -275,6 +282,12 @@ def _log_softmax(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch
 def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:
     """Row-wise dot products [C], in place of a third [C, V] buffer."""
     return left_CV.mul_(right_CV).sum(-1)
+
+
+def probe_head(model: nn.Module) -> None:
+    """Find out now what `token_outputs` has to know of the head; later the model may be no longer in one piece."""
+    base = unwrap(model)
+    _is_plain_head(base, base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None)
 
 
 def _is_plain_head(base: PreTrainedModel, head: torch.nn.Module | None) -> bool:

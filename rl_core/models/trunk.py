@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -75,6 +76,8 @@ def _is_plain(trunk: Any) -> bool:
     weight, config = trunk.embed_tokens.weight, trunk.config
     # A GPU has fused attention over several sequences and does not mind small kernels; in low precision transformers
     # rounds at places that are its own.
+    if isinstance(trunk.layers[0], FSDPModule):  # its weights are in one piece only while it is called itself
+        return False
     if weight.device.type != "cpu" or weight.dtype != torch.float32 or torch.is_autocast_enabled("cpu"):
         return False
     return (

@@ -6,6 +6,7 @@ Every default is the field's, with its source beside it where it is not common k
 
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
+from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.parts import (
     AnalysisSettings,
     DataSettings,
@@ -53,6 +54,7 @@ __all__ = [
     "ExitCondition",
     "FormatSettings",
     "LengthSettings",
+    "LaunchSettings",
     "LoopSettings",
     "LoraSettings",
     "ModelSettings",

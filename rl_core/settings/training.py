@@ -7,6 +7,7 @@ from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.parts import SamplingSettings
 
 __all__ = ["LoopSettings", "OptimizerSettings", "PreferenceSettings", "RewardModelSettings", "SFTSettings"]
@@ -54,6 +55,7 @@ class LoopSettings(Settings):
     patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
     min_improvement: float = setting(0.0, ge=0, doc="what counts as an improvement")
     max_nonfinite: int = setting(5, ge=1, doc="non-finite steps in a row that stop the run")
+    launch: LaunchSettings = setting(LaunchSettings(), doc="in which processes; no part of the stage's key")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,9 @@
 Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoint when due. A checkpoint may lie between
 a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
 With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
+
+Where several processes train one model (`Updater.workers`), each runs this loop on the same numbers, so that all decide
+alike; the first one alone logs, reads and writes. A stop signal to any of them stops all.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import nn
 
 from rl_core.checkpoint import CheckpointStore
+from rl_core.distributed import ALONE, Workers
 from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
 from rl_core.faults import fault
 from rl_core.metrics import MetricHistory
@@ -150,10 +154,11 @@ def run_loop(
         stop=StopRequests(stop_event),
         export_to=history,
         clock=clock,
+        workers=trainer.updater.workers,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.stop)
-        if checkpoints is not None:
+        if checkpoints is not None and loop.workers.is_first:
             stack.enter_context(checkpoints)
         return loop.run(allow_changed)
 
@@ -172,6 +177,7 @@ class _Loop:
     clock: Callable[[], float]
     export_to: Path | str | None = None
     exported: float | None = None  # when, by `clock`
+    workers: Workers = ALONE
     history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))
     state: _Progress = field(default_factory=_Progress)
     best_weights: dict[str, torch.Tensor] | None = None
@@ -231,7 +237,8 @@ class _Loop:
         fault("loop.stepped")
         finite = self._log(metrics)
         headline = next((f"{name} {finite[name]:.4g}" for name in HEADLINES if name in finite), "")
-        self.tracker.progress(self.state.iteration, self.iterations, headline)
+        if self.workers.is_first:
+            self.tracker.progress(self.state.iteration, self.iterations, headline)
         fault("loop.logged")
 
     def _log(self, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -244,7 +251,8 @@ class _Loop:
         if self.state.nonfinite_metrics:
             finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
         started = self.clock()
-        self.tracker.log_metrics(finite, self.trainer.updater.step)
+        if self.workers.is_first:
+            self.tracker.log_metrics(finite, self.trainer.updater.step)
         self.history.observe(finite, self.trainer.updater.step)
         self._export(EXPORT_SECONDS)
         self._spent("tracking", started)
@@ -256,7 +264,9 @@ class _Loop:
 
     def _export(self, after: float = 0.0) -> None:
         """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
-        if self.export_to is None or (self.exported is not None and self.clock() - self.exported < after):
+        if self.export_to is None or not self.workers.is_first:
+            return
+        if self.exported is not None and self.clock() - self.exported < after:
             return
         try:
             self.history.export(self.export_to)
@@ -273,7 +283,8 @@ class _Loop:
     def _evaluate(self) -> None:
         started = self.clock()
         with self.trainer.updater.averaged():  # what is evaluated is what is kept
-            raw = {name: float(value) for name, value in self.trainer.evaluate().items()}
+            measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
+            raw = self.workers.of_first(lambda: measured)
             if self.best_metric is not None:
                 if self.best_metric not in raw:
                     raise SettingsError(
@@ -307,8 +318,8 @@ class _Loop:
         logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
 
     def _stop_when_asked(self) -> None:
-        signum = self.stop.signum
-        if signum is None:
+        signum = self.workers.most(self.stop.signum or 0)
+        if not signum:
             return
         if self.checkpoints is None:
             raise Stopped(
@@ -327,27 +338,37 @@ class _Loop:
         if self.checkpoints is None or self.saved == place:
             return
         started = self.clock()
-        self.checkpoints.save(
-            {
-                "model": trainable_weights(self.trainer.model),
-                "best_model": self.best_weights,
-                "updater": self.trainer.updater.state_dict(),
-                "trainer": self.trainer.state_dict(),
-                "loop": asdict(self.state),
-                "history": self.history.state_dict(),
-                "fingerprint": self.fingerprint,
-                "rng": rng_state(),
-            }
-        )
+        state = {
+            "model": trainable_weights(self.trainer.model),
+            "best_model": self.best_weights,
+            "updater": self.trainer.updater.state_dict(),
+            "trainer": self.trainer.state_dict(),
+            "loop": asdict(self.state),
+            "history": self.history.state_dict(),
+            "fingerprint": self.fingerprint,
+            "rng": rng_state(),
+        }
+        if self.workers.size > 1:
+            state = self.trainer.updater.whole(state)
+            state["workers"] = {"size": self.workers.size, "rng": self.workers.everyone(state["rng"])}
+        if self.workers.is_first:
+            self.checkpoints.save(state)
         self.saved = place
         self._spent("checkpoint", started)
         fault("loop.saved")
 
     def _resume(self, allow_changed: bool) -> None:
-        state = self.checkpoints.load_latest() if self.checkpoints is not None else None
+        if self.checkpoints is None:
+            return
+        state = self.checkpoints.load_latest() if self.workers.is_first else None
+        state = self.trainer.updater.received(state)
         if state is None:
             return
-        check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed)
+        saved_by = state.get("workers", {"size": 1, "rng": [state["rng"]]})
+        same_size = saved_by["size"] == self.workers.size
+        # Threads decide the last bits, and so does the number of processes, which may change.
+        besides = () if same_size else ("runtime.threads",)
+        check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed, besides=besides)
         load_trainable_weights(self.trainer.model, state["model"])
         self.best_weights = state["best_model"]
         self.trainer.updater.load_state_dict(state["updater"])
@@ -355,5 +376,15 @@ class _Loop:
         self.state = _Progress(**state["loop"])
         self.history.load_state_dict(state["history"])
         self.saved = (self.state.iteration, self.state.evaluated_iteration)
-        restore_rng(state["rng"])  # last: building or loading anything may have drawn from the generators
+        # last: building or loading anything may have drawn from the generators
+        if same_size:
+            restore_rng(saved_by["rng"][self.workers.rank])
+        else:
+            logger.warning(
+                "resumed in %d processes what was saved by %d: the same numbers to rounding, not to the last bit",
+                self.workers.size,
+                saved_by["size"],
+            )
+            if self.workers.is_first:
+                restore_rng(state["rng"])
         logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.updater.step)

@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.settings import OptimizerSettings
 
 __all__ = [
+    "GatheredMuon",
     "Grokfast",
     "JointOptimizer",
     "Optimizer",
@@ -90,7 +92,7 @@ def build_optimizer(model: nn.Module, masters: Mapping[str, nn.Parameter], setti
             fused=True,  # one pass over memory in place of a dozen
         )
     if hidden:
-        parts["muon"] = torch.optim.Muon(
+        parts["muon"] = _muon_class([masters[name] for name in masters if name in hidden])(
             [parameter for name, parameter in masters.items() if name in hidden],
             lr=settings.learning_rate,
             weight_decay=settings.weight_decay,
@@ -121,6 +123,38 @@ def hidden_matrices(model: nn.Module) -> set[str]:
         and id(parameter) not in outside
         and not any(part == "score" or part.endswith("head") for part in name.split("."))
     }
+
+
+def _muon_class(parameters: Sequence[torch.Tensor]) -> type[torch.optim.Muon]:
+    return GatheredMuon if any(isinstance(parameter, DTensor) for parameter in parameters) else torch.optim.Muon
+
+
+class GatheredMuon(torch.optim.Muon):
+    """Muon over matrices that several processes share out: each of them makes the whole step, and keeps its rows.
+
+    Muon orthogonalises whole matrices, so every process holds copies of them and of their momentum beside its rows.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        self._shared: list[DTensor] = [parameter for parameter in params if isinstance(parameter, DTensor)]
+        super().__init__([nn.Parameter(parameter.full_tensor()) for parameter in self._shared], **options)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step by the gradients of the shared matrices."""
+        wholes = self.param_groups[0]["params"]
+        for shared, whole in zip(self._shared, wholes, strict=True):
+            whole.copy_(shared.full_tensor())
+            whole.grad = None if shared.grad is None else shared.grad.full_tensor()  # type: ignore[attr-defined]
+        super().step()
+        for shared, whole in zip(self._shared, wholes, strict=True):
+            shared.copy_(distribute_tensor(whole, shared.device_mesh, shared.placements, src_data_rank=None))
+            whole.grad = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients of the shared matrices."""
+        for shared in self._shared:
+            shared.grad = None
 
 
 class JointOptimizer:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pad_rows
 from rl_core.data.pairs import Pair, PairSide
+from rl_core.distributed import ALONE, Idle, Workers
 from rl_core.errors import DataError
 from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss
 from rl_core.models.causal_lm import evaluating
@@ -81,6 +82,7 @@ class PreferenceTrainer:
         pairs_train, pairs_heldout: without held-out pairs there is no evaluation.
         seed: of the order of pairs.
         references: (of the training pairs, of the held-out ones), where the same weights gave them before.
+        workers: the processes that train this model together, each with the same arguments.
     Raises: DataError naming a pair that cannot be learnt from, or references that do not fit the pairs.
     """
 
@@ -93,6 +95,7 @@ class PreferenceTrainer:
         settings: PreferenceSettings,
         seed: int,
         references: tuple[Sequence[Reference], Sequence[Reference]] | None = None,
+        workers: Workers = ALONE,
     ) -> None:
         if not pairs_train:
             raise DataError("pairs_train: there is no pair to train on")
@@ -107,20 +110,20 @@ class PreferenceTrainer:
         self.order = DataOrder(len(pairs_train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
-        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite)
         given = dict(zip(self._pairs, references, strict=True)) if references is not None else {}
         self.references = {
             name: list(given[name]) if name in given else self._reference(pairs) for name, pairs in self._pairs.items()
         }
         for name, rows in self.references.items():
             _check_references(rows, len(self._pairs[name]), name)
+        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, workers=workers)
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch_size pairs."""
         started = time.perf_counter()
         indices = self.order.next()
         pairs = [self._pairs["train"][index] for index in indices]
-        batches = self._batches(pairs, [self.references["train"][index] for index in indices])
+        batches = self._shared_batches(pairs, [self.references["train"][index] for index in indices])
         num_loss_tokens = _loss_tokens(pairs)
         num_tokens = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
 
@@ -142,11 +145,12 @@ class PreferenceTrainer:
         if not pairs:
             return {}
         num_loss_tokens = _loss_tokens(pairs)
-        parts = []
-        with evaluating(self.model), torch.no_grad(), self.updater.autocast():
-            for batch in self._batches(pairs, self.references["heldout"]):
-                loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
-                parts.append({"loss": loss, **metrics})
+
+        def measure(batch: _PairBatch) -> dict[str, float]:
+            loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
+            return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
+
+        parts = self.updater.measure(self._shared_batches(pairs, self.references["heldout"]), measure)
         return {f"eval/{name}": value for name, value in combine_metrics(parts).items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -170,6 +174,14 @@ class PreferenceTrainer:
             max_tokens=self.settings.micro_batch_tokens,
             precision=self.settings.autocast,
         )
+
+    def _shared_batches(
+        self, pairs: Sequence[Pair], references: Sequence[Reference]
+    ) -> list[_PairBatch | Idle[_PairBatch]]:
+        """This process's micro-batches of these pairs."""
+        rows = list(zip(pairs, references, strict=True))
+        widest = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
+        return self.updater.workers.batches(rows, widest, lambda some: self._batches(*zip(*some, strict=True)))
 
     def _batches(self, pairs: Sequence[Pair], references: Sequence[Reference]) -> list[_PairBatch]:
         """Both rows of a pair in one micro-batch, pairs sorted by their longer row."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rl_core.errors import CheckpointError, ResumeRefused
 
@@ -33,10 +34,13 @@ def _frozen(model: nn.Module) -> set[str]:
 def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Every parameter that trains and every persistent buffer; frozen weights (under LoRA) come from the start again.
 
-    `copy` gives a snapshot on the CPU that later updates do not change; otherwise the live tensors.
+    `copy` gives a snapshot on the CPU that later updates do not change; otherwise the live tensors. Of weights that
+    several processes share out, it is this process's rows, on their device.
     """
     frozen = _frozen(model)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in frozen}
+    if any(isinstance(tensor, DTensor) for tensor in weights.values()):
+        return _shared_weights(model, weights, copy=copy)
     if not copy:
         return weights
     copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights: one copy for all names of one parameter
@@ -47,6 +51,19 @@ def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torc
             copies[memory] = tensor.to("cpu", copy=True)
         snapshot[name] = copies[memory]
     return snapshot
+
+
+def _shared_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
+    """One object for all names of a tied weight: in every process the same ones, unlike places in memory."""
+    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    unique: dict[Any, torch.Tensor] = {}
+    result = {}
+    for name, tensor in weights.items():
+        owner = owners.get(name, name)
+        if owner not in unique:
+            unique[owner] = tensor.clone() if copy else tensor
+        result[name] = unique[owner]
+    return result
 
 
 def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
@@ -98,13 +115,22 @@ def _flatten(tree: Any, path: str = "") -> dict[str, str]:
     return {path: json.dumps(tree, sort_keys=True, default=str)}
 
 
-def check_fingerprint(saved: Mapping[str, Any], present: Mapping[str, Any], *, allow_changed: bool = False) -> None:
-    """Compare key by key. Raises ResumeRefused naming every differing key with both values, unless allowed."""
+def check_fingerprint(
+    saved: Mapping[str, Any],
+    present: Mapping[str, Any],
+    *,
+    allow_changed: bool = False,
+    besides: Collection[str] = (),
+) -> None:
+    """Compare key by key. Raises ResumeRefused naming every differing key with both values, unless allowed.
+
+    besides: dotted keys that may differ.
+    """
     old, new = _flatten(saved), _flatten(present)
     changed = [
         f"{key}: {old.get(key, 'absent')} in the checkpoint, {new.get(key, 'absent')} now"
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        if old.get(key) != new.get(key) and key not in besides
     ]
     if not changed:
         return

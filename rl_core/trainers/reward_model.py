@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder, micro_batches, pad_rows
+from rl_core.distributed import ALONE, Workers
 from rl_core.errors import DataError
 from rl_core.losses.preference import bradley_terry_loss, calibration_error
 from rl_core.models import heads
@@ -51,6 +52,7 @@ class RewardModelTrainer:
         pad_id: token id on the right of short rows.
         pairs_train, pairs_heldout: (chosen_ids, rejected_ids). Without held-out pairs there is no evaluation.
         seed: of the order of pairs.
+        workers: the processes that train this model together, each with the same arguments.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RewardModelTrainer:
         pairs_heldout: Sequence[Pair],
         settings: RewardModelSettings,
         seed: int,
+        workers: Workers = ALONE,
     ) -> None:
         if not pairs_train:
             raise DataError("pairs_train: there is no pair to train on")
@@ -77,14 +80,16 @@ class RewardModelTrainer:
         self.order = DataOrder(len(pairs_train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)
-        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite)
+        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, workers=workers)
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch_size pairs."""
         started = time.perf_counter()
         pairs = [self._train[index] for index in self.order.next()]
         num_tokens = sum(len(row) for pair in pairs for row in pair)
-        metrics = self.updater.apply(self._batches(pairs), lambda batch: self._loss(batch, len(pairs)))
+        widest = [max(len(chosen), len(rejected)) for chosen, rejected in pairs]
+        batches = self.updater.workers.batches(pairs, widest, self._batches)
+        metrics = self.updater.apply(batches, lambda batch: self._loss(batch, len(pairs)))
         return {
             **metrics,
             "train/tokens": float(num_tokens),
@@ -96,10 +101,7 @@ class RewardModelTrainer:
         """eval/loss, eval/accuracy (ties count half), eval/margin and eval/ece over the held-out pairs."""
         if not self._heldout:
             return {}
-        rows = [row for pair in self._heldout for row in pair]
-        with self.updater.autocast():
-            scores = heads.score(self.model, rows, pad_id=self._pad_id, max_tokens=self.settings.micro_batch_tokens)
-        scores_B = torch.tensor(scores)
+        scores_B = torch.tensor(self._scores([row for pair in self._heldout for row in pair]))
         chosen_B, rejected_B = scores_B[0::2], scores_B[1::2]
         loss, metrics = bradley_terry_loss(
             chosen_B, rejected_B, num_pairs=len(self._heldout), center_coef=self.settings.center_coef
@@ -118,6 +120,21 @@ class RewardModelTrainer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.order.load_state_dict(state["order"])
+
+    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        """`heads.score`, of which each process takes its share."""
+
+        def build(some: list[int]) -> list[list[int]]:
+            groups = heads.score_batches([len(rows[index]) for index in some], self.settings.micro_batch_tokens)
+            return [[some[place] for place in group] for group in groups]
+
+        def measure(indices: list[int]) -> list[tuple[int, float]]:
+            values = heads.score_batch(self.model, [rows[index] for index in indices], pad_id=self._pad_id)
+            return list(zip(indices, values, strict=True))
+
+        batches = self.updater.workers.batches(range(len(rows)), [len(row) for row in rows], build)
+        scores = dict(pair for part in self.updater.measure(batches, measure) for pair in part)
+        return [scores[index] for index in range(len(rows))]
 
     def _batches(self, pairs: Sequence[Pair]) -> list[_PairBatch]:
         """Both rows of a pair in one micro-batch, pairs sorted by their longer row."""

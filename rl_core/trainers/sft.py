@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder
+from rl_core.distributed import ALONE, Idle, Workers
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
-from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.packing import can_pack
 from rl_core.rollouts.batching import TrainRow, make_batches
@@ -41,6 +41,7 @@ class SFTTrainer:
         rows_train, rows_heldout: (ids, loss_mask) of whole conversations; at least one loss token each, none at
             position 0, which has nothing before it. Without held-out rows there is no evaluation.
         seed: of the order of rows.
+        workers: the processes that train this model together, each with the same arguments.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class SFTTrainer:
         rows_heldout: Sequence[Row],
         settings: SFTSettings,
         seed: int,
+        workers: Workers = ALONE,
     ) -> None:
         if not rows_train:
             raise DataError("rows_train: there is no row to train on")
@@ -63,7 +65,7 @@ class SFTTrainer:
         self.order = DataOrder(len(rows_train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
-        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite)
+        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, workers=workers)
         self._packing = settings.packing and can_pack(model)
         if settings.packing and not self._packing:
             logger.warning(
@@ -77,7 +79,7 @@ class SFTTrainer:
         started = time.perf_counter()
         rows = [self._train[index] for index in self.order.next()]
         batches = self._batches(rows)
-        num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
+        num_loss_tokens = _loss_tokens(rows)
         num_tokens = sum(len(row.completion_ids) + 1 for row in rows)
         metrics = self.updater.apply(batches, lambda batch: self._loss(batch, num_loss_tokens))
         return {
@@ -91,10 +93,12 @@ class SFTTrainer:
         """eval/loss in nats per loss token over the held-out rows, and eval/perplexity, its exponential."""
         if not self._heldout:
             return {}
-        batches = self._batches(self._heldout)
-        num_loss_tokens = sum(batch.num_loss_tokens for batch in batches)
-        with evaluating(self.model), torch.no_grad(), self.updater.autocast():
-            loss = math.fsum(float(self._loss(batch, num_loss_tokens)[0]) for batch in batches)
+        num_loss_tokens = _loss_tokens(self._heldout)
+        loss = math.fsum(
+            self.updater.measure(
+                self._batches(self._heldout), lambda batch: float(self._loss(batch, num_loss_tokens)[0])
+            )
+        )
         return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def state_dict(self) -> dict[str, Any]:
@@ -105,14 +109,21 @@ class SFTTrainer:
         """Inverse of `state_dict`."""
         self.order.load_state_dict(state["order"])
 
-    def _batches(self, rows: Sequence[TrainRow]) -> list[TrainBatch]:
-        return make_batches(rows, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
+    def _batches(self, rows: Sequence[TrainRow]) -> list[TrainBatch | Idle[TrainBatch]]:
+        def build(some: list[TrainRow]) -> list[TrainBatch]:
+            return make_batches(some, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
+
+        return self.updater.workers.batches(rows, [len(row.completion_ids) + 1 for row in rows], build)
 
     def _loss(self, batch: TrainBatch, num_loss_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         batch = batch.to(self._device)
         logprobs_BS, _ = completion_logprobs(self.model, batch)
         loss, _ = supervised_loss(logprobs_BS, batch.loss_mask_BS, num_loss_tokens=num_loss_tokens)
         return loss, {}
+
+
+def _loss_tokens(rows: Sequence[TrainRow]) -> int:
+    return sum(sum(row.loss_mask) for row in rows)
 
 
 def _train_row(row: Row, name: str) -> TrainRow:

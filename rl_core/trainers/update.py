@@ -5,6 +5,7 @@ Suffixes: B rows of a micro-batch, S sequence.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,10 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rl_core.distributed import ALONE, Idle, Shards, Workers, gathered, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
@@ -27,12 +31,14 @@ from rl_core.trainers.optimizers import (
     learning_rate_at,
 )
 from rl_core.trainers.throughput import sequence_lengths, step_flops
+from rl_core.trainers.together import accumulate_together, plain, received
 
 __all__ = ["LossFn", "Updater"]
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
+Result = TypeVar("Result")
 LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
 
 
@@ -41,12 +47,22 @@ class Updater:
 
     Weights in bfloat16 or float16 get a float32 master copy, on which gradients accumulate and the optimizer works;
     otherwise small updates would be rounded away. With ema_decay an average of the weights is kept beside them.
+
+    Where several `workers` train the model, its weights are shared out among them here. Each of them then calls the
+    same methods in the same order with micro-batches of its own, as many as every other (`Workers.batches`).
     """
 
     def __init__(
-        self, model: nn.Module, settings: OptimizerSettings, total_steps: int, *, max_nonfinite: int = 5
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings,
+        total_steps: int,
+        *,
+        max_nonfinite: int = 5,
+        workers: Workers = ALONE,
     ) -> None:
         self.model = model
+        self.workers = workers
         self.settings = settings
         self.total_steps = total_steps
         self.max_nonfinite = max_nonfinite
@@ -55,6 +71,10 @@ class Updater:
         self.skipped_in_row = 0
         self.learning_rate_scale = 1.0  # of the whole schedule; a rollback makes it smaller
         self.max_tokens: int | None = None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
+        self._shards: Shards | None = None
+        if workers.size > 1:
+            probe_head(model)  # runs the model, which has to be whole for that
+            self._shards = Shards(model, workers)
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self._weights:
@@ -105,7 +125,7 @@ class Updater:
             self._average.write(dict(zip(self._names, self._weights, strict=True)))
             self.refresh_masters()
 
-    def apply(self, micro_batches: Sequence[Batch], loss_fn: LossFn[Batch]) -> dict[str, float]:
+    def apply(self, micro_batches: Sequence[Batch | Idle[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
         """One optimizer step over all micro-batches.
 
         Args:
@@ -120,14 +140,25 @@ class Updater:
         """
         if not micro_batches:
             raise DataError("an optimizer step needs at least one micro-batch")
-        lengths = [length for batch in micro_batches for length in sequence_lengths(batch)]
+        lengths = [length for batch in micro_batches for length in sequence_lengths(batch)]  # an idle one has none
         count("optimizer_flops", step_flops(self.model, lengths))
         with span("optimizer"):
             return self._apply(micro_batches, loss_fn)
 
-    def _apply(self, micro_batches: Sequence[Batch], loss_fn: LossFn[Batch]) -> dict[str, float]:
+    def _apply(self, micro_batches: Sequence[Batch | Idle[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
         self.model.train()
-        parts, problem = self._accumulate(list(micro_batches), loss_fn)
+        if self._shards is None:
+            parts, problem = self._accumulate([plain(batch) for batch in micro_batches], loss_fn)
+        else:
+            self._clear()
+            parts, problem = accumulate_together(
+                self._shards,
+                self.workers,
+                micro_batches,
+                loss_fn,
+                autocast=self.autocast,
+                collect=self._collect_gradients,
+            )
         metrics = combine_metrics(parts)
         norm = self._grad_norm()
         metrics["train/grad_norm"] = float(norm)
@@ -150,8 +181,34 @@ class Updater:
         metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics
 
+    def measure(self, batches: Sequence[Batch | Idle[Batch]], fn: Callable[[Batch], Result]) -> list[Result]:
+        """What `fn` gives for each batch, of all workers, by rank: without dropout and gradient, in `autocast`.
+
+        `fn` returns plain numbers, as they travel between processes.
+        """
+        results: list[Result] = []
+        with evaluating(self.model), torch.no_grad(), self.autocast():
+            for batch in batches:
+                result = self.run(functools.partial(fn, plain(batch)))
+                if not isinstance(batch, Idle):
+                    results.append(result)
+        return [result for part in self.workers.everyone(results) for result in part]
+
+    def run(self, compute: Callable[[], Result]) -> Result:
+        """`compute()`, with whole weights in the model: a trainer's own passes run in it where weights are shared."""
+        return compute() if self._shards is None else self._shards.run(compute)
+
+    def whole(self, state: Any) -> Any:
+        """A nested state as one process would have it: complete in the first worker, for whom it is written."""
+        return gathered(state, self.workers)
+
+    def received(self, state: Any) -> Any:
+        """A checkpoint that the first worker has read, in all of them; weights and moments are shared out again."""
+        return received(state, self.model, self._shards, self.workers)
+
     def _grad_norm(self) -> torch.Tensor:
-        return torch.nn.utils.get_total_norm([master.grad for master in self._masters if master.grad is not None])
+        grads = [local(master.grad) for master in self._masters if master.grad is not None]
+        return self.workers.norm(torch.nn.utils.get_total_norm(grads))
 
     def _optimize(self, norm: torch.Tensor) -> None:
         """Clip, step, and take the new weights over."""
@@ -247,7 +304,7 @@ class Updater:
     def _first_nonfinite(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> str:
         """Name of the first bad tensor, causes before consequences: weights, a loss's input, losses, gradients."""
         for name, weight in zip(self._names, self._weights, strict=True):
-            if not bool(torch.isfinite(weight).all()):
+            if not self._is_finite(weight):
                 return f"weight {name}"
         if problem is not None:
             return problem
@@ -255,9 +312,12 @@ class Updater:
             if not math.isfinite(float(part["train/loss"])):
                 return f"loss of micro-batch {index}"
         for name, master in zip(self._names, self._masters, strict=True):
-            if master.grad is not None and not bool(torch.isfinite(master.grad).all()):
+            if master.grad is not None and not self._is_finite(master.grad):
                 return f"gradient of {name}"
         return "global gradient norm"
+
+    def _is_finite(self, tensor: torch.Tensor) -> bool:
+        return not self.workers.most(int(not bool(torch.isfinite(local(tensor)).all())))
 
     def refresh_masters(self) -> None:
         """Take over weights that were changed from outside (a restored model)."""

@@ -1,0 +1,149 @@
+"""The processes that train one model together, and what they tell each other beside gradients.
+
+Every process runs the same program on the same rows in the same order, and decides nothing by itself: what one alone
+knows (a stop signal, a loss that is not finite, a number that it measured) is exchanged first. In one process every
+method gives back what it was given, so trainers need no second path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from rl_core.errors import SettingsError, WorkerFailed
+
+__all__ = ["ALONE", "Idle", "Workers", "join"]
+
+T = TypeVar("T")
+Row = TypeVar("Row")
+Batch = TypeVar("Batch")
+
+
+@dataclass(frozen=True)
+class Idle(Generic[Batch]):
+    """A micro-batch that is run for nothing, because other processes have one more: sharding needs equal passes."""
+
+    batch: Batch
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The processes, seen from one of them. `Workers()` is a process alone."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that writes: metrics, checkpoints, models."""
+        return self.rank == 0
+
+    def everyone(self, value: T) -> list[T]:
+        """The value of every process, by rank."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def most(self, number: int) -> int:
+        """The largest number of any process."""
+        if self.size == 1:
+            return number
+        found = torch.tensor([number], dtype=torch.int64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return int(found)
+
+    def norm(self, own: torch.Tensor) -> torch.Tensor:
+        """Euclidean norm of a vector of which `own` is the norm of this process's part."""
+        if self.size == 1:
+            return own
+        total = own.float().square()
+        dist.all_reduce(total)
+        return total.sqrt()
+
+    def of_first(self, make: Callable[[], T]) -> T:
+        """What `make` gives in the first process, for all of them: for what must not be done, or decided, twice.
+
+        Raises: in the first process what `make` raised; in the others WorkerFailed.
+        """
+        if self.size == 1:
+            return make()
+        box: list[Any] = [None, None]
+        if self.is_first:
+            try:
+                box[0] = make()
+            except BaseException as error:
+                dist.broadcast_object_list([None, f"{type(error).__name__}: {error}"])
+                raise
+        dist.broadcast_object_list(box)
+        if box[1] is not None:
+            raise WorkerFailed(f"process 0 failed: {box[1]}")
+        made: T = box[0]
+        return made
+
+    def share(self, lengths: Sequence[int]) -> list[int]:
+        """Indices of this process's rows, ascending: all rows are somebody's, each one's tokens are about as many.
+
+        Longest first, dealt out there and back again, so that nothing but the lengths decides.
+        """
+        order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+        mine = []
+        for place, index in enumerate(order):
+            turn, seat = divmod(place, self.size)
+            if self.rank == (seat if turn % 2 == 0 else self.size - 1 - seat):
+                mine.append(index)
+        return sorted(mine)
+
+    def batches(
+        self, rows: Sequence[Row], lengths: Sequence[int], build: Callable[[list[Row]], list[Batch]]
+    ) -> list[Batch | Idle[Batch]]:
+        """Micro-batches of this process's share of `rows`, as many in every process: the missing ones are `Idle`.
+
+        Args:
+            lengths: tokens of each row.
+            build: makes micro-batches of some rows; in one process it gets all of them.
+        """
+        if self.size == 1:
+            return [*build(list(rows))]
+        mine = self.share(lengths)
+        own: list[Batch | Idle[Batch]] = [*build([rows[index] for index in mine])] if mine else []
+        missing = self.most(len(own)) - len(own)
+        if missing:
+            shortest = min(range(len(lengths)), key=lambda index: lengths[index])
+            own += [Idle(build([rows[shortest]])[0])] * missing
+        return own
+
+
+ALONE = Workers()
+
+
+def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> Workers:
+    """Meet the processes that torchrun started with this one; `ALONE` where it started none.
+
+    Each process takes the GPU of its local rank where there are GPUs (nccl between them, gloo for what lies on the
+    CPU), else the CPU (gloo). The generators of all but the first process are seeded apart, so that dropout differs.
+
+    Args:
+        timeout_s: of one exchange; the first process may make data or evaluate alone for so long.
+        on_cpu: compute there, though there are GPUs.
+    Raises: SettingsError where this machine has fewer GPUs than processes.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return ALONE
+    size, rank, seat = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
+    gpus = 0 if on_cpu else torch.cuda.device_count()
+    if gpus:
+        if seat >= gpus:
+            raise SettingsError(f"launch.processes: {seat + 1} or more, but this machine has {gpus} GPUs; use {gpus}")
+        torch.cuda.set_device(seat)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s))
+    if rank:
+        torch.manual_seed(torch.initial_seed() + rank)
+    return Workers(rank, size)

@@ -1,0 +1,199 @@
+"""A model whose weights are shared out among processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
+
+Source: Zhao et al. 2023, arXiv:2304.11277 (FSDP); Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from rl_core.distributed.group import Workers
+from rl_core.errors import NonFiniteTensor
+
+__all__ = ["Shards", "gathered", "local", "spread"]
+
+T = TypeVar("T")
+Path = tuple[Any, ...]
+
+
+class _Shell(nn.Module):
+    """The module whose forward pass is any computation with the model.
+
+    Trainers read hidden states, heads and single weights of a model rather than call it, and FSDP has the whole weights
+    in place only within the forward pass of the module that it is the root of.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, compute: Callable[[], T]) -> T:
+        return compute()
+
+
+class Shards:
+    """A model's weights, gradients and optimizer state over all processes: each holds rows of every tensor.
+
+    After construction the model's parameters are DTensors; what computes with the model does so within `run`. Gradients
+    are summed over processes, not averaged: losses are divided by what the whole step counts.
+    """
+
+    def __init__(self, model: nn.Module, workers: Workers, *, by_layer: bool | None = None) -> None:
+        """Share out the weights, in place.
+
+        Args:
+            by_layer: collect the weights of one block at a time, which is what saves memory; None = on GPUs. Otherwise
+                all at once, so that what reads the weights of a block without calling it (`models/trunk.py`, on a CPU)
+                finds them.
+        """
+        device = next(model.parameters()).device
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (workers.size,))
+        self.shell = _Shell(model)
+        self._last_states: torch.Tensor | None = None
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),  # sums over processes, in any precision
+        }
+        blocks = list(_blocks(model)) if (device.type == "cuda" if by_layer is None else by_layer) else []
+        for block in blocks:
+            fully_shard(block, **options)
+        if blocks:
+            blocks[-1].register_forward_hook(self._remember)
+        fully_shard(self.shell, **options, reshard_after_forward=False)
+        for module in self.shell.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+    def run(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives, with the whole weights in the model while it runs."""
+        try:
+            result: T = self.shell(compute)
+        finally:
+            self._last_states = None
+        if not torch.is_grad_enabled():  # no backward pass will let go of the weights, which may change before the next
+            self.shell.reshard()  # type: ignore[operator]  # FSDP made it an FSDPModule
+        return result
+
+    def run_loss(
+        self, compute: Callable[[], tuple[torch.Tensor, Mapping[str, Any]]], weight: float = 1.0
+    ) -> tuple[torch.Tensor, Mapping[str, Any], str | None]:
+        """(loss, metrics, None); where the loss refuses its input, (a loss of 0, {}, why).
+
+        The backward pass of that 0 reaches every weight, as other processes wait for this one's share of gradients.
+        """
+        problem: list[str] = []
+
+        def guarded() -> tuple[torch.Tensor, Mapping[str, Any]]:
+            try:
+                loss, metrics = compute()
+            except NonFiniteTensor as error:
+                problem.append(str(error))
+                return self._nothing(), {}
+            return loss * weight if weight != 1.0 else loss, metrics
+
+        loss, metrics = self.run(guarded)
+        return loss, metrics, problem[0] if problem else None
+
+    def _nothing(self) -> torch.Tensor:
+        present = [p for p in self.shell.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        parts = [parameter.float().sum() for parameter in present]
+        if self._last_states is not None:
+            parts.append(self._last_states.float().sum())
+        return torch.stack(parts).sum() * 0.0
+
+    def _remember(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            self._last_states = output[0] if isinstance(output, tuple) else output
+
+
+def _blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The transformer blocks, as transformers names their classes."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    yield from [module for module in model.modules() if type(module).__name__ in names]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's rows of a shared tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(state: Any, workers: Workers) -> Any:
+    """A nested state with every shared tensor whole, on the CPU of the first process (empty elsewhere).
+
+    All processes have to call it, with states of one structure. A tensor that stands at two places is gathered once.
+    """
+    if workers.size == 1:
+        return state
+    seen: dict[int, torch.Tensor] = {}
+
+    def whole(path: Path, value: torch.Tensor) -> torch.Tensor:
+        if not isinstance(value, DTensor):
+            return value
+        if id(value) not in seen:
+            full = value.full_tensor()
+            seen[id(value)] = full.to("cpu") if workers.is_first else full.new_empty(0)
+        return seen[id(value)]
+
+    return _mapped(state, whole)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Where a tensor stands in a state."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def spread(
+    state: Any, workers: Workers, *, mesh: DeviceMesh | None, is_shared: Callable[[Path, tuple[int, ...]], bool]
+) -> Any:
+    """The first process's nested state in every process; the inverse of `gathered`. Tensors travel one by one.
+
+    Args:
+        state: read in the first process alone.
+        is_shared: whether the tensor at a path (keys and indices) of some shape is to be shared out over `mesh`; the
+            others come whole, on the CPU.
+    """
+    if workers.size == 1:
+        return state
+    tensors: list[torch.Tensor] = []
+
+    def slot(path: Path, value: torch.Tensor) -> _Slot:
+        tensors.append(value)
+        return _Slot(tuple(value.shape), value.dtype)
+
+    box = [_mapped(state, slot) if workers.is_first else None]
+    dist.broadcast_object_list(box)
+    waiting = iter(tensors)
+
+    def fill(path: Path, place: _Slot) -> torch.Tensor:
+        value = next(waiting) if workers.is_first else torch.empty(place.shape, dtype=place.dtype)
+        if mesh is not None and is_shared(path, place.shape):
+            return distribute_tensor(value.to(mesh.device_type), mesh, [Shard(0)])
+        value = value.cpu().contiguous()
+        dist.broadcast(value, src=0)
+        return value
+
+    return _mapped(box[0], fill)
+
+
+def _mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
+    """A nested state with every tensor (or slot) changed."""
+    if isinstance(value, torch.Tensor | _Slot):
+        return change(path, value)
+    if isinstance(value, Mapping):
+        return {key: _mapped(item, change, (*path, key)) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, change, (*path, index)) for index, item in enumerate(value))
+    return value

@@ -1,0 +1,82 @@
+"""The parts of an optimizer step and of a resume that differ where several processes share one model."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from rl_core.distributed import Idle, Shards, Workers, spread
+from rl_core.errors import OutOfMemory
+from rl_core.trainers.micro_batches import padded_tokens
+
+__all__ = ["accumulate_together", "plain", "received"]
+
+Batch = TypeVar("Batch")
+
+
+def plain(batch: Batch | Idle[Batch]) -> Batch:
+    """The micro-batch itself."""
+    return batch.batch if isinstance(batch, Idle) else batch
+
+
+def accumulate_together(
+    shards: Shards,
+    workers: Workers,
+    micro_batches: Sequence[Batch | Idle[Batch]],
+    loss_fn: Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]],
+    *,
+    autocast: Callable[[], AbstractContextManager[None]],
+    collect: Callable[[], None],
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Backward of every micro-batch of every process. One that cannot compute a loss does its part all the same.
+
+    Lack of memory ends the run: the others are in the middle of a pass that this one cannot take up again.
+
+    Args:
+        collect: called after each backward pass.
+    Returns: metrics of all micro-batches that are not idle, by process; what was not finite, where a loss refused its
+        input.
+    Raises: OutOfMemory.
+    """
+    parts: list[dict[str, Any]] = []
+    problem: str | None = None
+    for index, batch in enumerate(micro_batches):
+        idle = isinstance(batch, Idle)
+        try:
+            with autocast():
+                loss, metrics, why = shards.run_loss(
+                    functools.partial(loss_fn, plain(batch)), weight=0.0 if idle else 1.0
+                )
+            loss.backward()
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemory(
+                f"a micro-batch of {padded_tokens(plain(batch))} padded tokens does not fit into the memory of "
+                f"process {workers.rank}; lower micro_batch_tokens"
+            ) from error
+        collect()
+        if why is not None and problem is None:
+            problem = f"{why} (process {workers.rank}, micro-batch {index})"
+        if not idle:
+            part = {**metrics, "train/loss": loss.detach() if why is None else math.nan}
+            parts.append({name: float(value) for name, value in part.items()})
+    told = workers.everyone((parts, problem))
+    problems = [why for _, why in told if why is not None]
+    return [part for some, _ in told for part in some], problems[0] if problems else None
+
+
+def received(state: Any, model: nn.Module, shards: Shards | None, workers: Workers) -> Any:
+    """A checkpoint that the first process has read, in all of them; weights and moments are shared out again."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+    def is_shared(path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+        if path[0] == "updater":  # all that has a shape there has that of a weight; Muon's are whole everywhere
+            return len(shape) > 0 and path[1:3] != ("optimizer", "muon")
+        return path[0] in ("model", "best_model") and path[1] in names
+
+    return spread(state, workers, mesh=shards.mesh if shards else None, is_shared=is_shared)

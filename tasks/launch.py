@@ -1,0 +1,227 @@
+"""A stage in several processes: started by torchrun, watched from here, gone when this process is.
+
+    <stage's open folder>/workers/
+        job.json          what the processes need to know (tasks/worker.py reads it)
+        events.jsonl      metrics, progress and log lines of the first process (tasks/relay.py)
+        pid-<host>-<rank> the processes
+        stop              made to ask for a stop: the loop saves, then ends
+        result.json       what the stage's body returned in the first process
+        error-<rank>.json an exception, by whom
+        agent.log, logs/  what torchrun and the processes printed
+
+The folder is removed when the stage has finished. This process keeps the stage's lock, tracker and journal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.errors import PosttrainError, Stopped, WorkerFailed
+from rl_core.settings import LaunchSettings
+from rl_core.trainers.signals import StopRequests
+from tasks.config import resolve
+from tasks.processes import wait_until_gone
+from tasks.relay import Events
+from tasks.tracking import RunTracker
+
+if TYPE_CHECKING:
+    from tasks.stage import StageContext
+
+__all__ = ["WORKERS", "recover_events", "run_in_workers"]
+
+logger = logging.getLogger(__name__)
+
+WORKERS = "workers"
+EVENTS = "events.jsonl"
+POLL_S = 0.1
+GONE_S = 10.0  # a killed process that still runs after this is stuck in the kernel
+_OUTPUT_LINES = 15  # of what a process printed, in a message about its death
+# torchrun's own; a stage that itself runs under torchrun must not hand them on
+_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[str, Any]]) -> dict[str, Any]:
+    """Run a stage's body in the processes that its `launch` settings ask for; returns what it returns in the first.
+
+    Raises: the error of the process that failed first, as the type that it was; WorkerFailed where it has none of ours,
+    or was killed; Stopped after a stop request, with everything saved if the loop was running.
+    """
+    folder = context.folder / WORKERS
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    _write_job(folder, context, body)
+    settings: LaunchSettings = context.settings.launch
+    context.tracker.set_tag("launch", f"torchrun: {settings.nodes} x {settings.processes} processes")
+    events = Events(folder / EVENTS)
+    with StopRequests(context.stop) as stop:  # around the start, so that no signal comes between it and the `try`
+        agent = _start(settings, folder, context.session.threads)
+        try:
+            asked = _watch(agent, events, context.tracker, stop)
+        finally:
+            _kill(agent, folder)
+            events.forward(context.tracker)
+    try:
+        summary = _result(folder, agent.returncode)
+    except WorkerFailed:
+        raise  # what the processes printed stays for people to read
+    except PosttrainError:
+        shutil.rmtree(folder)
+        raise
+    shutil.rmtree(folder)
+    if asked is not None:  # it came when the last step was done
+        raise Stopped("stopped after the last step; saved, the same command goes on", asked)
+    return summary
+
+
+def recover_events(folder: Path, tracker: RunTracker) -> None:
+    """Give the tracker what processes of an earlier run, killed with their stage, had told it; then remove it."""
+    Events(folder / WORKERS / EVENTS).forward(tracker, replay=True)
+    shutil.rmtree(folder / WORKERS, ignore_errors=True)
+
+
+def torchrun_command(settings: LaunchSettings, folder: Path) -> list[str]:
+    """torchrun's arguments, the program to run included. One node meets on loopback, without a look at host names."""
+    meeting = [f"--rdzv-endpoint={settings.rdzv_endpoint or '127.0.0.1:0'}"]
+    if settings.nodes == 1:
+        meeting.append("--local-addr=127.0.0.1")
+    return [
+        f"--nnodes={settings.nodes}",
+        f"--nproc-per-node={settings.processes}",
+        f"--rdzv-backend={settings.rdzv_backend}",
+        f"--rdzv-id={settings.rdzv_id}",
+        *meeting,
+        "--max-restarts=0",  # the stage's own retries start from a checkpoint, with a tracker and a lock
+        f"--log-dir={folder / 'logs'}",
+        "--redirects=3",
+        "-m",
+        "tasks.worker",
+        str(folder / "job.json"),
+    ]
+
+
+def _write_job(folder: Path, context: StageContext, body: Callable[..., Any]) -> None:
+    job = {
+        "body": f"{body.__module__}:{body.__qualname__}",
+        "name": context.name,
+        "folder": str(context.folder),
+        "pipeline": resolve(context.pipeline),
+        "paths": {name: str(value) for name, value in context.inputs.items() if isinstance(value, Path)},
+        "names": {name: value for name, value in context.inputs.items() if isinstance(value, str)},
+        "seed": context.seed,
+        "fingerprint": context.fingerprint,
+        "threads": context.session.threads,
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+
+
+def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:
+    """As this process's, with its import path; the threads are shared out."""
+    variables = {name: value for name, value in os.environ.items() if name not in _INHERITED}
+    variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    variables["OMP_NUM_THREADS"] = str(max(1, threads // settings.processes))
+    return variables
+
+
+def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.Popen[bytes]:
+    """torchrun, in a session of its own: the terminal's Ctrl-C comes to this process alone, which passes it on."""
+    command = torchrun_command(settings, folder)
+    if settings.nodes > 1:
+        elsewhere = shlex.join([sys.executable, "-m", "tasks.torchrun", "0", os.devnull, *command])
+        logger.warning(
+            "waiting for %d more nodes; run there, in this project's folder: %s", settings.nodes - 1, elsewhere
+        )
+    with (folder / "agent.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tasks.torchrun", str(os.getpid()), str(folder / "report.json"), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=_environment(threads, settings),
+            start_new_session=True,
+        )
+
+
+def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: RunTracker, stop: StopRequests) -> int | None:
+    """Until torchrun ends; a stop request is passed on, and obeyed here where no training loop can obey it.
+
+    Returns: the signal that was passed on.
+    """
+    asked: int | None = None
+    while agent.poll() is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            agent.wait(POLL_S)
+        events.forward(tracker)
+        if stop.signum is None or asked is not None:
+            continue
+        if not events.training:
+            raise Stopped("stopped outside the training loop; the same command goes on", stop.signum)
+        (events.path.parent / "stop").touch()
+        asked = stop.signum
+    return asked
+
+
+def _kill(agent: subprocess.Popen[bytes], folder: Path) -> None:
+    """End torchrun and its processes, which the kernel kills when it is gone; wait until they are."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(agent.pid, signal.SIGKILL)
+    agent.wait()
+    pids = [int(path.read_text() or 0) for path in folder.glob(f"pid-{platform.node()}-*")]
+    if left := wait_until_gone([pid for pid in pids if pid], GONE_S):
+        logger.warning("processes %s were killed and still run", left)
+
+
+def _result(folder: Path, status: int) -> dict[str, Any]:
+    errors = sorted((json.loads(path.read_text()) for path in folder.glob("error-*.json")), key=_rank_of_error)
+    if errors and errors[0]["ours"]:
+        raise _rebuilt(errors[0])
+    report = json.loads((folder / "report.json").read_text()) if (folder / "report.json").is_file() else {}
+    for rank, code in sorted(report.items()):
+        if code < 0 and -code not in (signal.SIGTERM, signal.SIGINT):  # those torchrun sends to the others
+            raise WorkerFailed(
+                f"process {rank} was killed by {signal.Signals(-code).name}; of SIGKILL, lack of memory is the usual "
+                f"reason: see the kernel's log, or lower micro_batch_tokens{_output(folder, rank)}"
+            )
+    if errors:
+        first = errors[0]
+        raise WorkerFailed(f"process {first['rank']} raised {first['type']}: {first['message']}\n{first['trace']}")
+    if status or not (folder / "result.json").is_file():
+        raise WorkerFailed(f"torchrun ended with status {status} and no result{_output(folder)}")
+    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def _rank_of_error(error: dict[str, Any]) -> tuple[Any, ...]:
+    """Errors of ours first, but not what one process says of another; then the earliest."""
+    return (not error["ours"], error["type"] == WorkerFailed.__name__, error["time"])
+
+
+def _rebuilt(error: dict[str, Any]) -> PosttrainError:
+    """The exception as it was raised."""
+    if error["type"] == Stopped.__name__:
+        return Stopped(error["message"], error["signum"])
+    try:
+        kind = getattr(importlib.import_module(error["module"]), error["type"])
+        rebuilt: PosttrainError = kind(error["message"])
+    except (ImportError, AttributeError, TypeError):
+        return WorkerFailed(f"{error['type']}: {error['message']}")
+    return rebuilt
+
+
+def _output(folder: Path, rank: str | None = None) -> str:
+    """The end of what a process printed, or torchrun itself."""
+    logs = folder.glob(f"logs/*/attempt_*/{rank}/stderr.log") if rank is not None else [folder / "agent.log"]
+    lines = [line for path in logs for line in path.read_text(errors="replace").splitlines()[-_OUTPUT_LINES:]]
+    return "; it printed:\n" + "\n".join(lines) if lines else ""

@@ -1,0 +1,94 @@
+"""What the first of several processes tells its stage: metrics, progress, tags, log lines, as lines of a file.
+
+A file survives the kill of either side: what stands in it goes to the tracker before the stage goes on, so that a
+checkpoint never holds a step whose metrics are lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.tracking import Tracker
+
+__all__ = ["EventTracker", "Events", "RelayHandler"]
+
+
+class EventTracker:
+    """A Tracker that writes lines; every line is handed to the kernel before the call returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def send(self, op: str, **fields: Any) -> None:
+        """One line."""
+        os.write(self._file, json.dumps({"op": op, **fields}).encode() + b"\n")
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Scalars of one step."""
+        self.send("metrics", metrics=dict(metrics), step=step)
+
+    def log_artifact(self, path: Path, folder: str = "") -> None:
+        """A finished file or folder, which has to stay where it is."""
+        self.send("artifact", path=str(path), folder=folder)
+
+    def set_tag(self, name: str, value: str) -> None:
+        """A short text."""
+        self.send("tag", name=name, value=value)
+
+    def progress(self, done: int, total: int, message: str = "") -> None:
+        """How far the work is."""
+        self.send("progress", done=done, total=total, message=message)
+
+
+class RelayHandler(logging.Handler):
+    """Log records as lines of an EventTracker."""
+
+    def __init__(self, events: EventTracker) -> None:
+        super().__init__(logging.INFO)
+        self._events = events
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Send one record's text."""
+        self._events.send("log", level=record.levelno, name=record.name, text=record.getMessage())
+
+
+class Events:
+    """The reader's side: hands complete lines to a tracker, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.training = False  # whether the processes are in the training loop, which stops by itself when asked
+        self._offset = 0
+
+    def forward(self, tracker: Tracker, *, replay: bool = False) -> None:
+        """What was written since the last call; with `replay`, of a run that is over, only what is kept."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        lines, newline, _ = data.rpartition(b"\n")
+        self._offset += len(lines) + len(newline)
+        for line in lines.splitlines():
+            self._apply(json.loads(line), tracker, replay)
+
+    def _apply(self, event: dict[str, Any], tracker: Tracker, replay: bool) -> None:
+        match event["op"]:
+            case "metrics":
+                tracker.log_metrics(event["metrics"], event["step"])
+            case "tag":
+                tracker.set_tag(event["name"], event["value"])
+            case "artifact":
+                tracker.log_artifact(Path(event["path"]), event["folder"])
+            case "progress" if not replay:
+                tracker.progress(event["done"], event["total"], event["message"])
+            case "log" if not replay:
+                logging.getLogger(event["name"]).log(event["level"], "%s", event["text"])
+            case "training":
+                self.training = event["on"]

@@ -1,0 +1,41 @@
+"""torchrun as a child of a stage: the same program, that dies with its parent and says how its processes ended.
+
+    python -m tasks.torchrun PARENT_PID REPORT.json [torchrun's own arguments]
+
+On further nodes, where no stage is the parent, PARENT_PID is 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tasks.processes import die_with_parent
+
+__all__ = ["AGENT", "main"]
+
+AGENT = "POSTTRAIN_AGENT_PID"  # tells the processes who their parent has to be
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run torchrun; the report holds the exit status of each process that failed, by rank."""
+    parent, report = int(arguments[0]), Path(arguments[1])
+    if parent:
+        die_with_parent(parent)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    os.environ[AGENT] = str(os.getpid())
+    try:
+        run.main(list(arguments[2:]))
+    except ChildFailedError as error:
+        report.write_text(json.dumps({rank: failure.exitcode for rank, failure in error.failures.items()}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,132 @@
+"""One of the processes that train a stage together; torchrun starts it (see tasks/launch.py).
+
+python -m tasks.worker JOB.json
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from rl_core.distributed import Workers, join
+from rl_core.errors import PosttrainError
+from rl_core.folders import write_json_atomic
+from rl_core.tracking import MemoryTracker, Tracker
+from tasks.config import from_dict
+from tasks.launch import EVENTS
+from tasks.processes import die_with_parent
+from tasks.relay import EventTracker, RelayHandler
+from tasks.stage import StageContext
+from tasks.torchrun import AGENT
+
+__all__ = ["main"]
+
+
+class _StopFile(threading.Event):
+    """Set once a file is there: reaches every node, and a process that started after the request."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+
+    def is_set(self) -> bool:
+        """Whether the file is there."""
+        return self._path.exists()
+
+
+class _TrainingNotes(StageContext):
+    """A stage's context that tells the stage's own process when the training loop runs."""
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        """As StageContext.train."""
+        _note_training(self.tracker, True)
+        try:
+            return super().train(*arguments, **named)
+        finally:
+            _note_training(self.tracker, False)
+
+
+def _note_training(tracker: Tracker, on: bool) -> None:
+    if isinstance(tracker, EventTracker):
+        tracker.send("training", on=on)
+
+
+def main(path: Path) -> int:
+    """Run the job; returns the exit status."""
+    die_with_parent(int(os.environ[AGENT]))
+    folder, rank = path.parent, int(os.environ["RANK"])
+    (folder / f"pid-{platform.node()}-{rank}").write_text(str(os.getpid()))
+    try:
+        job = json.loads(path.read_text())
+        summary = _run(job, folder)
+        if rank == 0:
+            write_json_atomic(folder / "result.json", summary)
+    except BaseException as error:
+        trace = "".join(traceback.format_exception(error))
+        print(trace, file=sys.stderr, flush=True)
+        report = {
+            "rank": rank,
+            "ours": isinstance(error, PosttrainError),
+            "type": type(error).__name__,
+            "module": type(error).__module__,
+            "message": str(error),
+            "signum": getattr(error, "signum", None),
+            "time": time.time(),
+            "trace": trace[-4000:],
+        }
+        write_json_atomic(folder / f"error-{rank}.json", report)
+        return 1
+    return 0
+
+
+def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
+    torch.set_num_threads(max(1, job["threads"] // int(os.environ["LOCAL_WORLD_SIZE"])))
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    pipeline = from_dict(job["pipeline"], check_files=False)  # the stage has checked them
+    settings = getattr(pipeline.stages, job["name"])
+    workers = join(timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu")
+    context = _TrainingNotes(
+        name=job["name"],
+        folder=Path(job["folder"]),
+        settings=settings,
+        pipeline=pipeline,
+        inputs={**{name: Path(value) for name, value in job["paths"].items()}, **job["names"]},
+        tracker=_tracker(workers, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
+        session=None,  # type: ignore[arg-type]
+        seed=job["seed"],
+        fingerprint=job["fingerprint"],
+        stop=_StopFile(folder / "stop"),
+        workers=workers,
+    )
+    module, _, name = job["body"].partition(":")
+    body: Callable[[StageContext], dict[str, Any]] = getattr(importlib.import_module(module), name)
+    return body(context)
+
+
+def _tracker(workers: Workers, folder: Path) -> Tracker:
+    """The first process's goes to the stage; what the others would say is the same."""
+    if not workers.is_first:
+        return MemoryTracker()
+    events = EventTracker(folder / EVENTS)
+    for package in ("rl_core", "tasks"):
+        logging.getLogger(package).setLevel(logging.INFO)
+        logging.getLogger(package).addHandler(RelayHandler(events))
+    return events
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
