@@ -536,7 +536,7 @@ def test_the_history_of_metrics_is_shown_while_training_and_survives_a_kill(tmp_
     trainer.step = watched
     settings = LoopSettings(eval_every=0, checkpoint_every=2)
     run(tmp_path / "a", trainer=trainer, settings=settings, iterations=7, best_metric=None, history=path,
-        clock=lambda: float(next(seconds)))  # fmt: skip
+        clock=lambda: 0.5 * next(seconds))  # fmt: skip
     assert sizes[:2] == [0, 1] and sorted(sizes) == sizes and 1 < sizes[-1] < 6  # not at every step
     final = json.loads(path.read_text())
     assert final["metrics"]["train/loss"] == [[float(i), 1 / i] for i in range(1, 8)]
