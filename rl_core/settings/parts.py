@@ -100,6 +100,7 @@ class EvaluationSettings(Settings):
     """Held-out evaluation."""
 
     episodes: int = setting(500, ge=2, doc="held-out episodes, the same for every model")
+    episodes_seed: int | None = setting(None, ge=0, doc="which ones are drawn; left out: by the pipeline's seed")
     levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
     samples: int = setting(1, ge=1, doc="rollouts of each episode; above 1 gives pass@k")
     greedy: bool = setting(True, doc="also report greedy decoding")
