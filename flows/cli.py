@@ -118,7 +118,7 @@ def retrain(arguments: argparse.Namespace) -> int:
     )
     if result.pipeline is not None:
         print(result.pipeline.table())
-    print(f"{result.status}: {result.message}")
+    print(result.message)
     return 0
 
 
