@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from rl_core.data.files import PARQUET_SUFFIXES, data_files
 from rl_core.errors import DataError
 from rl_core.folders import digest_file
 from tasks.config import PipelineSettings
@@ -116,8 +117,8 @@ def record_sources(settings: PipelineSettings) -> Records:
 def _record(path: Path) -> SourceRecord:
     try:
         if path.is_dir():
-            found = sorted(item for item in path.rglob("*") if item.is_file() and not item.name.startswith("."))
-            return SourceRecord(str(path), {item.relative_to(path).as_posix(): _file(item) for item in found})
+            files = {item.relative_to(path).as_posix(): _file(item) for item in data_files(path)}
+            return SourceRecord(str(path), files)
         return SourceRecord(str(path), {path.name: _file(path)})
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -125,7 +126,7 @@ def _record(path: Path) -> SourceRecord:
 
 def _file(path: Path) -> FileRecord:
     """Lines are read once, so that digest and number of rows belong to the same bytes while someone appends."""
-    if path.suffix in (".parquet", ".pq"):
+    if path.suffix in PARQUET_SUFFIXES:
         import pyarrow.parquet
 
         rows = int(pyarrow.parquet.ParquetFile(path).metadata.num_rows)

@@ -1,9 +1,8 @@
-"""deployments/ against the code: entry points exist, parameters fit their schemas, automations are what Prefect takes."""
+"""deployments/ against the code: entry points exist, parameters fit, automations are what Prefect takes."""
 
 import importlib
 import json
 import re
-import shlex
 from pathlib import Path
 
 import pytest

@@ -4,7 +4,8 @@ import pytest
 
 from rl_core.evaluation import summarize
 from rl_core.types import Trajectory
-from tasks.promote import decide
+from tasks import promote as stage
+from tasks.promote import ChampionChanged, decide
 from tasks.settings import PromotionSettings
 
 
@@ -62,3 +63,30 @@ def test_a_gain_within_the_noise_is_not_promoted():
 def test_min_gain_raises_the_bar():
     weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
     assert not decide(strong, weak, PromotionSettings(min_gain=0.39), 1, seed=0)[0]
+
+
+def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
+    met = []
+
+    def once(*arguments):
+        met.append(arguments)
+        if len(met) < 3:
+            raise ChampionChanged("x has another champion than 1 since the comparison began")
+        return "promoted"
+
+    monkeypatch.setattr(stage, "_promote", once)
+    assert stage.promote("session", "evaluation", "sft", "challenger", None) == "promoted"
+    assert met == [("session", "evaluation", "sft", "challenger", None)] * 3
+
+
+def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
+    met = []
+
+    def never(*arguments):
+        met.append(arguments)
+        raise ChampionChanged("again")
+
+    monkeypatch.setattr(stage, "_promote", never)
+    with pytest.raises(ChampionChanged):
+        stage.promote("session", "evaluation", "sft", "challenger", None)
+    assert len(met) == stage.CHAMPIONS_MET
