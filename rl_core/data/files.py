@@ -42,7 +42,7 @@ class BadRow(Exception):
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file itself; of a folder, the JSONL and Parquet files in it and below, by name, without those of dot names."""
+    """The file itself; of a folder, JSONL and Parquet files in it and below, by name; no dot names."""
     if not path.is_dir():
         return [path]
     found = (item for item in path.rglob("*") if item.suffix in DATA_SUFFIXES and item.is_file())

@@ -47,6 +47,7 @@ def overrides(tmp_path, *more):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_from_nothing_to_a_rejected_retraining_and_a_champion_that_got_worse(prefect_api, tmp_path, monkeypatch):
     import flows.evaluate_champion
     from flows.evaluate_champion import evaluate_champion
