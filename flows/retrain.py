@@ -127,7 +127,9 @@ def _train(home: Path, plan: Plan, lock: FolderLock) -> RetrainResult:
 
 def _publish(settings: PipelineSettings, plan: Plan, result: RetrainResult) -> None:
     """What was found and done, as a Prefect artifact."""
-    lines = [f"## {settings.name}: {result.status}", result.message, f"Why: {plan.why}"]
+    lines = [f"## {settings.name}: {result.status}", result.message]
+    if plan.why != result.message:
+        lines.append(f"Why: {plan.why}")
     if plan.record is not None:
         start = f"version {plan.record.start} of {settings.registered_model}" if plan.record.start else "the base model"
         lines.append(f"Retraining {plan.record.number} from {start}, seed {plan.record.seed}")

@@ -151,23 +151,20 @@ def new_since(before: Records | None, now: Records) -> NewData:
         old = (before or {}).get(source)
         known = old.files if old is not None else {}
         digests = {file.sha256 for file in known.values()}
+        alone = len(known) == len(record.files) == 1  # then the file may have another name now
         for name, file in record.files.items():
             if file.sha256 not in digests:
-                change = _change(source, name, file, _only(known, name), _location(record, name))
+                former = known.get(name) or (next(iter(known.values())) if alone else None)
+                change = _change(source, name, file, former, _location(record, name))
                 changes += [change] if change.rows else []
         present = {file.sha256 for file in record.files.values()} | set(record.files)
-        if not (len(known) == len(record.files) == 1):  # a source of one file may have another name now
+        if not alone:
             gone += [
                 f"{source}: {name}"
                 for name, file in known.items()
                 if name not in present and file.sha256 not in present
             ]
     return NewData(tuple(changes), tuple(gone))
-
-
-def _only(known: Mapping[str, FileRecord], name: str) -> FileRecord | None:
-    """The recorded file of this name; where there was one file alone, that one."""
-    return known.get(name) or (next(iter(known.values())) if len(known) == 1 else None)
 
 
 def _location(record: SourceRecord, name: str) -> Path:

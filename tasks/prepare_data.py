@@ -133,7 +133,8 @@ def _preferences(context: StageContext, summary: Row) -> _Found:
 def _read(context: StageContext, name: str, path: str, reader: Callable[..., records.Records], summary: Row) -> _Found:
     """Rows of a file, or of every data file of a folder."""
     settings: DataSettings = context.settings
-    found, rows, skipped, digests = _Found(source=path), 0, 0, []
+    found, rows, skipped = _Found(source=path), 0, 0
+    digests: list[str] = []
     for file in data_files(Path(path)):
         read = reader(file, on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
         context.tracker.log_dataset(file, read.digest, name, "training")

@@ -77,6 +77,11 @@ def test_new_and_missing_files_of_a_folder(tmp_path):
     folder.mkdir()
     for name, start in (("a", 0), ("b", 10)):
         (folder / f"{name}.jsonl").write_text(rows(start, start + 2))
+    (folder / "b.jsonl").rename(tmp_path / "b.jsonl")
+    before = record_sources(settings(folder))
+    (tmp_path / "b.jsonl").rename(folder / "b.jsonl")
+    new = new_since(before, record_sources(settings(folder)))  # beside the only file until now
+    assert new.changes == (Change("demonstrations", "b.jsonl", "new file", 2),) and new.gone == ()
     before = record_sources(settings(folder))
     (folder / "a.jsonl").unlink()
     (folder / "c.jsonl").write_text(rows(20, 25))
