@@ -107,6 +107,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
+def retrain(arguments: argparse.Namespace) -> int:
+    """Train again where there is new data, from the champion, through the gate."""
+    settings = _load(arguments)
+    _prepare(settings)
+    from flows.retrain import run_retraining
+
+    result = run_retraining(
+        settings, start=arguments.start, force=arguments.force, reason=arguments.reason, quiet=arguments.quiet
+    )
+    if result.pipeline is not None:
+        print(result.pipeline.table())
+    print(result.message)
+    return 0
+
+
 def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and say what it would run."""
     settings = _load(arguments)
@@ -267,7 +282,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     command.__name__: command
-    for command in (run, validate, stage, profile, evaluate, analyze, promote, ui, monitor, runs, doctor)
+    for command in (run, retrain, validate, stage, profile, evaluate, analyze, promote, ui, monitor, runs, doctor)
 }
 
 if __name__ == "__main__":

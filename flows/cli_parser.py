@@ -38,7 +38,16 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_validate, _add_stage, _add_profile, _add_evaluate, _add_analyze, _add_promote):
+    for add in (
+        _add_run,
+        _add_retrain,
+        _add_validate,
+        _add_stage,
+        _add_profile,
+        _add_evaluate,
+        _add_analyze,
+        _add_promote,
+    ):
         add(commands)
     for add in (_add_ui, _add_monitor, _add_runs, _add_doctor):
         add(commands)
@@ -110,6 +119,25 @@ def _add_run(commands: Any) -> None:
     )
     _add_config(parser)
     parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever was finished before")
+    _add_quiet(parser)
+
+
+def _add_retrain(commands: Any) -> None:
+    examples = [
+        "retrain configs/demo.yaml",
+        "retrain configs/demo.yaml --force --reason 'tools have changed'",
+        "retrain configs/gsm8k.yaml --start base --set environment.options.path=train.jsonl",
+    ]
+    about = "train again when there is data that the champion has not seen, and promote what passes the gate"
+    parser = _add(commands, "retrain", about, examples)
+    _add_config(parser)
+    parser.add_argument(
+        "--start",
+        choices=("champion", "base"),
+        help="where to start: the champion, or the model that the configuration names (default: retrain.start in it)",
+    )
+    parser.add_argument("--force", action="store_true", help="also without new data")
+    parser.add_argument("--reason", default="", help="who or what asked for it; kept with the versions")
     _add_quiet(parser)
 
 

@@ -5,21 +5,25 @@ Stages that a config leaves out are skipped; what comes after them starts from w
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from flows.display import Display
+from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.picture import draw_pipeline
 from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_server
 from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
-from tasks.config import PipelineSettings, from_dict, load, resolve
+from rl_core.folders import FolderLock
+from tasks.config import PipelineSettings, resolve
 
-__all__ = ["PipelineResult", "post_training", "run_pipeline"]
+__all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "watched"]
 
 prepare_prefect()  # before Prefect is imported; the command line has given it the config's output folder by now
 
@@ -64,12 +68,11 @@ class PipelineResult:
 def _run_name() -> str:
     """Name of the flow run: the pipeline, and the one stage where only one was asked for."""
     parameters = flow_run.parameters
-    settings, only = parameters["settings"], parameters.get("only")
-    name = Path(settings).stem if isinstance(settings, str) else settings["name"]
-    return f"{name} · {only.replace('_', ' ')}" if only else str(name)
+    name, only = pipeline_name(parameters["settings"]), parameters.get("only")
+    return f"{name} · {only.replace('_', ' ')}" if only else name
 
 
-def _flow_run_url() -> str:
+def flow_run_url() -> str:
     """The flow run's page; with the embedded server, where `posttrain ui` will show it."""
     url = str(flow_run.ui_url or "")
     if url.startswith("http") and "PREFECT_API_URL" in os.environ:
@@ -85,10 +88,11 @@ def _flow_run_url() -> str:
     persist_result=False,
 )
 def post_training(
-    settings: dict[str, Any] | str,
+    settings: PipelineForm | str,
     fresh: bool = False,
     only: str | None = None,
     models: dict[str, str] | None = None,
+    overrides: list[str] | None = None,
 ) -> PipelineResult:
     """Run the pipeline that `settings` describes.
 
@@ -97,16 +101,34 @@ def post_training(
         fresh: run stages again though they are finished.
         only: the one stage that `fresh` is meant for; None = all.
         models: name -> folder or hub name, to evaluate and compare in place of what the stages train.
+        overrides: key.path=value each, as `--set` takes it; changes `settings`.
     """
-    typed = load(settings) if isinstance(settings, str) else from_dict(settings)
-    display = _display.get()
+    return execute(read_settings(settings, overrides), fresh=fresh, only=only, models=models)
+
+
+def execute(
+    typed: PipelineSettings,
+    *,
+    fresh: bool = False,
+    only: str | None = None,
+    models: dict[str, str] | None = None,
+    tags: dict[str, str] | None = None,
+    lock: FolderLock | None = None,
+) -> PipelineResult:
+    """The body of every flow that runs stages, within that flow's run.
+
+    Args:
+        fresh, only, models: see `post_training`. tags, lock: see `Session`.
+    """
     with Session(
         typed,
         fresh=fresh,
         only=only,
         flow_run_id=str(flow_run.id or ""),
-        flow_run_url=_flow_run_url(),
-        on_progress=display,
+        flow_run_url=flow_run_url(),
+        tags=tags,
+        lock=lock,
+        on_progress=_display.get(),
     ) as session:
         _run_stages(session, models or {})
         rows = result_rows(session)
@@ -185,12 +207,19 @@ def run_pipeline(
 
     Raises: what a stage raises; Stopped when it was interrupted and its state saved.
     """
+    with watched(quiet=quiet):
+        result: PipelineResult = post_training(resolve(settings), fresh, only, models)
+    return result
+
+
+@contextlib.contextmanager
+def watched(*, quiet: bool = False) -> Iterator[None]:
+    """A flow that is called within runs in this process, with live progress on the terminal."""
     with Display(quiet=quiet) as display:
         token = _display.set(display)
         try:
             with display.waiting("Prefect's server starts"):
                 start_embedded_server()
-            result: PipelineResult = post_training(resolve(settings), fresh, only, models)
+            yield
         finally:
             _display.reset(token)
-    return result

@@ -7,15 +7,66 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flows.post_training import PipelineResult, run_pipeline
+from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.post_training import PipelineResult, execute, run_pipeline
 from rl_core.analysis import analyze as analyze_trajectories
+from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings, EvaluationSettings
 from tasks.analyze import find_trajectories, image_function, image_tools, log_analysis
-from tasks.config import STAGES, PipelineSettings, StagesSettings
+from tasks.config import STAGES, PipelineSettings, StageName, StagesSettings
 from tasks.policy_model import make_environment
 from tasks.tracking import Tracking
 
-__all__ = ["analyze", "evaluate_model", "run_stage"]
+# Prefect was prepared when flows.post_training was imported.
+from prefect import flow  # isort: skip
+from prefect.runtime import flow_run  # isort: skip
+
+__all__ = ["analyze", "analyze_models", "compare_models", "evaluate_model", "run_stage", "single_stage"]
+
+
+def _run_name() -> str:
+    parameters = flow_run.parameters
+    done = parameters["stage"].replace("_", " ") if "stage" in parameters else "analysis"
+    return f"{pipeline_name(parameters['settings'])} · {done}"
+
+
+@flow(name="single-stage", flow_run_name=_run_name, validate_parameters=False, persist_result=False)
+def single_stage(
+    settings: PipelineForm | str,
+    stage: StageName,
+    model: str | None = None,
+    fresh: bool = False,
+    overrides: list[str] | None = None,
+) -> PipelineResult:
+    """Run one stage; what it needs from earlier ones is taken from finished runs, or run first.
+
+    Args:
+        settings: what a config file holds, or the path of one (relative to where the flow runs).
+        stage: one that the settings have.
+        model: start from this folder, hub name or registered model, in place of the stages that would make one.
+        fresh: run this stage again even when it is finished.
+        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+    """
+    typed = read_settings(settings, overrides)
+    if getattr(typed.stages, stage) is None:
+        raise SettingsError(f"stages: has no '{stage}', only {', '.join(typed.stages.active)}")
+    return execute(_up_to(typed, stage, model), fresh=fresh, only=stage)
+
+
+@flow(name="analyze", flow_run_name=_run_name, validate_parameters=False, persist_result=False)
+def compare_models(
+    settings: PipelineForm | str, models: dict[str, str], overrides: list[str] | None = None
+) -> PipelineResult:
+    """Play the held-out episodes with several models and compare them, the first one with all others.
+
+    Args:
+        settings: what a config file holds, or the path of one (relative to where the flow runs).
+        models: name -> folder, hub name or registered model (models:/NAME@ALIAS, models:/NAME/VERSION).
+        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+    """
+    if not models:
+        raise SettingsError("models: names none; give at least one, as {champion: models:/demo@champion}")
+    return execute(_for_comparison(read_settings(settings, overrides), models), models=models)
 
 
 def run_stage(
@@ -60,13 +111,18 @@ def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet:
     Args:
         models: name -> folder, or hub name.
     """
+    return run_pipeline(_for_comparison(settings, models), models=models, quiet=quiet)
+
+
+def _for_comparison(settings: PipelineSettings, models: dict[str, str]) -> PipelineSettings:
+    """The pipeline that evaluates and analyses, and trains nothing."""
     stages = StagesSettings(
         prepare_data=settings.stages.prepare_data,
         evaluate=settings.stages.evaluate or EvaluationSettings(),
         analyze=settings.stages.analyze or AnalysisSettings(),
     )
     start = dataclasses.replace(settings.model, path=next(iter(models.values())))
-    return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), models=models, quiet=quiet)
+    return dataclasses.replace(settings, model=start, stages=stages)
 
 
 def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path) -> Path:

@@ -57,12 +57,30 @@ class FolderLock:
     flock: the kernel frees it when the holder dies, however it dies, so a stale lock cannot exist. The file stays.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, wait_s: float = 0.0) -> None:
+        """`wait_s`: seconds to wait for another holder; 0 refuses at once."""
         path = Path(path)
         self.path = path if path.name.endswith(".lock") else path / ".lock"
+        self.wait_s = wait_s
         self._descriptor: int | None = None
 
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._descriptor is not None
+
     def __enter__(self) -> FolderLock:
+        deadline = time.monotonic() + self.wait_s
+        while True:
+            try:
+                return self._take()
+            except FolderBusy:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise
+                time.sleep(min(1.0, left))
+
+    def _take(self) -> FolderLock:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

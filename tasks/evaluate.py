@@ -14,11 +14,12 @@ from rl_core.evaluation import Evaluation, evaluate, heldout_requests
 from rl_core.folders import write_json_atomic
 from rl_core.rollouts.record import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
+from tasks.config import PipelineSettings
 from tasks.policy_model import load_policy, make_environment, model_folder
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
 
-__all__ = ["evaluate_models", "read_evaluation", "trajectories_path"]
+__all__ = ["episodes_seed", "evaluate_models", "read_evaluation", "trajectories_path"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,14 @@ def evaluate_models(
     return run_stage(session, "evaluate", _body, settings=settings, inputs=inputs, label=label)
 
 
+def episodes_seed(settings: EvaluationSettings, pipeline: PipelineSettings) -> int:
+    """What draws the held-out episodes.
+
+    The pipeline's seed, not the stage's: the champion is compared on the same episodes, whichever run made it.
+    """
+    return pipeline.seed if settings.episodes_seed is None else settings.episodes_seed
+
+
 def trajectories_path(folder: Path, name: str) -> Path:
     """Where the stage writes the sampled episodes of one model."""
     return folder / f"trajectories_{name}.jsonl"
@@ -52,8 +61,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     settings: EvaluationSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = make_environment(context.pipeline, data)
-    # The pipeline's seed, not the stage's: the champion is compared on the same episodes, whichever run made it.
-    requests = heldout_requests(environment, settings, context.pipeline.seed)
+    requests = heldout_requests(environment, settings, episodes_seed(settings, context.pipeline))
     names = [name.removeprefix("model.") for name in context.inputs if name.startswith("model.")]
     table: dict[str, Any] = {}
     stored: dict[str, Any] = {}

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rl_core.data.files import DATA_SUFFIXES, data_files
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, Settings
 from tasks.problems import Key, Problem
 from tasks.settings import PipelineSettings
@@ -80,15 +81,19 @@ class _Finder:
         """The first place at which something lies."""
         return next((place for place in self.candidates(name) if _exists(place)), None)
 
-    def data_file(self, name: str, key: Key, advice: str = "") -> str:
-        """The absolute path of a data file; what is wrong with it becomes a problem."""
+    def data_file(self, name: str, key: Key, advice: str = "", *, folder: bool = False) -> str:
+        """The absolute path of a data file, or `folder` of some; what is wrong with it becomes a problem."""
         path = self.find(name)
         if path is None:
             tried = " and ".join(str(place) for place in self.candidates(name))
             text = f"{name!r} is no file; looked at {tried}"
             self.problems.append(Problem(key, f"{text}; {advice or 'give the path of a JSONL or Parquet file'}"))
             return name
-        if path.is_dir():
+        if path.is_dir() and folder:
+            if not data_files(path):
+                kinds = ", ".join(DATA_SUFFIXES)
+                self.problems.append(Problem(key, f"{path} is a folder without a data file in it ({kinds})"))
+        elif path.is_dir():
             self.problems.append(Problem(key, f"{path} is a folder; give the path of a JSONL or Parquet file in it"))
         elif not os.access(path, os.R_OK):
             self.problems.append(Problem(key, f"{path} cannot be read; change its permissions"))
@@ -110,7 +115,7 @@ def _with_data_files(data: DataSettings, finder: _Finder) -> DataSettings:
         path = getattr(data, name)
         if path is not None:
             key = ("stages", "prepare_data", name)
-            changed[name] = finder.data_file(path, key, _WHERE_TO_GET.get(name, ""))
+            changed[name] = finder.data_file(path, key, _WHERE_TO_GET.get(name, ""), folder=True)
     return _replaced(data, **changed)
 
 

@@ -15,6 +15,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.record import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import EvaluationSettings, PolicySettings
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+from tasks.evaluate import episodes_seed
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
 from tasks.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
@@ -85,7 +86,8 @@ def _evaluator(context: StageContext, policy: Policy, environment: Environment) 
     """Plays the validation episodes; they are not among those that the evaluation stage reports on."""
     settings: PolicySettings = context.settings
     seed = context.pipeline.seed
-    reported = heldout_requests(environment, context.pipeline.stages.evaluate or EvaluationSettings(), seed)
+    evaluation = context.pipeline.stages.evaluate or EvaluationSettings()
+    reported = heldout_requests(environment, evaluation, episodes_seed(evaluation, context.pipeline))
     levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
     requests = validation_requests(environment, settings.eval_episodes, levels, seed, reported)
     backend = policy.backend()

@@ -17,10 +17,11 @@ from typing import Any
 
 from rl_core.data import records, splits
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.files import data_files
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.base import Environment
 from rl_core.errors import DataError
-from rl_core.folders import digest_file
+from rl_core.folders import digest_bytes, digest_file
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from tasks.policy_model import make_environment
@@ -76,7 +77,7 @@ class _Found:
 
     rows: list[Row] = field(default_factory=list)
     source: str = ""
-    lines: list[int] = field(default_factory=list)
+    places: list[tuple[str, int]] = field(default_factory=list)  # file and line
 
 
 def _demonstrations(context: StageContext, environment: Environment, summary: Row) -> _Found:
@@ -99,7 +100,7 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
             )
         row = {"messages": demonstration.messages, "level": level, "kind": demonstration.kind, "seed": seed}
         found.rows.append(row)
-        found.lines.append(len(found.rows))
+        found.places.append((found.source, len(found.rows)))
         shown[level] += 1
         right[level] += demonstration.success
         if len(found.rows) % 500 == 0:
@@ -130,11 +131,19 @@ def _preferences(context: StageContext, summary: Row) -> _Found:
 
 
 def _read(context: StageContext, name: str, path: str, reader: Callable[..., records.Records], summary: Row) -> _Found:
+    """Rows of a file, or of every data file of a folder."""
     settings: DataSettings = context.settings
-    read = reader(Path(path), on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
-    summary[f"{name}_file"] = {"rows": read.num_rows, "skipped": read.num_skipped, "sha256": read.digest}
-    context.tracker.log_dataset(Path(path), read.digest, name, "training")
-    return _Found(list(read.rows), path, list(read.lines))
+    found, rows, skipped = _Found(source=path), 0, 0
+    digests: list[str] = []
+    for file in data_files(Path(path)):
+        read = reader(file, on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
+        context.tracker.log_dataset(file, read.digest, name, "training")
+        rows, skipped, digests = rows + read.num_rows, skipped + read.num_skipped, [*digests, read.digest]
+        found.rows += read.rows
+        found.places += [(str(file), line) for line in read.lines]
+    digest = digests[0] if len(digests) == 1 else digest_bytes("\n".join(digests).encode())
+    summary[f"{name}_file"] = {"rows": rows, "skipped": skipped, "sha256": digest}
+    return found
 
 
 def _tokenizer_and_model(
@@ -160,8 +169,8 @@ def _keep_what_fits(
     """Refuse, or leave out and count, the rows that are longer than the model's context."""
     lengths = [measure(row) for row in found.rows]
     problems = [
-        records.Problem(found.source, line, "", f"is {length} tokens long, the context holds {longest}")
-        for line, length in zip(found.lines, lengths, strict=True)
+        records.Problem(file, line, "", f"is {length} tokens long, the context holds {longest}")
+        for (file, line), length in zip(found.places, lengths, strict=True)
         if length > longest
     ]
     records.report(found.source, problems, len(found.rows), context.settings.on_bad_row)

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import SettingsError
+from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation, compare
 from rl_core.folders import digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
@@ -15,15 +15,36 @@ from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
 from tasks.tracking import ModelVersion, Tracking
 
-__all__ = ["promote", "promote_version"]
+__all__ = ["ChampionChanged", "figure_tags", "promote", "promote_version"]
 
 logger = logging.getLogger(__name__)
+
+CHAMPIONS_MET = 5  # that a challenger is compared with, one after the other, while they change under its hands
+
+
+class ChampionChanged(PosttrainError):
+    """Another version became champion while the challenger was compared with the one before."""
 
 
 def promote(
     session: Session, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
 ) -> StageResult:
-    """Run the stage. `evaluation` holds the challenger's episodes under `name`; `challenger` is its stage."""
+    """Run the stage. `evaluation` holds the challenger's episodes under `name`; `challenger` is its stage.
+
+    A champion that came while the comparison was made is compared with in turn: none is replaced unseen.
+    Raises: ChampionChanged where that happens again and again.
+    """
+    for _ in range(CHAMPIONS_MET - 1):
+        try:
+            return _promote(session, evaluation, name, challenger, data)
+        except ChampionChanged as changed:
+            logger.warning("promotion: %s; comparing with it", changed)
+    return _promote(session, evaluation, name, challenger, data)
+
+
+def _promote(
+    session: Session, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+) -> StageResult:
     settings = session.settings.stages.promote or PromotionSettings()
     registered = session.registered_model
     champion = session.tracking.champion(registered)
@@ -86,11 +107,14 @@ def _gate(
         "gate.reason": reason,
         "gate.champion_before": str(champion.version) if champion else "none",
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
+        **figure_tags(result),
     }
     session.tracking.tag_version(registered, version, tags)
-    if promoted:
-        session.tracking.set_champion(registered, version)
-    else:
+    before = champion.version if champion else None
+    if promoted and not session.tracking.replace_champion(registered, version, before):
+        session.tracking.tag_version(registered, version, {"gate.decision": "compared anew"})
+        raise ChampionChanged(f"{registered} has another champion than {before or 'none'} since the comparison began")
+    if not promoted:
         session.tracking.set_challenger(registered, version)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
     context.tracker.set_tag("gate.decision", decision)
@@ -107,6 +131,17 @@ def _gate(
     write_json_atomic(context.folder / "decision.json", summary)
     logger.info("promotion: %s", summary["note"])
     return summary
+
+
+def figure_tags(result: Evaluation) -> dict[str, str]:
+    """The figure that a version is known by, as tags: later evaluations are compared with it."""
+    low, high = result.interval
+    return {
+        "figure.success_rate": f"{result.success_rate:.6g}",
+        "figure.low": f"{low:.6g}",
+        "figure.high": f"{high:.6g}",
+        "figure.samples": str(result.samples),
+    }
 
 
 def decide(

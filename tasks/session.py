@@ -26,6 +26,7 @@ from uuid import UUID
 from rl_core.errors import Stopped
 from rl_core.folders import FolderLock, digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, resolve, settings_digest
+from tasks.data_record import Records, record_sources, tags_of_records
 from tasks.stage import StageResult, code_version
 from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
@@ -63,9 +64,14 @@ class Session:
         only: str | None = None,
         flow_run_id: str = "",
         flow_run_url: str = "",
+        tags: Mapping[str, str] | None = None,
+        lock: FolderLock | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
-        """`fresh` runs stages again though they are finished: all of them, or the one that `only` names."""
+        """`fresh` runs stages again though they are finished: all of them, or the one that `only` names.
+
+        `tags` go to every run and model version that this makes; `lock` is the folder's, where the caller holds it.
+        """
         self.settings = settings
         self.fresh = fresh
         self.only = only
@@ -83,7 +89,10 @@ class Session:
         self.fraction = 0.0  # of the stage that runs
         self.progress_artifact: UUID | None = None  # Prefect's, of the stage that runs
         self._on_progress = on_progress
-        self._lock = FolderLock(self.home / ".lock")
+        self._lock = lock or FolderLock(self.home / ".lock", wait_s=settings.run.wait_seconds)
+        self._holds_lock = lock is not None  # the caller does, and lets go of it
+        self._given_tags = dict(tags or {})
+        self.data_record: Records = {}  # of the files that this run learns from
         self._record: dict[str, Any] = {}
         self._base_model = f"preset {settings.model.preset}"  # for tags: what the pipeline starts from
         self._data_tags: dict[str, str] = {}  # on the parent run already
@@ -92,13 +101,18 @@ class Session:
 
     def __enter__(self) -> Session:
         self.stages.mkdir(parents=True, exist_ok=True)
-        self._lock.__enter__()
+        if not self._holds_lock:
+            self._lock.__enter__()
         try:
             self._open()
         except BaseException:
-            self._lock.__exit__(None, None, None)
+            self._let_go()
             raise
         return self
+
+    def _let_go(self) -> None:
+        if not self._holds_lock:
+            self._lock.__exit__(None, None, None)
 
     def _open(self) -> None:
         import torch
@@ -112,6 +126,8 @@ class Session:
         waiting = self.tracking.replay_all(self.home)
         if waiting:
             logger.warning("%d records of earlier runs still wait for the tracking store", waiting)
+        # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
+        self.data_record = record_sources(settings)
         digest = settings_digest(settings)
         previous = self._previous(digest)
         self.resumed = bool(previous)
@@ -144,6 +160,7 @@ class Session:
     def _tags(self) -> dict[str, str]:
         """What every run of this pipeline run is tagged with."""
         tags = {
+            **self._given_tags,
             "pipeline": self.settings.name,
             "config_digest": settings_digest(self.settings),
             "code_version": code_version(),
@@ -176,7 +193,7 @@ class Session:
             self.parent.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED")
             write_json_atomic(self.home / "run.json", {**self._record, "status": status})
         finally:
-            self._lock.__exit__(None, None, None)
+            self._let_go()
 
     @property
     def registered_model(self) -> str:
@@ -217,6 +234,8 @@ class Session:
             "config_digest": settings_digest(self.settings),
             "code_version": code_version(),
             "base_model": self.settings.model.path or f"preset {self.settings.model.preset}",
+            **self._given_tags,
+            **tags_of_records(self.data_record),
         }
         parent = self._start_of(stage)
         if parent is not None:

@@ -30,6 +30,7 @@ __all__ = [
     "STAGES",
     "PipelineSettings",
     "PromotionSettings",
+    "RetrainSettings",
     "RunSettings",
     "StageName",
     "StagesSettings",
@@ -99,6 +100,26 @@ class PromotionSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RetrainSettings(Settings):
+    """When and how `posttrain retrain` trains again, and what counts as a champion that got worse."""
+
+    start: Literal["champion", "base"] = setting("champion", doc="where it starts: the champion, or model as it stands")
+    min_new_rows: int = setting(1, ge=1, doc="rows that the champion has not seen, for a retraining to be worth it")
+    repeat: Literal["new", "all"] = setting(
+        "new", doc="new: sft and preference run only where the file that they learn from is new; all: always"
+    )
+    new_episodes: bool = setting(
+        True, doc="generated episodes: each retraining plays others, by a seed of its own (never where files are split)"
+    )
+    margin: float = setting(
+        0.02,
+        ge=0,
+        lt=1,
+        doc="a champion got worse when the upper 95% bound of its change in success is below minus this",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagesSettings(Settings):
     """The stages of the pipeline, in this order; a stage left out (or null) is skipped, `{}` means its defaults."""
 
@@ -122,6 +143,7 @@ class StagesSettings(Settings):
 class RunSettings(Settings):
     """How stages are run; changes no result."""
 
+    wait_seconds: float = setting(0.0, ge=0, doc="wait while another run writes into the same folder; 0 = refuse")
     retries: int = setting(2, ge=0, le=100, doc="tries after the first one, for errors that may pass (never settings)")
     retry_delay_seconds: float = setting(10.0, ge=0, doc="wait before the first retry; doubles with each")
     timeout_seconds: float | None = setting(None, gt=0, doc="of one stage; left out: no limit")
@@ -152,6 +174,7 @@ class PipelineSettings(Settings):
     model: ModelSettings = setting(ModelSettings(), doc="where the policy starts")
     tracking: TrackingSettings = setting(TrackingSettings(), doc="where results go")
     run: RunSettings = setting(RunSettings(), doc="retries and timeouts")
+    retrain: RetrainSettings = setting(RetrainSettings(), doc="training again when there is new data")
     stages: StagesSettings = setting(doc="what is done")
 
     def check(self) -> None:

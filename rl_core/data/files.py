@@ -11,9 +11,10 @@ from typing import Any
 
 from rl_core.errors import DataError
 
-__all__ = ["BadRow", "describe", "file_digest", "read_rows"]
+__all__ = ["DATA_SUFFIXES", "BadRow", "data_files", "describe", "file_digest", "read_rows"]
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
+DATA_SUFFIXES = (".jsonl", *PARQUET_SUFFIXES)
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"  # JSON's own white space; U+2028 and its like belong to the text
 _HEAD = 4096
@@ -38,6 +39,14 @@ class BadRow(Exception):
         super().__init__(f"{field}: {reason}" if field else reason)
         self.field = field
         self.reason = reason
+
+
+def data_files(path: Path) -> list[Path]:
+    """The file itself; of a folder, JSONL and Parquet files in it and below, by name; no dot names."""
+    if not path.is_dir():
+        return [path]
+    found = (item for item in path.rglob("*") if item.suffix in DATA_SUFFIXES and item.is_file())
+    return sorted(item for item in found if not any(p.startswith(".") for p in item.relative_to(path).parts))
 
 
 def describe(value: object) -> str:

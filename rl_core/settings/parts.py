@@ -81,10 +81,10 @@ class DataSettings(Settings):
     """What the data stage reads or makes, checks and splits."""
 
     demonstrations: str | None = setting(
-        None, doc="JSONL/Parquet of {messages} or {prompt, completion}; left out: the environment's demonstrator"
+        None, doc="JSONL/Parquet (or a folder of them): {messages} or {prompt, completion}; left out: the demonstrator"
     )
     num_demonstrations: int = setting(4000, ge=1, doc="how many the demonstrator writes")
-    preferences: str | None = setting(None, doc="JSONL/Parquet of {prompt, chosen, rejected}")
+    preferences: str | None = setting(None, doc="JSONL/Parquet, or a folder of them: {prompt, chosen, rejected}")
     levels: tuple[str, ...] = setting(
         (), doc="levels that the demonstrator shows in turn; twice = twice as often; () = all"
     )
@@ -100,6 +100,7 @@ class EvaluationSettings(Settings):
     """Held-out evaluation."""
 
     episodes: int = setting(500, ge=2, doc="held-out episodes, the same for every model")
+    episodes_seed: int | None = setting(None, ge=0, doc="which ones are drawn; left out: by the pipeline's seed")
     levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
     samples: int = setting(1, ge=1, doc="rollouts of each episode; above 1 gives pass@k")
     greedy: bool = setting(True, doc="also report greedy decoding")

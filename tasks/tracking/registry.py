@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DataError, SettingsError, nearest
+from rl_core.folders import FolderLock
 from tasks.tracking.models import MODEL_NAME
 from tasks.tracking.store import Store, missing
 
@@ -182,6 +183,21 @@ class Registry:
         if challenger is not None and challenger.version == version:
             with self._store.answers("remove an alias"):
                 self._store.client.delete_registered_model_alias(name, "challenger")
+
+    def replace_champion(self, name: str, version: int, before: int | None) -> bool:
+        """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it was moved.
+
+        Processes that share the output folder never interleave here. MLflow itself has no such step: two machines that
+        promote within the same milliseconds on one server could.
+        Raises: SettingsError for an unknown version; FolderBusy where another process holds on for half a minute.
+        """
+        lock = self._store.output / "mlflow" / f"champion-{name.replace(' ', '_')}.lock"
+        with FolderLock(lock, wait_s=30.0):
+            present = self.champion(name)
+            if (present.version if present is not None else None) != before:
+                return False
+            self.set_champion(name, version)
+            return True
 
     def set_challenger(self, name: str, version: int) -> None:
         """Move `challenger` to a version. Raises: SettingsError."""

@@ -81,6 +81,10 @@ class Tracking:
         """Move the alias `champion`."""
         self.registry.set_champion(name, version)
 
+    def replace_champion(self, name: str, version: int, before: int | None) -> bool:
+        """Move the alias `champion` if it still stands on `before`; whether it was moved."""
+        return self.registry.replace_champion(name, version, before)
+
     def set_challenger(self, name: str, version: int) -> None:
         """Move the alias `challenger`."""
         self.registry.set_challenger(name, version)

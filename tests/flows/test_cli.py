@@ -68,19 +68,8 @@ def test_stage_names_are_the_pipeline_s():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names == [
-        "run",
-        "validate",
-        "stage",
-        "profile",
-        "evaluate",
-        "analyze",
-        "promote",
-        "ui",
-        "monitor",
-        "runs",
-        "doctor",
-    ]
+    assert names[:5] == ["run", "retrain", "validate", "stage", "profile"]
+    assert names[5:] == ["evaluate", "analyze", "promote", "ui", "monitor", "runs", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -246,6 +235,21 @@ def test_run_hands_over(config, flow, capsys):
     ((settings, fresh, quiet),) = flow.calls
     assert settings.seed == 4 and settings.stages.active == ("policy",) and fresh and quiet
     assert capsys.readouterr().out == "the table\n"
+
+
+def test_retrain_hands_over_and_says_what_came_of_it(config, flow, monkeypatch, capsys):
+    calls = []
+
+    def run_retraining(settings, **more):
+        calls.append((settings.seed, more))
+        return SimpleNamespace(status="skipped", message="skipped: nothing is new", pipeline=None)
+
+    monkeypatch.setitem(sys.modules, "flows.retrain", SimpleNamespace(run_retraining=run_retraining))
+    assert cli.main(["retrain", config, "--set", "seed=4", "--start", "base", "--force", "--reason", "why", "-q"]) == 0
+    assert calls == [(4, {"start": "base", "force": True, "reason": "why", "quiet": True})]
+    assert capsys.readouterr().out == "skipped: nothing is new\n"
+    assert cli.main(["retrain", config]) == 0
+    assert calls[1][1] == {"start": None, "force": False, "reason": "", "quiet": False}
 
 
 def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):

@@ -252,3 +252,14 @@ def test_write_json_atomic_keeps_the_old_file_on_error(tmp_path):
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
     assert os.listdir(tmp_path) == ["x.json"]
     assert digest_file(tmp_path / "x.json") == digest_bytes((tmp_path / "x.json").read_bytes())
+
+
+def test_a_lock_waits_for_its_holder_and_no_longer(tmp_path):
+    first = FolderLock(tmp_path).__enter__()
+    assert first.held
+    threading.Timer(0.3, first.__exit__, (None, None, None)).start()
+    with FolderLock(tmp_path, wait_s=60.0) as second:
+        assert second.held and not first.held
+        with pytest.raises(FolderBusy), FolderLock(tmp_path, wait_s=0.1):
+            pass
+    assert not second.held

@@ -64,10 +64,17 @@ def test_resolved_paths_stay_when_the_folder_changes(home, monkeypatch):
     assert from_dict(resolve(settings)) == settings
 
 
+def test_a_folder_of_data_files_stands_for_all_of_them(home):
+    (home / "work" / "folder").mkdir()
+    (home / "work" / "folder" / "a.jsonl").write_text("{}\n")
+    found = load(config(home, data(home, "folder"))).stages.prepare_data.demonstrations
+    assert found == str(home / "work" / "folder")
+
+
 def test_data_file_that_is_none(home):
     (home / "work" / "folder").mkdir()
     (home / "work" / "empty.jsonl").touch()
-    assert "is a folder; give the path" in problem_of(config(home, data(home, "folder")))[1]
+    assert "is a folder without a data file" in problem_of(config(home, data(home, "folder")))[1]
     assert "is empty" in problem_of(config(home, data(home, "empty.jsonl")))[1]
     assert "is no file" in problem_of(config(home, data(home, "x" * 5000)))[1]
 

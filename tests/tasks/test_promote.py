@@ -10,7 +10,7 @@ from rl_core.folders import digest_folder
 from rl_core.types import Trajectory
 from tasks import promote
 from tasks.config import from_dict
-from tasks.promote import decide
+from tasks.promote import ChampionChanged, decide
 from tasks.settings import PromotionSettings
 from tasks.stage import StageContext, StageResult
 
@@ -104,8 +104,10 @@ class Registry:
     def champion(self, name):
         return self.found
 
-    def set_champion(self, name, version):
+    def replace_champion(self, name, version, before):
+        assert before == (self.found and self.found.version)
         self.done.append(("champion", name, version))
+        return True
 
     def set_challenger(self, name, version):
         self.done.append(("challenger", name, version))
@@ -148,3 +150,30 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
     found = promote.promote(session, stage_result(tmp_path), "policy", stage_result(tmp_path), None)
     assert found.summary["note"] == "version 3 of m is the champion already" and cached == ["promote"]
     assert registry.done == []
+
+
+def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
+    met = []
+
+    def once(*arguments):
+        met.append(arguments)
+        if len(met) < 3:
+            raise ChampionChanged("x has another champion than 1 since the comparison began")
+        return "promoted"
+
+    monkeypatch.setattr(promote, "_promote", once)
+    assert promote.promote("session", "evaluation", "sft", "challenger", None) == "promoted"
+    assert met == [("session", "evaluation", "sft", "challenger", None)] * 3
+
+
+def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
+    met = []
+
+    def never(*arguments):
+        met.append(arguments)
+        raise ChampionChanged("again")
+
+    monkeypatch.setattr(promote, "_promote", never)
+    with pytest.raises(ChampionChanged):
+        promote.promote("session", "evaluation", "sft", "challenger", None)
+    assert len(met) == promote.CHAMPIONS_MET

@@ -8,6 +8,7 @@ from numpy.testing import assert_allclose
 
 from rl_core.analysis.statistics import (
     Loop,
+    Rate,
     bootstrap_mean,
     clustered_rate,
     distinct_n,
@@ -17,6 +18,7 @@ from rl_core.analysis.statistics import (
     moving_average,
     paired_bootstrap,
     pass_at_k,
+    rate_difference,
     sign_test,
     wilson_interval,
 )
@@ -227,3 +229,14 @@ def test_find_loop_agrees_with_brute_force(steps):
 def test_moving_average_by_hand():
     assert_allclose(moving_average([1, 2, 6, 4], 2), [1, 1.5, 4, 5])
     assert moving_average([], 3).tolist() == []
+
+
+def test_the_difference_of_two_shares_is_the_published_one():
+    # Newcombe 1998, table II: 56/70 - 48/80, method 10: 0.2000 [0.0524, 0.3339]; 5/56 - 0/29: [-0.0381, 0.1926].
+    def rate(successes, n):
+        return Rate(successes / n, *wilson_interval(successes, n), n)
+
+    assert_allclose(rate_difference(rate(56, 70), rate(48, 80)), (0.2, 0.0524, 0.3339), atol=5e-5)
+    assert_allclose(rate_difference(rate(5, 56), rate(0, 29)), (5 / 56, -0.0381, 0.1926), atol=5e-5)
+    found = rate_difference(rate(48, 80), rate(56, 70))
+    assert_allclose(found, (-0.2, -0.3339, -0.0524), atol=5e-5)

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rl_core.data.files import data_files
 from rl_core.data.records import Problem, Records, read_demonstrations, read_preferences, read_questions, report
 from rl_core.errors import DataError, RecordsError, SettingsError
 
@@ -296,3 +297,13 @@ def test_files_that_are_no_parquet(tmp_path: Path) -> None:
         read_preferences(parquet(tmp_path, {"text": ["a"]}))
     with pytest.raises(DataError, match="holds no row"):
         read_preferences(parquet(tmp_path, {"prompt": pa.array([], pa.string())}))
+
+
+def test_a_folder_stands_for_its_data_files_by_name(tmp_path):
+    for name in ("b.jsonl", "a.parquet", "inner/c.jsonl", "notes.txt", ".hidden.jsonl", ".git/d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.relative_to(tmp_path).as_posix() for path in data_files(tmp_path)] == [
+        "a.parquet", "b.jsonl", "inner/c.jsonl",
+    ]  # fmt: skip
+    assert data_files(tmp_path / "b.jsonl") == [tmp_path / "b.jsonl"]

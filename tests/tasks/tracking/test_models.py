@@ -127,6 +127,10 @@ def test_aliases_move(tracking, versions):
     tracking.set_champion("policy", 2)
     assert tracking.champion("policy").version == 2
     assert [found.aliases for found in tracking.versions("policy")] == [(), ("champion",)]
+    assert not tracking.replace_champion("policy", 1, before=1)  # it was compared with one that is champion no more
+    assert not tracking.replace_champion("policy", 1, before=None)
+    assert tracking.champion("policy").version == 2
+    assert tracking.replace_champion("policy", 1, before=2)
     tracking.set_champion("policy", 1)  # rolling back
     assert tracking.champion("policy").version == 1
     tracking.tag_version("policy", 1, {"gate.reason": "better", "x": None})

@@ -1,0 +1,126 @@
+"""Play held-out episodes with the champion, and say so with an event when it does worse than it did when promoted.
+
+The event is `posttrain.champion.regressed` with resource `posttrain.model.<name>`; deployments/automations.yaml starts
+a retraining on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.post_training import PipelineResult, execute
+from rl_core.analysis.statistics import Rate
+from rl_core.folders import FolderLock
+from tasks.champion import Verdict, count_checks, figure_of, judge, note_check, settings_of_check
+from tasks.config import PipelineSettings
+from tasks.evaluate import read_evaluation
+from tasks.promote import figure_tags
+from tasks.tracking import ModelVersion, Tracking
+
+# Prefect was prepared when flows.post_training was imported.
+from prefect import flow  # isort: skip
+from prefect.artifacts import create_markdown_artifact  # isort: skip
+from prefect.events import emit_event  # isort: skip
+from prefect.runtime import flow_run  # isort: skip
+from prefect.states import Completed, State  # isort: skip
+
+__all__ = ["EVENT", "CheckResult", "announce", "evaluate_champion"]
+
+logger = logging.getLogger(__name__)
+
+EVENT = "posttrain.champion.regressed"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What came of it."""
+
+    message: str
+    regressed: bool = False
+    version: int | None = None  # None = no champion
+    pipeline: PipelineResult | None = None
+
+
+def _run_name() -> str:
+    return f"evaluate champion {pipeline_name(flow_run.parameters['settings'])}"
+
+
+@flow(
+    name="evaluate-champion",
+    flow_run_name=_run_name,
+    description=(__doc__ or "").strip(),
+    validate_parameters=False,
+    persist_result=False,
+)
+def evaluate_champion(settings: PipelineForm | str, overrides: list[str] | None = None) -> State[CheckResult]:
+    """Evaluate the champion on held-out episodes and compare with the figure that it is registered with.
+
+    Args:
+        settings: what a config file holds, or the path of one (relative to where the flow runs).
+        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+    """
+    result = _check(read_settings(settings, overrides))
+    logger.info("%s", result.message)
+    return Completed(message=result.message, data=result)
+
+
+def _check(settings: PipelineSettings) -> CheckResult:
+    output = Path(settings.output).resolve()
+    home = output / settings.name
+    tracking = Tracking(settings.tracking.uri, output, settings.experiment)
+    name = settings.registered_model
+    with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
+        champion = tracking.champion(name)
+        if champion is None:
+            return CheckResult(f"{name} has no champion yet; posttrain run or retrain makes one")
+        number = count_checks(home, champion.version)
+        typed = settings_of_check(settings, champion, number)
+        tags = {"check.version": str(champion.version), "check.number": str(number + 1)}
+        pipeline = execute(typed, models={"champion": champion.reference}, tags=tags, lock=lock)
+        result = read_evaluation(pipeline.results["evaluate"].path, "champion")
+        registered = figure_of(champion.tags)
+        now = Rate(result.success_rate, *result.interval, result.samples)
+        verdict = judge(result, registered, settings.retrain.margin) if registered else None
+        if verdict is None:
+            tracking.tag_version(name, champion.version, figure_tags(result))
+        tracking.tag_version(name, champion.version, {"checked.success_rate": f"{now.rate:.6g}"})
+        note_check(home, champion.version, verdict, now)
+    subject = f"champion version {champion.version} of {name}"
+    if verdict is None:
+        message = f"{subject}: success {now.rate:.1%}, registered now; later checks are compared with it"
+    else:
+        message = f"{subject} {'got worse' if verdict.regressed else 'is as good as it was'}: {verdict}"
+    _publish(settings, message, pipeline)
+    if verdict is not None and verdict.regressed:
+        announce(name, champion, verdict)
+    return CheckResult(message, verdict is not None and verdict.regressed, champion.version, pipeline)
+
+
+def announce(name: str, champion: ModelVersion, verdict: Verdict) -> None:
+    """Emit the event."""
+    emit_event(
+        event=EVENT,
+        resource={"prefect.resource.id": f"posttrain.model.{name}", "prefect.resource.name": name},
+        payload={
+            "version": champion.version,
+            "success_rate": verdict.now.rate,
+            "registered": verdict.registered.rate,
+            "change": verdict.change.difference,
+            "change_high": verdict.change.high,
+            "margin": verdict.margin,
+            "text": str(verdict),
+        },
+    )
+
+
+def _publish(settings: PipelineSettings, message: str, pipeline: PipelineResult) -> None:
+    key = re.sub(r"[^a-z0-9-]+", "-", f"{settings.name}-champion".lower()).strip("-")
+    text = f"## {settings.name}: champion\n\n{message}\n\n[MLflow run]({pipeline.run_url})"
+    try:
+        create_markdown_artifact(text, key=key, description=message[:250])
+    except Exception as error:  # as for stages: artifacts are for people, and what they tell has happened
+        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)

@@ -1,0 +1,40 @@
+"""Parameters of the flows: the typed settings, so that Prefect shows them as a form and its server checks them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.config import PipelineSettings, from_dict, load, pipeline_model
+from tasks.overrides import apply_overrides
+from tasks.problems import ConfigError, Places
+
+__all__ = ["PipelineForm", "pipeline_name", "read_settings"]
+
+if TYPE_CHECKING:
+    PipelineForm = dict[str, Any]
+else:
+    PipelineForm = pipeline_model()  # the same fields, ranges and meanings as the settings themselves
+
+
+def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None) -> PipelineSettings:
+    """The settings that a flow was given: the path of a config file, or what one holds; with `--set`-like overrides.
+
+    Raises: ConfigError with every problem.
+    """
+    if isinstance(settings, str):
+        return load(settings, overrides or ())
+    values = copy.deepcopy(dict(settings))
+    if overrides:
+        places = Places("settings")
+        problems = apply_overrides(values, overrides, places)
+        if problems:
+            raise ConfigError(problems, places)
+    return from_dict(values)
+
+
+def pipeline_name(settings: Mapping[str, Any] | str) -> str:
+    """What names a flow's run: the pipeline, or its file."""
+    return Path(settings).stem if isinstance(settings, str) else str(settings["name"])

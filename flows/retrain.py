@@ -1,0 +1,163 @@
+"""Retraining: when there is new data since the champion, or when asked to, train on from it and let the gate decide.
+
+The whole of it, from the look at the data to the promotion, is done under the lock of the pipeline's folder: of two
+runs that overlap the second waits (`run.wait_seconds`) or is refused, and then looks at what the first one left.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.post_training import PipelineResult, execute, watched
+from rl_core.errors import PosttrainError
+from rl_core.folders import FolderLock
+from tasks.config import PipelineSettings, resolve
+from tasks.data_record import record_sources
+from tasks.retraining import Plan, close_record, open_record, plan_retraining, read_records
+from tasks.tracking import Tracking
+
+# Prefect was prepared when flows.post_training was imported.
+from prefect import flow  # isort: skip
+from prefect.artifacts import create_markdown_artifact  # isort: skip
+from prefect.runtime import flow_run  # isort: skip
+from prefect.states import Completed, State  # isort: skip
+
+__all__ = ["RetrainResult", "retrain", "run_retraining"]
+
+logger = logging.getLogger(__name__)
+
+AWAITING = "awaiting approval"  # what the gate says where a person has the last word
+
+
+@dataclass(frozen=True)
+class RetrainResult:
+    """What came of it."""
+
+    status: str  # skipped, or what the gate said: promoted, rejected, ...
+    message: str
+    pipeline: PipelineResult | None = None  # None = nothing was run
+
+
+def _run_name() -> str:
+    return f"retrain {pipeline_name(flow_run.parameters['settings'])}"
+
+
+@flow(
+    name="retrain",
+    flow_run_name=_run_name,
+    description=(__doc__ or "").strip(),
+    validate_parameters=False,
+    persist_result=False,
+)
+def retrain(
+    settings: PipelineForm | str,
+    start: Literal["champion", "base"] | None = None,
+    force: bool = False,
+    reason: str = "",
+    overrides: list[str] | None = None,
+) -> State[RetrainResult]:
+    """Train again where it is worth it, and promote what passes the gate.
+
+    Args:
+        settings: what a config file holds, or the path of one (relative to where the flow runs).
+        start: champion, or base: the model as the config has it; left out: retrain.start of the settings.
+        force: also when there is no new data.
+        reason: who or what asked for it; kept with the versions that come of it.
+        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+    """
+    typed = read_settings(settings, overrides)
+    result = _retrain(typed, start, force, reason)
+    return Completed(message=result.message, data=result)
+
+
+def _retrain(
+    settings: PipelineSettings, start: Literal["champion", "base"] | None, force: bool, reason: str
+) -> RetrainResult:
+    output = Path(settings.output).resolve()
+    home = output / settings.name
+    tracking = Tracking(settings.tracking.uri, output, settings.experiment)
+    with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
+        plan = plan_retraining(
+            settings,
+            record_sources(settings),
+            tracking.champion(settings.registered_model),
+            read_records(home),
+            start=start,
+            force=force,
+            reason=reason,
+            flow_run_id=str(flow_run.id or ""),
+        )
+        if plan.record is None:
+            logger.info("retraining: %s", plan.why)
+            result = RetrainResult("skipped", plan.why)
+        else:
+            result = _train(home, plan, lock)
+    _publish(settings, plan, result)
+    return result
+
+
+def _train(home: Path, plan: Plan, lock: FolderLock) -> RetrainResult:
+    """Run the planned pipeline and note what came of it."""
+    record, settings = plan.record, plan.settings
+    assert record is not None and settings is not None
+    logger.info("retraining %d: %s", record.number, plan.why)
+    open_record(home, record)
+    tags = {
+        "retrain.number": str(record.number),
+        "retrain.start": f"version {record.start}" if record.start else "base",
+        "retrain.reason": plan.why[:500],
+    }
+    try:
+        pipeline = execute(settings, tags=tags, lock=lock)
+    except PosttrainError as error:
+        close_record(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
+        raise
+    said: dict[str, Any] = pipeline.results["promote"].summary
+    status, note = str(said.get("decision", "")), str(said.get("note", ""))
+    if status == AWAITING:  # the flow run goes on with this very record once the reviewer has spoken
+        status = "waiting"
+    close_record(home, record, status=status, version=said.get("model_version"), note=str(said.get("reason", note)))
+    return RetrainResult(status, note, pipeline)
+
+
+def _publish(settings: PipelineSettings, plan: Plan, result: RetrainResult) -> None:
+    """What was found and done, as a Prefect artifact."""
+    lines = [f"## {settings.name}: {result.status}", result.message]
+    if plan.why != result.message:
+        lines.append(f"Why: {plan.why}")
+    if plan.record is not None:
+        start = f"version {plan.record.start} of {settings.registered_model}" if plan.record.start else "the base model"
+        lines.append(f"Retraining {plan.record.number} from {start}, seed {plan.record.seed}")
+    if plan.record is not None and plan.record.dropped:
+        lines.append(f"Not run, as there is nothing new for them: {', '.join(plan.record.dropped)}")
+    if plan.new.changes or plan.new.gone:
+        rows = ["| data | file | change | new rows |", "|---|---|---|---|"]
+        rows += [f"| {c.source} | {c.file.replace('|', '/')} | {c.kind} | {c.rows} |" for c in plan.new.changes]
+        rows += [f"| {name.replace('|', '/')} | | gone | |" for name in plan.new.gone]
+        lines.append("\n".join(rows))
+    if result.pipeline is not None:
+        lines.append(f"[MLflow run]({result.pipeline.run_url})")
+    key = re.sub(r"[^a-z0-9-]+", "-", f"{settings.name}-retraining".lower()).strip("-")
+    try:
+        create_markdown_artifact("\n\n".join(lines), key=key, description=result.message[:250])
+    except Exception as error:  # as for stages: artifacts are for people, and what they tell has happened
+        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
+
+
+def run_retraining(
+    settings: PipelineSettings,
+    *,
+    start: Literal["champion", "base"] | None = None,
+    force: bool = False,
+    reason: str = "",
+    quiet: bool = False,
+) -> RetrainResult:
+    """Run the flow in this process, with live progress on the terminal. Arguments: see `retrain`."""
+    with watched(quiet=quiet):
+        result: RetrainResult = retrain(resolve(settings), start, force, reason)  # type: ignore[assignment]
+    return result

@@ -1,0 +1,223 @@
+"""What a model was trained on, and what has come since: digests and numbers of rows of the data files.
+
+Each version of a registered model carries the record of the files that its run was given, as tags:
+
+    data.sources           demonstrations, environment
+    data.demonstrations    {"path": ..., "files": {"mine.jsonl": {"sha256": ..., "size": ..., "rows": ...}}}
+
+A file that begins with the very bytes of the recorded one was appended to, and the rows behind them are the new ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from rl_core.data.files import PARQUET_SUFFIXES, data_files
+from rl_core.errors import DataError
+from rl_core.folders import digest_file
+from tasks.config import PipelineSettings
+
+__all__ = [
+    "Change",
+    "FileRecord",
+    "NewData",
+    "Records",
+    "SourceRecord",
+    "data_sources",
+    "new_since",
+    "record_sources",
+    "records_from_tags",
+    "tags_of_records",
+]
+
+_TAG_CHARACTERS = 4000  # of one tag; stores cut or refuse longer ones, so a longer record goes on in the next
+_BLANK = b" \t\r\n"
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """One file as it was: SHA-256 and number of its bytes, and its rows (lines that are not blank)."""
+
+    sha256: str
+    size: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """What one setting named: a file, or all data files of a folder, by their names in it."""
+
+    path: str
+    files: dict[str, FileRecord]
+
+
+Records = dict[str, SourceRecord]  # by the source's name: demonstrations, preferences, environment
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One file that the model has not seen as it is now."""
+
+    source: str
+    file: str
+    kind: Literal["appended", "rewritten", "new file"]
+    rows: int  # that are new; all of them where it cannot be told which
+
+    def __str__(self) -> str:
+        where = f"{self.source}: {self.file}"
+        if self.kind == "appended":
+            return f"{where}: {self.rows} rows appended"
+        return f"{where}: {self.kind} of {self.rows} rows"
+
+
+@dataclass(frozen=True, slots=True)
+class NewData:
+    """What has come since a record."""
+
+    changes: tuple[Change, ...] = ()
+    gone: tuple[str, ...] = field(default=())  # files that are no longer there: nothing to learn from
+
+    @property
+    def rows(self) -> int:
+        """New rows in all."""
+        return sum(change.rows for change in self.changes)
+
+    @property
+    def sources(self) -> frozenset[str]:
+        """Sources with something new."""
+        return frozenset(change.source for change in self.changes)
+
+    def __str__(self) -> str:
+        return "; ".join([*map(str, self.changes), *(f"{name}: gone" for name in self.gone)]) or "nothing new"
+
+
+def data_sources(settings: PipelineSettings) -> dict[str, Path]:
+    """The files (or folders of files) that a pipeline learns from, by name; {} where episodes are generated alone."""
+    data = settings.stages.prepare_data
+    named = {
+        "demonstrations": data.demonstrations if data is not None else None,
+        "preferences": data.preferences if data is not None else None,
+        "environment": settings.environment.options.get("path"),
+    }
+    return {name: Path(path) for name, path in named.items() if isinstance(path, str)}
+
+
+def record_sources(settings: PipelineSettings) -> Records:
+    """The record of a pipeline's data as it is now. Raises: DataError where a file cannot be read."""
+    return {name: _record(path) for name, path in data_sources(settings).items()}
+
+
+def _record(path: Path) -> SourceRecord:
+    try:
+        if path.is_dir():
+            files = {item.relative_to(path).as_posix(): _file(item) for item in data_files(path)}
+            return SourceRecord(str(path), files)
+        return SourceRecord(str(path), {path.name: _file(path)})
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _file(path: Path) -> FileRecord:
+    """Lines are read once, so that digest and number of rows belong to the same bytes while someone appends."""
+    if path.suffix in PARQUET_SUFFIXES:
+        import pyarrow.parquet
+
+        rows = int(pyarrow.parquet.ParquetFile(path).metadata.num_rows)
+        return FileRecord(digest_file(path), path.stat().st_size, rows)
+    digest, size, rows = hashlib.sha256(), 0, 0
+    with path.open("rb") as file:
+        for line in file:
+            digest.update(line)
+            size += len(line)
+            rows += bool(line.strip(_BLANK))
+    return FileRecord(digest.hexdigest(), size, rows)
+
+
+def new_since(before: Records | None, now: Records) -> NewData:
+    """What `now` holds that `before` does not. `before` None (nobody knows): everything is new.
+
+    A file is known by its content, whatever its name. The files of `now` are read where they may have grown.
+    """
+    changes: list[Change] = []
+    gone: list[str] = []
+    for source, record in now.items():
+        old = (before or {}).get(source)
+        known = old.files if old is not None else {}
+        digests = {file.sha256 for file in known.values()}
+        alone = len(known) == len(record.files) == 1  # then the file may have another name now
+        for name, file in record.files.items():
+            if file.sha256 not in digests:
+                former = known.get(name) or (next(iter(known.values())) if alone else None)
+                change = _change(source, name, file, former, _location(record, name))
+                changes += [change] if change.rows else []
+        present = {file.sha256 for file in record.files.values()} | set(record.files)
+        if not alone:
+            gone += [
+                f"{source}: {name}"
+                for name, file in known.items()
+                if name not in present and file.sha256 not in present
+            ]
+    return NewData(tuple(changes), tuple(gone))
+
+
+def _location(record: SourceRecord, name: str) -> Path:
+    path = Path(record.path)
+    return path / name if path.is_dir() else path
+
+
+def _change(source: str, name: str, file: FileRecord, old: FileRecord | None, path: Path) -> Change:
+    if old is None:
+        return Change(source, name, "new file", file.rows)
+    if file.size > old.size and file.rows >= old.rows and _prefix_digest(path, old.size) == old.sha256:
+        return Change(source, name, "appended", file.rows - old.rows)  # 0 where blank lines came
+    return Change(source, name, "rewritten", file.rows)
+
+
+def _prefix_digest(path: Path, size: int) -> str:
+    """SHA-256 of a file's first `size` bytes."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while size > 0 and (block := file.read(min(size, _BLOCK))):
+            digest.update(block)
+            size -= len(block)
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------------------- tags
+
+
+def tags_of_records(records: Records) -> dict[str, str]:
+    """The record as tags of a model version."""
+    tags = {"data.sources": ", ".join(records) or "none"}
+    for name, record in records.items():
+        text = json.dumps(dataclasses.asdict(record), sort_keys=True)
+        for part, start in enumerate(range(0, len(text), _TAG_CHARACTERS)):
+            tags[f"data.{name}" + (f".{part + 1}" if part else "")] = text[start : start + _TAG_CHARACTERS]
+    return tags
+
+
+def records_from_tags(tags: Mapping[str, str]) -> Records | None:
+    """The record that a version's tags hold; None where they hold none, or one that cannot be read."""
+    if "data.sources" not in tags:
+        return None
+    records: Records = {}
+    for name in tags["data.sources"].split(", "):
+        if name == "none":
+            continue
+        parts = [tags.get(f"data.{name}", "")]
+        while f"data.{name}.{len(parts) + 1}" in tags:
+            parts.append(tags[f"data.{name}.{len(parts) + 1}"])
+        try:
+            found = json.loads("".join(parts))
+            files = {file: FileRecord(**entry) for file, entry in found["files"].items()}
+            records[name] = SourceRecord(found["path"], files)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None
+    return records

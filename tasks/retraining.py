@@ -1,0 +1,276 @@
+"""Retraining: whether it is worth it, where it starts, with which settings; and a record of each one.
+
+    <output>/<pipeline>/retrainings/0001.json   data, start, seed, reason, and what came of it
+
+A retraining is decided on and recorded under the folder's lock. One that was interrupted is gone on with: the same
+number, start and seed, so that finished stages are found again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rl_core.errors import SettingsError
+from rl_core.folders import write_json_atomic
+from tasks.config import PipelineSettings
+from tasks.data_record import NewData, Records, new_since, records_from_tags, tags_of_records
+from tasks.tracking import ModelVersion
+
+__all__ = ["Plan", "Retraining", "close_record", "open_record", "plan_retraining", "read_records"]
+
+Start = Literal["champion", "base"]
+
+_TRAINING = ("sft", "preference", "policy", "thoughts")
+_FILE_OF = {"sft": "demonstrations", "preference": "preferences"}  # what a stage learns from, where it is a file
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retraining:
+    """The record of one retraining."""
+
+    number: int  # from 1
+    start: int | None  # version of the registered model that it starts from; None = the pipeline's base model
+    champion: int | None  # champion when it was decided on
+    data: dict[str, str]  # record of the data, as tags of a version
+    seed: int
+    reason: str
+    dropped: tuple[str, ...] = ()  # stages that have nothing new to learn from
+    flow_run_id: str = ""
+    status: str = "open"  # open, failed, waiting (for approval); promoted, rejected, ...: what the gate said
+    version: int | None = None  # that came of it
+    note: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it came to a decision."""
+        return self.status not in ("open", "failed", "waiting")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be done. `record` None = nothing; `why` says the reason either way."""
+
+    why: str
+    new: NewData
+    record: Retraining | None = None
+    settings: PipelineSettings | None = None
+
+
+def plan_retraining(
+    settings: PipelineSettings,
+    now: Records,
+    champion: ModelVersion | None,
+    earlier: Sequence[Retraining],
+    *,
+    start: Start | None = None,
+    force: bool = False,
+    reason: str = "",
+    flow_run_id: str = "",
+) -> Plan:
+    """Decide on a retraining; nothing is written.
+
+    Args:
+        now: the record of the pipeline's data as it is. champion: the present one. earlier: retrainings so far.
+        start: in place of the setting. force: also without new data. reason: who or what asked for it.
+        flow_run_id: a run that was interrupted or suspended goes on with its own retraining, whatever came meanwhile.
+    Raises: SettingsError where the pipeline has no gate or trains nothing.
+    """
+    check(settings)
+    start = start or settings.retrain.start
+    before = records_from_tags(champion.tags) if champion is not None else None
+    new = new_since(before, now)
+    own = next((r for r in reversed(earlier) if flow_run_id and r.flow_run_id == flow_run_id and not r.ended), None)
+    if own is not None:
+        return _planned(settings, new, own, f"goes on with retraining {own.number}")
+    why = reason_to_train(settings, now, champion, earlier, new, start)
+    if why.startswith("skipped"):
+        if not force:
+            return Plan(why=why, new=new)
+        why = f"asked for, though: {why.removeprefix('skipped: ')}"
+    if reason:
+        why = f"{reason}: {why}"
+    record = _next(settings, now, new, champion, earlier, start, why, flow_run_id)
+    return _planned(settings, new, record, why)
+
+
+def check(settings: PipelineSettings) -> None:
+    """A retraining trains something and asks the gate. Raises: SettingsError."""
+    missing = [name for name in ("evaluate", "promote") if getattr(settings.stages, name) is None]
+    if missing:
+        raise SettingsError(
+            f"stages.{missing[0]}: is missing; retraining promotes what passes the gate, so add `{missing[0]}: {{}}`"
+        )
+    if not any(getattr(settings.stages, name) for name in _TRAINING):
+        raise SettingsError(f"stages: nothing trains a policy; add one of {', '.join(_TRAINING)}")
+
+
+def reason_to_train(
+    settings: PipelineSettings,
+    now: Records,
+    champion: ModelVersion | None,
+    earlier: Sequence[Retraining],
+    new: NewData,
+    start: Start,
+) -> str:
+    """Why to train; begins with "skipped: " where there is no reason to."""
+    if champion is None:
+        why = "there is no champion yet"
+    elif not now:
+        return (
+            "skipped: the environment generates its episodes and no data file is named, so there is never new data; "
+            "--force trains on other episodes"
+        )
+    elif records_from_tags(champion.tags) is None:
+        why = f"version {champion.version} does not say what it was trained on"
+    elif not new.changes:
+        gone = f" ({new})" if new.gone else ""
+        return f"skipped: nothing is new since champion version {champion.version}{gone}"
+    elif new.rows < settings.retrain.min_new_rows:
+        return (
+            f"skipped: {new.rows} new rows, fewer than retrain.min_new_rows = {settings.retrain.min_new_rows} ({new})"
+        )
+    else:
+        why = f"new since champion version {champion.version}: {new}"
+    tried = _same(earlier, tags_of_records(now), champion.version if champion else None, _start(start, champion))
+    if tried and tried[-1].status == "waiting":
+        return f"skipped: nothing is new since retraining {tried[-1].number}, which waits for approval"
+    if tried and tried[-1].ended:
+        last = tried[-1]
+        version = f", which made version {last.version}" if last.version else ""
+        return f"skipped: nothing is new since retraining {last.number}{version} ({last.status}: {last.note})"
+    return why
+
+
+def _start(start: Start, champion: ModelVersion | None) -> int | None:
+    return champion.version if champion is not None and start == "champion" else None
+
+
+def _content(data: Mapping[str, str]) -> str:
+    """What tells two records of data apart: content, not place."""
+    records = records_from_tags(data) or {}
+    return json.dumps(
+        {name: sorted(file.sha256 for file in record.files.values()) for name, record in records.items()},
+        sort_keys=True,
+    )
+
+
+def _same(
+    earlier: Sequence[Retraining], data: Mapping[str, str], champion: int | None, start: int | None
+) -> list[Retraining]:
+    """Earlier retrainings under the same champion, from the same start, on the same data."""
+    content = _content(data)
+    return [
+        record
+        for record in earlier
+        if (record.champion, record.start) == (champion, start) and _content(record.data) == content
+    ]
+
+
+def _next(
+    settings: PipelineSettings,
+    now: Records,
+    new: NewData,
+    champion: ModelVersion | None,
+    earlier: Sequence[Retraining],
+    start: Start,
+    why: str,
+    flow_run_id: str,
+) -> Retraining:
+    """The record of the next retraining: the interrupted one of the same kind, or a new one."""
+    data = tags_of_records(now)
+    first, at = _start(start, champion), champion.version if champion else None
+    same = _same(earlier, data, at, first)
+    if same and not same[-1].ended:
+        return dataclasses.replace(same[-1], flow_run_id=flow_run_id, reason=why, status="open", note="")
+    return Retraining(
+        number=max((record.number for record in earlier), default=0) + 1,
+        start=first,
+        champion=at,
+        data=data,
+        seed=_seed(settings, now, at, len(same)),
+        dropped=_nothing_new(settings, new) if first is not None else (),
+        reason=why,
+        flow_run_id=flow_run_id,
+    )
+
+
+def _seed(settings: PipelineSettings, now: Records, champion: int | None, attempt: int) -> int:
+    """The pipeline's seed of a retraining.
+
+    Where episodes are generated each retraining gets its own, so that it learns from other episodes and its gate judges
+    on others: a champion chosen again and again on the same ones would be chosen for its luck with them. Where a file
+    is split into what is trained on and what is held out the seed stays, since another one would hold out what the
+    champion has learned.
+    """
+    if now or not settings.retrain.new_episodes or (champion is None and attempt == 0):
+        return settings.seed
+    text = f"{settings.seed}:retrain:{champion or 0}:{attempt}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
+def _planned(settings: PipelineSettings, new: NewData, record: Retraining, why: str) -> Plan:
+    """The pipeline that a retraining runs."""
+    changed = dataclasses.replace(settings, seed=record.seed)
+    if record.start is not None:
+        model = dataclasses.replace(settings.model, path=f"models:/{settings.registered_model}/{record.start}")
+        stages = dataclasses.replace(settings.stages, **dict.fromkeys(record.dropped))
+        changed = dataclasses.replace(changed, model=model, stages=stages)
+    return Plan(why=why, new=new, record=record, settings=changed)
+
+
+def _nothing_new(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:
+    """Stages that a champion need not go through again: they imitate what it has learned from already.
+
+    Copying a demonstrator once more would undo what reward has taught since. Stages that make their own data go on.
+    """
+    if settings.retrain.repeat == "all":
+        return ()
+    stages, data = settings.stages, settings.stages.prepare_data
+    dropped = []
+    for stage, source in _FILE_OF.items():
+        from_file = data is not None and getattr(data, source) is not None
+        fixed = from_file or stage == "sft"  # a demonstrator writes the same demonstrations again
+        changed = source in new.sources or (stage == "sft" and "environment" in new.sources and not from_file)
+        if getattr(stages, stage) is not None and fixed and not changed:
+            dropped.append(stage)
+    left = [name for name in _TRAINING if getattr(stages, name) is not None and name not in dropped]
+    return tuple(dropped) if left else ()
+
+
+# ---------------------------------------------------------------------------------------------------------- records
+
+
+def read_records(home: Path) -> list[Retraining]:
+    """The retrainings of a pipeline's folder, the oldest first. A file that cannot be read is passed over."""
+    found = []
+    for path in sorted((home / "retrainings").glob("*.json")):
+        try:
+            row = json.loads(path.read_text())
+            found.append(Retraining(**{**row, "dropped": tuple(row["dropped"])}))
+        except (OSError, ValueError, TypeError, KeyError):
+            continue
+    return sorted(found, key=lambda record: record.number)
+
+
+def open_record(home: Path, record: Retraining) -> None:
+    """Write down that a retraining begins, or goes on."""
+    _write(home, record)
+
+
+def close_record(home: Path, record: Retraining, **outcome: Any) -> Retraining:
+    """Write down what came of it: `status`, `version`, `note`."""
+    closed = dataclasses.replace(record, **outcome)
+    _write(home, closed)
+    return closed
+
+
+def _write(home: Path, record: Retraining) -> None:
+    folder = home / "retrainings"
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json_atomic(folder / f"{record.number:04d}.json", dataclasses.asdict(record))

@@ -1,0 +1,118 @@
+"""deployments/ against the code: entry points exist, parameters fit, automations are what Prefect takes."""
+
+import importlib
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.config import load, resolve
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "deployments"
+PREFECT = yaml.safe_load((FOLDER / "prefect.yaml").read_text())
+DEPLOYMENTS = {deployment["name"]: deployment for deployment in PREFECT["deployments"]}
+AUTOMATIONS = {item["name"]: item for item in yaml.safe_load((FOLDER / "automations.yaml").read_text())["automations"]}
+
+
+def flow_of(entrypoint):
+    path, name = entrypoint.split(":")
+    assert (ROOT / path).is_file()
+    return getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+
+
+def check(entrypoint, parameters):
+    """As the server does when a run is made."""
+    from prefect.utilities.callables import parameter_schema
+    from prefect.utilities.schema_tools.validation import validate
+
+    validate(parameters, parameter_schema(flow_of(entrypoint)).model_dump(), raise_on_error=True)
+
+
+def test_the_deployments_are_the_ones_that_the_readme_describes():
+    names = {"demo", "nightly-retrain", "retrain-on-regression", "evaluate-champion", "single-stage", "analyze"}
+    assert set(DEPLOYMENTS) == names
+    readme = (FOLDER / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in [*names, *AUTOMATIONS])
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_entry_point_and_parameters_fit(name):
+    from flows.parameters import read_settings
+
+    deployment = DEPLOYMENTS[name]
+    check(deployment["entrypoint"], deployment["parameters"])
+    typed = read_settings(str(ROOT / deployment["parameters"]["settings"]), deployment["parameters"]["overrides"])
+    assert typed.run.wait_seconds == 14400
+    assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+    assert deployment["work_pool"]["name"] == "posttrain"
+
+
+@pytest.mark.parametrize("name", DEPLOYMENTS)
+def test_a_whole_config_fits_the_form_and_bad_settings_do_not(name):
+    from prefect.utilities.schema_tools.validation import ValidationError
+
+    deployment = DEPLOYMENTS[name]
+    whole = json.loads(json.dumps(resolve(load(ROOT / "configs/test.yaml", check_files=False))))
+    check(deployment["entrypoint"], {**deployment["parameters"], "settings": whole})
+    for change in ({"seed": -1}, {"stagess": {}}, {"retrain": {"margin": 2.0}}, {"seed": "7"}):
+        with pytest.raises(ValidationError):
+            check(deployment["entrypoint"], {**deployment["parameters"], "settings": {**whole, **change}})
+
+
+def test_schedules_are_cron_lines_that_prefect_takes():
+    from prefect.client.schemas.schedules import CronSchedule
+
+    crons = {name: d["schedules"][0] for name, d in DEPLOYMENTS.items() if "schedules" in d}
+    assert set(crons) == {"nightly-retrain", "evaluate-champion"}
+    for cron in crons.values():
+        CronSchedule(cron=cron["cron"], timezone=cron["timezone"])
+
+
+def with_ids(item):
+    """Names of deployments and blocks are looked up when the file is applied; any id will do here."""
+    text = json.dumps(item)
+    text = re.sub(
+        r'("(?:deployment_id|block_document_id)": )"[^"]+"', r'\1"00000000-0000-0000-0000-000000000001"', text
+    )
+    return json.loads(text)
+
+
+@pytest.mark.parametrize("name", AUTOMATIONS)
+def test_automations_are_what_prefect_takes(name):
+    from prefect.events.schemas.automations import AutomationCore
+
+    automation = AutomationCore.model_validate(with_ids(AUTOMATIONS[name]))
+    assert automation.name == name and len(automation.actions) == 1
+
+
+def test_the_event_runs_a_deployment_that_exists():
+    from flows.evaluate_champion import EVENT
+
+    automation = AUTOMATIONS["posttrain-retrain-on-regression"]
+    assert automation["trigger"]["expect"] == [EVENT]
+    flow, _, deployment = automation["actions"][0]["deployment_id"].partition("/")
+    assert flow_of(DEPLOYMENTS[deployment]["entrypoint"]).name == flow
+    assert DEPLOYMENTS[deployment]["parameters"]["force"] is True
+
+
+def test_zombies_are_told_from_runs_that_wait_by_heartbeats_that_the_worker_sends():
+    zombies = AUTOMATIONS["posttrain-crash-zombies"]["trigger"]
+    beat = int(DEPLOYMENTS["demo"]["work_pool"]["job_variables"]["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"])
+    assert zombies["within"] == 3 * beat
+    assert {"prefect.flow-run.Suspended", "prefect.flow-run.Paused", "prefect.flow-run.Completed"} <= set(
+        zombies["expect"]
+    )
+
+
+def test_the_webhook_gets_json_whatever_a_message_holds():
+    from jinja2.sandbox import SandboxedEnvironment
+
+    environment = SandboxedEnvironment()
+    environment.filters["ui_url"] = lambda run: "http://127.0.0.1:4200/runs/1"
+    payload = AUTOMATIONS["posttrain-notify-on-failure"]["actions"][0]["payload"]
+    run = {"name": "a", "state": {"name": "Failed", "message": 'it said "no"\nand more'}}
+    text = json.loads(environment.from_string(payload).render(flow={"name": "retrain"}, flow_run=run))
+    assert text == {"text": 'retrain / a: Failed: it said "no"\nand more', "link": "http://127.0.0.1:4200/runs/1"}

@@ -1,0 +1,138 @@
+"""What a model was trained on, and what has come since: files written by hand."""
+
+import json
+
+import pytest
+
+from rl_core.errors import DataError
+from rl_core.folders import digest_file
+from tasks.config import from_dict
+from tasks.data_record import Change, new_since, record_sources, records_from_tags, tags_of_records
+
+
+def settings(demonstrations=None, preferences=None, **options):
+    data = {
+        name: str(path) for name, path in (("demonstrations", demonstrations), ("preferences", preferences)) if path
+    }
+    environment = {"name": "gsm8k", "options": options} if options else {}
+    values = {"name": "x", "stages": {"prepare_data": data, "sft": {}}, "environment": environment}
+    return from_dict(values, check_files=False)
+
+
+def rows(start, end):
+    return "".join(json.dumps({"prompt": f"p{n}", "completion": "c"}) + "\n" for n in range(start, end))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text(rows(0, 3))
+    return path
+
+
+def test_the_record_names_digest_size_and_rows_of_every_file(file):
+    records = record_sources(settings(file))
+    assert list(records) == ["demonstrations"]
+    found = records["demonstrations"].files["mine.jsonl"]
+    assert (found.sha256, found.size, found.rows) == (digest_file(file), file.stat().st_size, 3)
+    assert record_sources(settings()) == {}
+
+
+def test_appended_rows_are_counted_and_an_unchanged_file_is_nothing_new(file):
+    before = record_sources(settings(file))
+    assert new_since(before, record_sources(settings(file))).changes == ()
+    with file.open("a") as stream:
+        stream.write(rows(3, 5))
+    new = new_since(before, record_sources(settings(file)))
+    assert new.changes == (Change("demonstrations", "mine.jsonl", "appended", 2),)
+    assert new.rows == 2 and new.sources == {"demonstrations"}
+    assert str(new) == "demonstrations: mine.jsonl: 2 rows appended"
+
+
+def test_blank_lines_at_the_end_are_nothing_new(file):
+    before = record_sources(settings(file))
+    with file.open("a") as stream:
+        stream.write("\n \n")
+    assert new_since(before, record_sources(settings(file))).changes == ()
+
+
+def test_a_changed_first_row_makes_all_rows_new(file):
+    before = record_sources(settings(file))
+    file.write_text(file.read_text().replace("p0", "q0") + rows(3, 4))
+    (change,) = new_since(before, record_sources(settings(file))).changes
+    assert change == Change("demonstrations", "mine.jsonl", "rewritten", 4)
+
+
+def test_a_file_under_another_name_is_known_by_its_content(file):
+    before = record_sources(settings(file))
+    other = file.rename(file.with_name("other.jsonl"))
+    assert str(new_since(before, record_sources(settings(other)))) == "nothing new"
+    with other.open("a") as stream:
+        stream.write(rows(3, 4))
+    assert new_since(before, record_sources(settings(other))).changes[0].kind == "appended"
+
+
+def test_new_and_missing_files_of_a_folder(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name, start in (("a", 0), ("b", 10)):
+        (folder / f"{name}.jsonl").write_text(rows(start, start + 2))
+    (folder / "b.jsonl").rename(tmp_path / "b.jsonl")
+    before = record_sources(settings(folder))
+    (tmp_path / "b.jsonl").rename(folder / "b.jsonl")
+    new = new_since(before, record_sources(settings(folder)))  # beside the only file until now
+    assert new.changes == (Change("demonstrations", "b.jsonl", "new file", 2),) and new.gone == ()
+    before = record_sources(settings(folder))
+    (folder / "a.jsonl").unlink()
+    (folder / "c.jsonl").write_text(rows(20, 25))
+    new = new_since(before, record_sources(settings(folder)))
+    assert new.changes == (Change("demonstrations", "c.jsonl", "new file", 5),)
+    assert new.gone == ("demonstrations: a.jsonl",)
+
+
+def test_each_setting_that_names_a_file_is_a_source(file, tmp_path):
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("{}\n")
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("{}\n{}\n")
+    records = record_sources(settings(file, pairs, path=str(questions)))
+    assert {name: next(iter(record.files.values())).rows for name, record in records.items()} == {
+        "demonstrations": 3,
+        "preferences": 1,
+        "environment": 2,
+    }
+    without = record_sources(settings(file))
+    assert new_since(without, records).sources == {"preferences", "environment"}
+
+
+def test_parquet_rows_are_counted(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "mine.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a", "b", "c", "d"]}), path)
+    assert record_sources(settings(path))["demonstrations"].files["mine.parquet"].rows == 4
+
+
+def test_nobody_knows_means_everything_is_new(file):
+    assert new_since(None, record_sources(settings(file))).rows == 3
+
+
+def test_tags_hold_the_record_however_long_it_is(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for number in range(80):
+        (folder / f"part-{number:04d}.jsonl").write_text(rows(number, number + 1))
+    records = record_sources(settings(folder))
+    tags = tags_of_records(records)
+    assert tags["data.sources"] == "demonstrations"
+    assert len(tags) > 2 and max(map(len, tags.values())) <= 4000
+    assert records_from_tags(tags) == records
+    assert records_from_tags({"data.sources": "none"}) == {} == records_from_tags(tags_of_records({}))
+    assert records_from_tags({}) is None
+    assert records_from_tags({**tags, "data.demonstrations": "broken"}) is None
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"gone\.jsonl: cannot be read"):
+        record_sources(settings(tmp_path / "gone.jsonl"))

@@ -1,0 +1,182 @@
+"""When a retraining is worth it, where it starts and with which settings."""
+
+import dataclasses
+
+import pytest
+
+from rl_core.errors import SettingsError
+from tasks.config import from_dict
+from tasks.data_record import record_sources, tags_of_records
+from tasks.retraining import close_record, open_record, plan_retraining, read_records
+from tasks.tracking import ModelVersion
+
+STAGES = {"prepare_data": {}, "sft": {}, "policy": {}, "evaluate": {}, "promote": {}}
+
+
+def settings(file=None, stages=None, retrain=None, **data):
+    named = {"demonstrations": str(file)} if file else {}
+    values = {
+        "name": "x",
+        "seed": 7,
+        "stages": {**STAGES, "prepare_data": {**named, **data}, **(stages or {})},
+        "retrain": retrain or {},
+    }
+    return from_dict(values, check_files=False)
+
+
+def champion(version, typed):
+    return ModelVersion("x", version, None, None, tags=tags_of_records(record_sources(typed)))
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"a": 1}\n')
+    return path
+
+
+def append(path, count):
+    with path.open("a") as stream:
+        stream.write('{"a": 2}\n' * count)
+
+
+def plan(typed, holder, earlier=(), **more):
+    return plan_retraining(typed, record_sources(typed), holder, list(earlier), **more)
+
+
+def test_without_a_champion_the_pipeline_runs_as_it_is(file):
+    found = plan(settings(file), None)
+    assert found.settings == settings(file)
+    assert found.record.start is None and found.record.number == 1
+    assert found.why == "there is no champion yet"
+
+
+def test_nothing_new_is_skipped_and_says_so(file):
+    typed = settings(file)
+    found = plan(typed, champion(3, typed))
+    assert found.record is None
+    assert found.why == "skipped: nothing is new since champion version 3"
+
+
+def test_new_rows_start_from_the_champion_with_the_same_seed(file):
+    typed = settings(file)
+    holder = champion(3, typed)
+    append(file, 2)
+    found = plan(typed, holder, reason="nightly")
+    assert found.why == "nightly: new since champion version 3: demonstrations: mine.jsonl: 2 rows appended"
+    assert found.settings.model.path == "models:/x/3"
+    assert found.settings.seed == 7  # another one would hold out rows that the champion has learned
+    assert found.settings.stages == typed.stages  # there is something new for each of them
+    assert found.record.start == 3
+
+
+def test_base_by_argument_or_setting(file):
+    typed = settings(file, retrain={"start": "base"})
+    holder = champion(3, typed)
+    append(file, 1)
+    for found in (plan(typed, holder), plan(settings(file), holder, start="base")):
+        assert found.settings.model.path is None
+        assert found.record.start is None
+    assert plan(typed, holder, start="champion").settings.model.path == "models:/x/3"
+
+
+def test_too_few_rows_are_skipped(file):
+    typed = settings(file, retrain={"min_new_rows": 3})
+    holder = champion(1, typed)
+    append(file, 2)
+    assert plan(typed, holder).why.startswith("skipped: 2 new rows, fewer than retrain.min_new_rows = 3")
+    append(file, 1)
+    assert plan(typed, holder).record is not None
+
+
+def test_data_that_was_tried_and_rejected_is_not_tried_again_but_newer_is(file, tmp_path):
+    typed = settings(file)
+    holder = champion(1, typed)
+    append(file, 1)
+    first = plan(typed, holder).record
+    rejected = close_record(tmp_path, first, status="rejected", version=2, note="no gain")
+    found = plan(typed, holder, [rejected])
+    assert found.record is None
+    assert found.why == "skipped: nothing is new since retraining 1, which made version 2 (rejected: no gain)"
+    append(file, 1)
+    assert plan(typed, holder, [rejected]).record.number == 2
+    # Under another champion the same data may serve.
+    assert plan(typed, ModelVersion("x", 5, None, None, tags=holder.tags), [rejected]).record is not None
+
+
+def test_an_interrupted_or_failed_one_is_gone_on_with(file):
+    typed = settings(file)
+    holder = champion(1, typed)
+    append(file, 1)
+    first = plan(typed, holder, flow_run_id="a").record
+    for status in ("open", "failed"):
+        again = plan(typed, holder, [dataclasses.replace(first, status=status)], flow_run_id="b")
+        assert again.record.number == 1 and again.record.status == "open" and again.record.flow_run_id == "b"
+
+
+def test_one_that_waits_for_approval_is_not_doubled_and_its_own_run_goes_on(file):
+    typed = settings(file)
+    holder = champion(1, typed)
+    append(file, 1)
+    waiting = dataclasses.replace(plan(typed, holder, flow_run_id="a").record, status="waiting")
+    assert plan(typed, holder, [waiting]).why.endswith("retraining 1, which waits for approval")
+    moved_on = champion(4, typed)  # champion and data have changed since: the run that was decided on stays the same
+    own = plan(typed, moved_on, [waiting], flow_run_id="a")
+    assert own.record == waiting
+    assert own.settings.model.path == "models:/x/1"
+
+
+def test_generated_episodes_are_never_new_but_force_plays_others():
+    typed = settings()
+    holder = champion(2, typed)
+    assert "generates its episodes" in plan(typed, holder).why
+    first = plan(typed, holder, force=True)
+    assert first.settings.seed != 7
+    assert first.settings.stages.sft is None  # a demonstrator writes the same again: copying it would undo the reward
+    assert first.record.dropped == ("sft",)
+    rejected = dataclasses.replace(first.record, status="rejected")
+    second = plan(typed, holder, [rejected], force=True)
+    assert second.record.number == 2 and second.settings.seed not in (7, first.settings.seed)
+    resumed = plan(typed, holder, [first.record], force=True)
+    assert resumed.settings == first.settings
+    assert plan(settings(retrain={"new_episodes": False}), holder, force=True).settings.seed == 7
+
+
+def test_sft_runs_where_asked_for_or_where_nothing_else_trains():
+    typed = settings(retrain={"repeat": "all"})
+    assert plan(typed, champion(2, typed), force=True).settings.stages.sft is not None
+    alone = settings(stages={"policy": None})
+    assert plan(alone, champion(2, alone), force=True).settings.stages.sft is not None
+
+
+def test_a_champion_that_does_not_say_what_it_learned_from_is_retrained(file):
+    found = plan(settings(file), ModelVersion("x", 2, None, None))
+    assert found.why == "version 2 does not say what it was trained on"
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [({"promote": None}, "stages.promote"), ({"sft": None, "policy": None}, "nothing trains a policy")],
+)
+def test_a_pipeline_without_gate_or_training_is_refused(stages, message):
+    typed = settings(stages={"promote": {}, **stages}) if "policy" not in stages else None
+    if typed is None:
+        whole = settings()
+        typed = object.__new__(type(whole))
+        for field in dataclasses.fields(whole):
+            object.__setattr__(typed, field.name, getattr(whole, field.name))
+        object.__setattr__(typed, "stages", dataclasses.replace(whole.stages, **stages))
+    with pytest.raises(SettingsError, match=message):
+        plan_retraining(typed, {}, None, [])
+
+
+def test_records_come_back_and_a_broken_one_is_passed_over(file, tmp_path):
+    typed = settings(file)
+    holder = champion(1, typed)
+    append(file, 1)
+    record = plan(typed, holder, flow_run_id="a").record
+    open_record(tmp_path, record)
+    (tmp_path / "retrainings" / "0002.json").write_text("{")
+    assert read_records(tmp_path) == [record]
+    closed = close_record(tmp_path, record, status="promoted", version=4, note="better")
+    assert read_records(tmp_path) == [closed] and closed.ended
