@@ -15,6 +15,7 @@ from typing import Any
 from flows.display import Display
 from flows.picture import draw_pipeline
 from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_server
+from flows.repair import crash_flow_runs
 from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
 from tasks.config import PipelineSettings, from_dict, load, resolve
@@ -26,7 +27,9 @@ prepare_prefect()  # before Prefect is imported; the command line has given it t
 from prefect import flow  # noqa: E402
 from prefect.runtime import flow_run  # noqa: E402
 
+from flows.waiting import decided  # noqa: E402
 from tasks.analyze import analyze_trajectories  # noqa: E402
+from tasks.approval import Request  # noqa: E402
 from tasks.evaluate import evaluate_models  # noqa: E402
 from tasks.policy import optimise_policy  # noqa: E402
 from tasks.prefect_task import stage_task  # noqa: E402
@@ -43,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 # A flow's parameters are data that Prefect stores; who shows progress is known to this process alone.
 _display: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
+_started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")  # of the run to go on with
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class PipelineResult:
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
     ok: bool = True
+    waiting: Request | None = None  # what a person has to decide before the champion moves
 
     def table(self, width: int | None = None) -> str:
         """The table that ends a run: stage, success with its interval, reward, tokens/s, seconds, where to look."""
@@ -100,15 +105,25 @@ def post_training(
     """
     typed = load(settings) if isinstance(settings, str) else from_dict(settings)
     display = _display.get()
+    say = display.console.print if display is not None else logger.info
+    return decided(typed, lambda: _run_once(typed, fresh, only, models or {}), lambda text: say(text))
+
+
+def _run_once(typed: PipelineSettings, fresh: bool, only: str | None, models: dict[str, str]) -> PipelineResult:
+    """One pass over the stages, with the folder's lock held; arguments as of `post_training`."""
     with Session(
         typed,
         fresh=fresh,
         only=only,
         flow_run_id=str(flow_run.id or ""),
         flow_run_url=_flow_run_url(),
-        on_progress=display,
+        prefect_api=os.environ.get("PREFECT_API_URL", ""),
+        given=models,
+        started=_started.get(),
+        on_progress=_display.get(),
     ) as session:
-        _run_stages(session, models or {})
+        crash_flow_runs(run.flow_run_id for run in session.gone)
+        _run_stages(session, models)
         rows = result_rows(session)
         session.parent.log_metrics(parent_metrics(session), 0)
         session.parent.set_description(describe(session, rows))
@@ -127,6 +142,7 @@ def post_training(
         run_url=session.tracking.run_url(session.parent.run_id or ""),
         seconds=session.seconds,
         facts=facts,
+        waiting=session.approval,
     )
 
 
@@ -180,16 +196,20 @@ def run_pipeline(
     only: str | None = None,
     models: dict[str, str] | None = None,
     quiet: bool = False,
+    started: str = "",
 ) -> PipelineResult:
     """Run the flow in this process, with live progress on the terminal. Arguments: see `post_training`.
 
+    Args:
+        started: go on with the run of this pipeline that began then.
     Raises: what a stage raises; Stopped when it was interrupted and its state saved.
     """
     with Display(quiet=quiet) as display:
-        token = _display.set(display)
+        token, begun = _display.set(display), _started.set(started)
         try:
             start_embedded_server()
             result: PipelineResult = post_training(resolve(settings), fresh, only, models)
         finally:
             _display.reset(token)
+            _started.reset(begun)
     return result

@@ -1,7 +1,11 @@
-"""Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence."""
+"""Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence.
+
+With `approve: manual` what passes the gate waits for a person (tasks/approval.py): `session.approval` is the question.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,8 +13,11 @@ from typing import Any
 from rl_core.errors import SettingsError
 from rl_core.evaluation import Evaluation, compare
 from rl_core.folders import digest_folder, write_json_atomic
+from rl_core.settings import AnalysisSettings
+from tasks.approval import ask, expire, question, read
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.evaluate import evaluate_models, read_evaluation
+from tasks.review import REVIEW, Side, write_report, write_review
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
 from tasks.tracking import ModelVersion, Tracking
@@ -19,6 +26,8 @@ __all__ = ["promote", "promote_version"]
 
 logger = logging.getLogger(__name__)
 
+AWAITING = "awaiting approval"
+
 
 def promote(
     session: Session, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
@@ -26,6 +35,7 @@ def promote(
     """Run the stage. `evaluation` holds the challenger's episodes under `name`; `challenger` is its stage."""
     settings = session.settings.stages.promote or PromotionSettings()
     registered = session.registered_model
+    expire(session.tracking, registered)
     champion = session.tracking.champion(registered)
     inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger}
     champion_evaluation: StageResult | None = None
@@ -40,12 +50,32 @@ def promote(
     def body(context: StageContext) -> dict[str, Any]:
         return _gate(context, name, challenger, champion, champion_evaluation)
 
-    return run_stage(session, "promote", body, settings=settings, inputs=inputs)
+    return _asked(session, run_stage(session, "promote", body, settings=settings, inputs=inputs))
+
+
+def _asked(session: Session, result: StageResult) -> StageResult:
+    """The same result with what became of the question to a person, which is asked now where it has to be."""
+    if result.summary.get("decision") != AWAITING:
+        return result
+    version = session.tracking.registry.version(
+        result.summary["registered_model"], int(result.summary["model_version"])
+    )  # fmt: skip
+    request = read(version)
+    # Another comparison was asked about since, or the champion came back to the one of this comparison: ask again.
+    if request is None or request.key != result.key or request.state == "superseded":
+        place = {"run": session.parent.name, "run_id": session.parent.run_id or "", "stage_run_id": result.run_id}
+        place |= {"flow_run_id": session.flow_run_id, "prefect_api": session.prefect_api}
+        request = ask(session.tracking, question(result.summary, **place))
+    session.approval = request if request.is_waiting else None
+    decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")
+    return dataclasses.replace(result, summary={**result.summary, "decision": decision, "note": request.outcome})
 
 
 def _already(session: Session, challenger: StageResult, champion: ModelVersion) -> StageResult:
     """The challenger is the champion already: nothing to decide."""
-    note = f"version {champion.version} of {champion.name} is the champion already"
+    request = read(champion)
+    approved = f" ({request.outcome})" if request is not None and request.state == "approved" else ""
+    note = f"version {champion.version} of {champion.name} is the champion already{approved}"
     result = StageResult(
         stage="promote",
         folder=challenger.folder,
@@ -80,7 +110,8 @@ def _gate(
         champion.version if champion else None,
         context.pipeline.seed,
     )
-    decision = "promoted" if promoted else "rejected"
+    manual = promoted and settings.approve == "manual"
+    decision = AWAITING if manual else "promoted" if promoted else "rejected"
     tags = {
         "gate.decision": decision,
         "gate.reason": reason,
@@ -88,7 +119,7 @@ def _gate(
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
     }
     session.tracking.tag_version(registered, version, tags)
-    if promoted:
+    if decision == "promoted":
         session.tracking.set_champion(registered, version)
     else:
         session.tracking.set_challenger(registered, version)
@@ -104,9 +135,40 @@ def _gate(
         "metrics": {f"promotion/{key}": value for key, value in numbers.items()},
         "note": f"version {version} of {registered} {decision}: {reason}",
     }
+    if manual:
+        summary["approval_timeout_seconds"] = settings.approval_timeout_seconds
     write_json_atomic(context.folder / "decision.json", summary)
+    ours = Side(f"version {version}", Path(context.inputs["evaluation"]), name)
+    theirs = (
+        Side(f"champion {champion.version}", champion_evaluation.path, "champion")
+        if (champion is not None and champion_evaluation is not None)
+        else None
+    )
+    _explain(context, ours, theirs, str(summary["note"]), report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
+
+
+def _explain(context: StageContext, ours: Side, theirs: Side | None, verdict: str, *, report: bool) -> None:
+    """Leave what a reviewer needs in the stage's folder, in its run and in the pipeline's."""
+    session = context.session
+    title = f"{session.registered_model}: {ours.label} against {theirs.label if theirs else 'no champion'}"
+    trackers = (context.tracker, session.parent)
+    text = write_review(
+        context.folder / REVIEW, ours, theirs, session.results, context.settings,
+        title=title, verdict=verdict, seed=context.pipeline.seed,
+    )  # fmt: skip
+    context.tracker.set_description(text)
+    files = [context.folder / REVIEW]
+    if report:
+        analysis = context.pipeline.stages.analyze or AnalysisSettings()
+        found = write_report(
+            context.folder / "review", ours, theirs, session.results, analysis, title, seed=context.seed
+        )  # fmt: skip
+        files.append(found[0])
+    for tracker in trackers:
+        for path in files:
+            tracker.log_artifact(path, "review")
 
 
 def decide(

@@ -19,6 +19,8 @@ __all__ = ["RunRow", "Tracking", "list_runs"]
 
 log = logging.getLogger(__name__)
 
+RESULT_CHARACTERS = 250  # of the tag `result`, which the runs table shows
+
 
 @dataclass(frozen=True)
 class RunRow:
@@ -154,6 +156,18 @@ class Tracking:
         run.wait_started(wait_s)
         return run
 
+    def reword_run(self, run_id: str, old: str, new: str, tags: Mapping[str, str]) -> None:
+        """Put `new` where a run's result and description say `old`, and set tags. Raises: DataError, BackendError."""
+        with self.store.answers("note a decision"):
+            found = self.store.client.get_run(run_id).data.tags
+            result, note = found.get("result", ""), found.get("mlflow.note.content", "")
+            changed = dict(tags)
+            changed["result"] = (result.replace(old, new) if old in result else new)[:RESULT_CHARACTERS]
+            if note:
+                changed["mlflow.note.content"] = note.replace(old, new) if old in note else f"{new}\n\n{note}"
+            for key, value in changed.items():
+                self.store.client.set_tag(run_id, key, value[:5000])
+
     def replay(self, folder: Path) -> int:
         """Deliver what waits in the folder of a finished or killed run; returns how many records still wait.
 
@@ -234,7 +248,7 @@ def _line(row: RunRow, indent: str) -> dict[str, str]:
 
 def _result(row: RunRow) -> str:
     """What came of a run, in a few words: its own `result` tag, the gate's decision, or its main figure."""
-    for tag in ("result", "gate.decision", "error"):
+    for tag in ("result", "gate.decision", "error", "interrupted"):
         if row.tags.get(tag):
             text = " ".join(row.tags[tag].split())
             return text if len(text) <= 60 else text[:57] + "..."
