@@ -17,14 +17,22 @@ __all__ = ["decide", "find", "how_to_answer", "show"]
 
 
 def decide(
-    output: Path, uri: str | None, run: str | None, *, approve: bool | None, by: str = "", note: str = ""
+    output: Path,
+    uri: str | None,
+    run: str | None,
+    *,
+    approve: bool | None,
+    by: str = "",
+    note: str = "",
+    where: str = "",
 ) -> str:
     """Answer for a run, or say what waits.
 
     Args:
         output: the output folder. uri: tracking store, as in a config.
         run: a run's name or id as `posttrain runs` shows it, or its pipeline; None = say what waits.
-        approve: the answer; None = show what is asked.
+        approve: the answer; None = show what is asked. by: who answers. note: why.
+        where: the command line's options that name the folder or store, for the commands that are shown.
     Returns: what to print.
     Raises: DataError for an unknown run; SettingsError where there is nothing to decide.
     """
@@ -33,10 +41,11 @@ def decide(
     if run is None:
         if approve is not None:
             raise SettingsError("name the run to decide about; `posttrain approve` alone lists those that wait")
-        return show([request for request in known if request.is_waiting], output)
+        return show([request for request in known if request.is_waiting], output, where)
     request = find(tracking, known, run)
     if approve is None:
-        return f"{request.outcome}\n\nevidence  {tracking.run_url(request.stage_run_id)}\n{_commands(request, '')}"
+        page = tracking.page_of(request.stage_run_id)
+        return f"{request.outcome}\n\nevidence  {page}\n{_commands(request, where)}"
     done = answer(tracking, request, approve=approve, by=by or f"{user_name()}@{platform.node()}", note=note)
     lines = [done.outcome]
     if done.state == "superseded":
@@ -79,11 +88,11 @@ def _matches(name: str, run_id: str, text: str) -> bool:
     return text in (name, name.partition(" · ")[0]) or (len(text) >= 6 and run_id.startswith(text))
 
 
-def show(waiting: Sequence[Request], output: Path) -> str:
+def show(waiting: Sequence[Request], output: Path, where: str = "") -> str:
     """What waits, with the commands that decide."""
     if not waiting:
         return f"nothing in {output.absolute()} waits for approval"
-    return "\n\n".join(f"{request.run}\n  {request.outcome}\n{_commands(request, '')}" for request in waiting)
+    return "\n\n".join(f"{request.run}\n{request.outcome}\n{_commands(request, where)}" for request in waiting)
 
 
 def how_to_answer(settings: PipelineSettings, request: Request) -> str:

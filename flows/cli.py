@@ -201,7 +201,9 @@ def approve(arguments: argparse.Namespace) -> int:
 
     output = Path(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
-    print(decide(output, uri, arguments.run, approve=arguments.approve, by=arguments.by, note=arguments.note))
+    where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
+    answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
+    print(decide(output, uri, arguments.run, **answer, where=where))
     return 0
 
 

@@ -105,8 +105,8 @@ def post_training(
     """
     typed = load(settings) if isinstance(settings, str) else from_dict(settings)
     display = _display.get()
-    say = display.console.print if display is not None else logger.info
-    return decided(typed, lambda: _run_once(typed, fresh, only, models or {}), lambda text: say(text))
+    say = display.announce if display is not None else logger.info
+    return decided(typed, lambda: _run_once(typed, fresh, only, models or {}), say)
 
 
 def _run_once(typed: PipelineSettings, fresh: bool, only: str | None, models: dict[str, str]) -> PipelineResult:

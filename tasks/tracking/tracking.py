@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import FolderBusy
+from rl_core.errors import DataError, FolderBusy
 from tasks.tracking.journal import events_path
 from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.run import ProgressCallback, RunTracker, replay_folder
@@ -59,6 +59,14 @@ class Tracking:
     def run_url(self, run_id: str) -> str:
         """The page of a run: on the server, or where `posttrain ui` will serve a local store."""
         return self.store.run_url(run_id)
+
+    def page_of(self, run_id: str) -> str:
+        """As `run_url`, for a run of any experiment; "" where the store does not know it."""
+        try:
+            with self.store.answers("look up a run"):
+                return self.store.run_url(run_id, self.store.client.get_run(run_id).info.experiment_id)
+        except DataError:
+            return ""
 
     @property
     def cost(self) -> Cost:
