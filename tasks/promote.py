@@ -67,6 +67,7 @@ def _asked(session: Session, result: StageResult) -> StageResult:
         place |= {"flow_run_id": session.flow_run_id, "prefect_api": session.prefect_api}
         request = ask(session.tracking, question(result.summary, **place))
     session.approval = request if request.is_waiting else None
+    session.parent.set_tag("approval", request.state)
     decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")
     return dataclasses.replace(result, summary={**result.summary, "decision": decision, "note": request.outcome})
 

@@ -80,7 +80,8 @@ def _judge(folder: Path) -> GoneRun | None:
         LineLog(events_path(folder)).close()  # nobody holds it
     except FolderBusy:
         return None
-    name, tags, open_since = "", {}, False
+    name, open_since = "", False
+    tags: dict[str, str] = {}
     process: dict[str, Any] = {}
     parent = ""
     for event, _ in read_lines(events_path(folder)):

@@ -244,9 +244,10 @@ def list_runs(output: Path, uri: str | None = None, limit: int = 50) -> list[dic
 
 def _line(row: RunRow, indent: str) -> dict[str, str]:
     seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
+    waits = row.status == "FINISHED" and row.tags.get("approval") == "waiting"
     return {
         "run": indent + row.name,
-        "status": row.status.lower(),
+        "status": "waiting" if waits else row.status.lower(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.start_time)),
         "took": seconds,
         "result": _result(row),
