@@ -14,6 +14,7 @@ not.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import FolderBusy, PosttrainError, SettingsError
-from rl_core.folders import FolderLock
+from rl_core.folders import FolderLock, write_json_atomic
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["Request", "answer", "ask", "asked", "expire", "read", "requests"]
@@ -215,7 +216,20 @@ def _settle(tracking: Tracking, request: Request, state: str, by: str, note: str
             )
         except PosttrainError as error:  # the run may be gone; the decision stands
             logger.warning("the decision could not be noted on run %s: %s", run_id, error)
+    if state != SUPERSEDED:
+        _note_locally(tracking.output, request.run_id)
     return done
+
+
+def _note_locally(output: Path, run_id: str) -> None:
+    """The run that asked waits no more, where its folder is on this machine."""
+    for path in [*output.glob("*/run.json"), *output.glob("*/runs/*/run.json")]:
+        try:
+            record = json.loads(path.read_text())
+            if run_id and record.get("run_id") == run_id and record.get("status") == "waiting":
+                write_json_atomic(path, {**record, "status": "finished"})
+        except (OSError, ValueError, AttributeError, PosttrainError) as error:
+            logger.debug("%s: %s", path, error)
 
 
 @contextmanager

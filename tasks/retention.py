@@ -112,10 +112,10 @@ class _Graph:
     # -- where it starts ----------------------------------------------------------------------------------------
 
     def need_newest(self, keep: int) -> None:
-        """The newest runs, those that wait, and those that this folder knows nothing of: another machine's."""
+        """The newest runs, those that go on elsewhere, and those that this folder knows nothing of."""
         ours = {record.run_id for record in self.records}
         for number, record in enumerate(self.records):
-            if number < keep or record.status in ("waiting", "running"):
+            if number < keep or record.status == "running":
                 self.needed_runs.add(record.run_id)
         for tree in self.trees:
             if tree not in ours:

@@ -197,10 +197,8 @@ def _cases(sides: Sequence[Side], keys: Sequence[tuple[str, int]], total: int, w
         known = next((trajectory for trajectory in found if trajectory), None)
         if known is None:
             continue
-        kind = f" {known.kind}" if known.kind else ""
-        yield f"**{_cell(key[0])}{_cell(kind)} #{key[1]}**: {_cell(known.prompt)}"
-        if known.target:
-            yield f"right answer: {_cell(known.target)}"
+        answer = f" (right answer: {_cell(known.target)})" if known.target else ""
+        yield f"**{_cell(f'{key[0]} {known.kind}')} \\#{key[1]}**: {_cell(known.prompt)}{answer}"
         head = ["turn", *(_heading(side, trajectory) for side, trajectory in zip(sides, found, strict=True))]
         turns = max(len(trajectory.turns) if trajectory else 0 for trajectory in found)
         rows = [

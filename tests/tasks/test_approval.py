@@ -1,6 +1,7 @@
 """Asking for approval and answering, on a real store: tags, aliases, deadlines, and a champion that moved meanwhile."""
 
 import dataclasses
+import json
 import time
 
 import pytest
@@ -72,7 +73,9 @@ def test_no_leaves_the_champion(tracking, model):
 def test_a_second_answer_is_refused(tracking, model):
     request = asking(tracking, model)
     answer(tracking, request, approve=False, by="ada", note="worse")
-    with pytest.raises(SettingsError, match="nothing to decide any more: version 2 of .* rejected by ada on .*: worse"):
+    with pytest.raises(
+        SettingsError, match=r"nothing to decide any more: version 2 of .* rejected by ada on .*: worse"
+    ):
         answer(tracking, request, approve=True, by="bob")
     assert tracking.champion(model).version == 1
 
@@ -97,7 +100,7 @@ def test_the_deadline_rejects(tracking, model, how, monkeypatch):
     request = asking(tracking, model, seconds=30)
     monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
     if how == "answer":
-        with pytest.raises(SettingsError, match="nobody approved it until .*asks again"):
+        with pytest.raises(SettingsError, match=r"nobody approved it until .*asks again"):
             answer(tracking, request, approve=True, by="ada")
     else:
         assert [late.state for late in expire(tracking, model)] == ["timed out"]
@@ -116,6 +119,9 @@ def test_asking_again_forgets_the_old_answer(tracking, model):
 def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
     with tracking.start_run("demo", tmp_path / "run") as run:
         run_id = run.require_run_id()
+        record = tracking.output / model / "runs" / "1" / "run.json"
+        record.parent.mkdir(parents=True)
+        record.write_text(json.dumps({"run_id": run_id, "status": "waiting", "only": None}))
         request = asking(tracking, model, run="demo", run_id=run_id)
         run.set_tags({"result": f"policy 50%; {request.outcome}"})
         run.set_description(f"| promote | {request.outcome} |")
@@ -124,6 +130,7 @@ def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
     found = tracking.store.client.get_run(run_id).data.tags
     assert found["result"] == f"policy 50%; {done.outcome}"[:250] and found["approval"] == "approved"
     assert found["mlflow.note.content"] == f"| promote | {done.outcome} |"
+    assert json.loads(record.read_text()) == {"run_id": run_id, "status": "finished", "only": None}
 
 
 def test_a_run_that_is_gone_does_not_hinder(tracking, model):
@@ -162,7 +169,7 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
     uri = tracking.store.uri
     with pytest.raises(SettingsError, match="name the run"):
         decide(tracking.output, uri, None, approve=True)
-    with pytest.raises(DataError, match="no runs in sqlite:.*give the run's --config"):
+    with pytest.raises(DataError, match=r"no runs in sqlite:.*give the run's --config"):
         decide(tmp_path, None, "demo", approve=True)
     assert not (tmp_path / "mlflow").exists()
 

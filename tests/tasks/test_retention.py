@@ -179,9 +179,7 @@ def test_unfinished_stages_go_with_their_run(pipeline):
         pipeline.number += 1
         started = f"2026-01-{pipeline.number:02d} 10:00:00"
         folder = pipeline.home / "runs" / started.replace(" ", "-").replace(":", "-")
-        parent = pipeline.tracking.start_run(
-            f"{pipeline.name} · {started}", folder, tags={"pipeline": pipeline.name}
-        )
+        parent = pipeline.tracking.start_run(f"{pipeline.name} · {started}", folder, tags={"pipeline": pipeline.name})
         parent.require_run_id()
         pipeline.stage(parent, "policy", letter, {}, finish=False)
         parent.close(status)
