@@ -26,6 +26,7 @@ prepare_prefect()  # before Prefect is imported; the command line has given it t
 
 from prefect import flow  # noqa: E402
 from prefect.runtime import flow_run  # noqa: E402
+from prefect.settings import get_current_settings  # noqa: E402
 
 from flows.waiting import decided  # noqa: E402
 from tasks.analyze import analyze_trajectories  # noqa: E402
@@ -41,6 +42,7 @@ from tasks.session import Session  # noqa: E402
 from tasks.sft import sft  # noqa: E402
 from tasks.stage import StageResult  # noqa: E402
 from tasks.thoughts import learn_thoughts  # noqa: E402
+from tasks.tracking.store import without_password  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +119,7 @@ def _run_once(typed: PipelineSettings, fresh: bool, only: str | None, models: di
         only=only,
         flow_run_id=str(flow_run.id or ""),
         flow_run_url=_flow_run_url(),
-        prefect_api=os.environ.get("PREFECT_API_URL", ""),
+        prefect_api=without_password(get_current_settings().api.url or ""),
         given=models,
         started=_started.get(),
         on_progress=_display.get(),
