@@ -63,12 +63,14 @@ def decided(
     tracking = Tracking(settings.tracking.uri, Path(settings.output), settings.experiment)
     result = _suspended_before(settings)
     while True:
+        back = result is not None
         if result is None:
             result = run_once()
         if result.waiting is None:
             return result
-        say(f"promote: {result.waiting.outcome}\n{how_to_answer(settings, result.waiting)}")
-        request = _wait(settings, tracking, result)
+        if not back:
+            say(f"promote: {result.waiting.outcome}\n{how_to_answer(settings, result.waiting)}")
+        request = _wait(settings, tracking, result, back)
         say(f"promote: {request.outcome}")
         if request.state != "superseded":
             return _with_answer(result, request)
@@ -86,15 +88,19 @@ def _with_answer(result: PipelineResult, request: Request) -> PipelineResult:
     return dataclasses.replace(result, rows=rows, results=stages, waiting=None)
 
 
-def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult) -> Request:
-    """Until the request is answered, by whomever. A run of a deployment ends here, and comes back later."""
+def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult, back: bool) -> Request:
+    """Until the request is answered, by whomever. A run of a deployment ends here, and comes back later.
+
+    Args:
+        back: it has come back: Prefect took the form in time, however late a worker was free for it.
+    """
     request = result.waiting
     assert request is not None
     left = request.deadline - time.time()
-    if left > 0 and deployment.id and not flow_run.parent_flow_run_id:
+    if (left > 0 or back) and deployment.id and not flow_run.parent_flow_run_id:
         _remember(settings, result)
         form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=request.key)
-        _settle(tracking, request, form)
+        _settle(tracking, request, form, in_time=True)
         _place(settings).unlink(missing_ok=True)
     elif left > 0:
         _wait_here(tracking, request)
@@ -111,13 +117,13 @@ def _form(request: Request) -> type[Approval]:
     )
 
 
-def _settle(tracking: Tracking, request: Request, form: Approval) -> None:
+def _settle(tracking: Tracking, request: Request, form: Approval, *, in_time: bool = False) -> None:
     """Take the form's answer, unless the request was answered otherwise."""
     if not asked(tracking, request).is_waiting:
         return
     try:
         by = f"{form.reviewer} (Prefect form)"
-        answer(tracking, request, approve=form.decision == "approve", by=by, note=form.note)
+        answer(tracking, request, approve=form.decision == "approve", by=by, note=form.note, in_time=in_time)
     except SettingsError as error:  # too late, or somebody was faster: the tags say it
         logger.warning("%s", error)
 

@@ -149,11 +149,14 @@ def asked(tracking: Tracking, request: Request) -> Request:
     return found if found is not None and found.key == request.key else replace(request, state=SUPERSEDED)
 
 
-def answer(tracking: Tracking, request: Request, *, approve: bool, by: str, note: str = "") -> Request:
+def answer(
+    tracking: Tracking, request: Request, *, approve: bool, by: str, note: str = "", in_time: bool = False
+) -> Request:
     """Answer a question and do what follows: the alias moves only if the champion is still the one compared with.
 
     Args:
         by: who answers. note: why.
+        in_time: the answer was given before the deadline, although it arrives only now.
     Returns: the question with its answer; superseded where another version has become champion meanwhile.
     Raises: SettingsError when it was answered before or its time is over.
     """
@@ -161,7 +164,7 @@ def answer(tracking: Tracking, request: Request, *, approve: bool, by: str, note
         now = asked(tracking, request)
         if not now.is_waiting:
             raise SettingsError(f"nothing to decide any more: {now.outcome}")
-        if time.time() > now.deadline:
+        if time.time() > now.deadline and not in_time:
             late = _settle(tracking, now, TIMED_OUT, "the clock", "")
             raise SettingsError(
                 f"{late.outcome}. `posttrain stage promote CONFIG --fresh` asks again, `posttrain promote --version "

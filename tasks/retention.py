@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_core.errors import CorruptError
 from rl_core.folders import digest_bytes, read_manifest
-from tasks.repair import recorded_runs
+from tasks.repair import RunRecord, recorded_runs
 from tasks.stage import content_digest
 from tasks.tracking import ModelVersion, Tracking
 from tasks.tracking.journal import events_path, read_lines
@@ -108,6 +108,7 @@ class _Graph:
         self.needed_runs: set[str] = set()  # of pipeline runs: all of a tree stays
         self.needed_versions: set[tuple[str, int]] = set()
         self.needed_folders: set[Path] = set()
+        self.live_keys: set[str] = set()  # of stages that the newest runs are at, finished or not
 
     # -- where it starts ----------------------------------------------------------------------------------------
 
@@ -117,9 +118,20 @@ class _Graph:
         for number, record in enumerate(self.records):
             if number < keep or record.status == "running":
                 self.needed_runs.add(record.run_id)
+                self._need_recorded(record)
         for tree in self.trees:
             if tree not in ours:
                 self.needed_runs.add(tree)
+
+    def _need_recorded(self, record: RunRecord) -> None:
+        """What a run used as its own journals tell it: the store may have been away."""
+        sources = {value for tag, value in _tags(record.folder).items() if tag.startswith("cached.")}
+        for journal in (self.home / "stages").glob("*/*.tracking"):
+            start = next((event for event, _ in read_lines(events_path(journal))), {})
+            if start.get("parent_folder") == str(record.folder):
+                sources.add(journal.name.partition(".")[0])
+        self.live_keys |= sources
+        self.needed_folders |= {p for p, folder in self.folders.items() if {folder.key, folder.run_id} & sources}
 
     def need_versions(self) -> None:
         """Versions with an alias, those that wait for approval, and the champion before this one."""
@@ -292,7 +304,7 @@ class _Planner:
         graph = self.graph
         live = {graph.runs[run_id].tags.get("stage_key", "") for tree in graph.needed_runs for run_id in
                 graph.trees.get(tree, [])}  # fmt: skip
-        live |= {path.name for path in graph.needed_folders}
+        live |= graph.live_keys | {path.name for path in graph.needed_folders}
         for path in sorted((self.home / "stages").glob("*/*")):
             key, _, kind = path.name.partition(".")
             label = f"{path.parent.name} {key}"

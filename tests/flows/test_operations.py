@@ -83,6 +83,7 @@ def until(child: subprocess.Popen[str], text: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a dozen processes, each of which imports torch or MLflow
 def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     out = ("--output", str(machine.output))
     # It waits; Ctrl-C leaves it waiting; another process approves; the same command finishes from what is there.
@@ -134,6 +135,7 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a dozen processes, each of which imports torch or MLflow
 def test_nobody_answers_and_the_clock_rejects(machine):
     child = machine.run("stages.promote.approval_timeout_seconds=15")
     said = child.communicate(timeout=600)[0]

@@ -109,6 +109,12 @@ def test_the_deadline_rejects(tracking, model, how, monkeypatch):
     assert tags(tracking, model)["gate.decision"] == "approval timed out"
 
 
+def test_a_form_that_prefect_took_in_time_counts_though_it_arrives_late(tracking, model, monkeypatch):
+    request = asking(tracking, model)
+    monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
+    assert answer(tracking, request, approve=True, by="ada", in_time=True).state == "approved"
+
+
 def test_asking_again_forgets_the_old_answer(tracking, model):
     answer(tracking, asking(tracking, model), approve=False, by="ada", note="no")
     asking(tracking, model)

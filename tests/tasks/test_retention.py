@@ -189,6 +189,15 @@ def test_unfinished_stages_go_with_their_run(pipeline):
     assert f"{pipeline.name} · 2026-01-01 10:00:00" in names
 
 
+def test_the_newest_run_keeps_its_stages_though_the_store_has_lost_them(pipeline):
+    pipeline.run(("sft", "a", {}))
+    old = pipeline.children(pipeline.run(("sft", "c", {})))
+    run = pipeline.run(("policy", "b", {}), cached=[("sft", "a" * 16)])
+    for run_id in (*pipeline.children(run).values(), run, *old.values()):
+        pipeline.tracking.store.client.delete_run(run_id)
+    assert pipeline.gone(keep=1)[1] == {key("sft", "c")}
+
+
 def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
     pipeline.run(("policy", "a", {}))
     pipeline.run(("policy", "b", {}))
