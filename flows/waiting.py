@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -99,7 +100,7 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
     left = request.deadline - time.time()
     if (left > 0 or back) and deployment.id and not flow_run.parent_flow_run_id:
         _remember(settings, result)
-        form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=request.key)
+        form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=_key(request))
         _settle(tracking, request, form, in_time=True)
         _place(settings).unlink(missing_ok=True)
     elif left > 0:
@@ -108,6 +109,11 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
         expire(tracking, request.name)
         found = asked(tracking, request)
     return found
+
+
+def _key(request: Request) -> str:
+    """Prefect pauses once for each key: a comparison that is asked about again needs another one."""
+    return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
 
 
 def _form(request: Request) -> type[Approval]:
@@ -132,14 +138,16 @@ def _wait_here(tracking: Tracking, request: Request) -> None:
     """Pause the flow run, so that its page shows the form, and look for an answer from elsewhere meanwhile."""
     watch = _Watch(tracking, request)
     form: Approval | None = None
+    watch.start()
     try:
-        watch.start()
         limit = int(request.deadline - time.time()) + GRACE_SECONDS
-        form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=request.key)
+        form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=_key(request))
     except Exception as error:
         # The Prefect API is away, or refuses: the command line still answers.
         logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)
-        watch.answered.wait()
+    try:
+        if form is None:
+            watch.answered.wait()
     finally:
         watch.end()
     if form is not None and not watch.answered.is_set():

@@ -46,6 +46,7 @@ class Request:
     key: str
     champion: int | None  # compared with; None = there was none
     deadline: float  # seconds since the epoch
+    asked: str = ""  # when
     reason: str = ""  # what the gate found
     run: str = ""  # name of the pipeline run that asks
     run_id: str = ""
@@ -110,6 +111,7 @@ def read(version: ModelVersion) -> Request | None:
         key=tags.get("request", ""),
         champion=_number(tags.get("champion", "")),
         deadline=_seconds(tags.get("deadline", "")),
+        asked=tags.get("asked", ""),
         reason=version.tags.get("gate.reason", ""),
         **plain,
     )
@@ -127,11 +129,12 @@ def requests(tracking: Tracking) -> list[Request]:
 
 def ask(tracking: Tracking, request: Request) -> Request:
     """Put the question on the version's tags; an earlier one about the same version is forgotten."""
+    request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="")
     tags = {
         "approval.state": WAITING,
         "approval.request": request.key,
         "approval.champion": "none" if request.champion is None else str(request.champion),
-        "approval.asked": _stamp(time.time()),
+        "approval.asked": request.asked,
         "approval.deadline": request.until,
         **{f"approval.{key}": getattr(request, key) for key in _TEXTS[:5]},
         **{f"approval.{key}": "" for key in _TEXTS[5:]},
@@ -140,7 +143,7 @@ def ask(tracking: Tracking, request: Request) -> Request:
     tracking.tag_version(request.name, request.version, tags)
     tracking.set_challenger(request.name, request.version)
     logger.info("promotion: %s", request.outcome)
-    return replace(request, state=WAITING, by="", when="", note="")
+    return request
 
 
 def asked(tracking: Tracking, request: Request) -> Request:
@@ -254,15 +257,23 @@ def _deciding(output: Path, name: str) -> Iterator[None]:
         lock.__exit__(None, None, None)
 
 
-def question(summary: dict[str, Any], **place: str) -> Request:
-    """The question of a promote stage that waits, from its summary; `place`: run, run_id, flow_run_id, ..."""
+def question(summary: dict[str, Any], champion: int | None, **place: str) -> Request:
+    """The question of a promote stage that waits, from its summary.
+
+    Args:
+        champion: the present one. The comparison may have been made with another version of the very same model.
+        place: run, run_id, flow_run_id, ...
+    """
+    reason = str(summary["reason"])
+    if champion is not None:
+        reason = reason.replace(f"champion version {summary['champion_before']} ", f"champion version {champion} ")
     return Request(
         name=summary["registered_model"],
         version=int(summary["model_version"]),
         state=WAITING,
         key=summary["key"],
-        champion=summary["champion_before"],
+        champion=champion,
         deadline=time.time() + float(summary["approval_timeout_seconds"]),
-        reason=summary["reason"],
+        reason=reason,
         **place,
     )

@@ -50,10 +50,11 @@ def promote(
     def body(context: StageContext) -> dict[str, Any]:
         return _gate(context, name, challenger, champion, champion_evaluation)
 
-    return _asked(session, run_stage(session, "promote", body, settings=settings, inputs=inputs))
+    result = run_stage(session, "promote", body, settings=settings, inputs=inputs)
+    return _asked(session, result, champion.version if champion else None)
 
 
-def _asked(session: Session, result: StageResult) -> StageResult:
+def _asked(session: Session, result: StageResult, champion: int | None) -> StageResult:
     """The same result with what became of the question to a person, which is asked now where it has to be."""
     if result.summary.get("decision") != AWAITING:
         return result
@@ -65,7 +66,7 @@ def _asked(session: Session, result: StageResult) -> StageResult:
     if request is None or request.key != result.key or request.state == "superseded":
         place = {"run": session.parent.name, "run_id": session.parent.run_id or "", "stage_run_id": result.run_id}
         place |= {"flow_run_id": session.flow_run_id, "prefect_api": session.prefect_api}
-        request = ask(session.tracking, question(result.summary, **place))
+        request = ask(session.tracking, question(result.summary, champion, **place))
     session.approval = request if request.is_waiting else None
     session.parent.set_tag("approval", request.state)
     decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")

@@ -105,7 +105,8 @@ class _Graph:
             if version.tags.get("pipeline") == home.name
         }  # fmt: skip
         self.folders = {folder.path: folder for folder in _finished(home, self.runs)}
-        self.needed_runs: set[str] = set()  # of pipeline runs: all of a tree stays
+        self.whole: set[str] = set()  # pipeline runs of which everything stays
+        self.lineage: set[str] = set()  # stage runs that made something needed
         self.needed_versions: set[tuple[str, int]] = set()
         self.needed_folders: set[Path] = set()
         self.live_keys: set[str] = set()  # of stages that the newest runs are at, finished or not
@@ -117,11 +118,11 @@ class _Graph:
         ours = {record.run_id for record in self.records}
         for number, record in enumerate(self.records):
             if number < keep or record.status == "running":
-                self.needed_runs.add(record.run_id)
+                self.whole.add(record.run_id)
                 self._need_recorded(record)
         for tree in self.trees:
             if tree not in ours:
-                self.needed_runs.add(tree)
+                self.whole.add(tree)
 
     def _need_recorded(self, record: RunRecord) -> None:
         """What a run used as its own journals tell it: the store may have been away."""
@@ -134,13 +135,17 @@ class _Graph:
         self.needed_folders |= {p for p, folder in self.folders.items() if {folder.key, folder.run_id} & sources}
 
     def need_versions(self) -> None:
-        """Versions with an alias, those that wait for approval, and the champion before this one."""
+        """Versions with an alias, those that wait for approval, the champion before this one; with their runs."""
         for (name, number), version in self.versions.items():
             if version.aliases or version.tags.get("approval.state") == "waiting":
                 self.needed_versions.add((name, number))
             before = version.tags.get("gate.champion_before", "")
             if "champion" in version.aliases and before.isdigit():
                 self.needed_versions.add((name, int(before)))
+        for key in self.needed_versions & set(self.versions):
+            run = self.runs.get(self.versions[key].run_id or "")
+            if run is not None:
+                self.whole.add(run.parent or run.run_id)
 
     def need_other_pipelines(self) -> None:
         """What other pipelines start from: versions of ours, and folders that their settings name."""
@@ -154,25 +159,32 @@ class _Graph:
 
     # -- where it leads -----------------------------------------------------------------------------------------
 
+    @property
+    def needed_runs(self) -> set[str]:
+        """Pipeline runs that stay in the store, with all their stage runs."""
+        made = {self.runs[run_id].parent or run_id for run_id in self.lineage}
+        return self.whole | made
+
+    @property
+    def followed(self) -> set[str]:
+        """Runs of which everything stays that they used or made."""
+        return self.lineage | {run_id for tree in self.whole for run_id in self.trees.get(tree, [])}
+
     def follow(self) -> None:
         """Add what the needed came from, until nothing is added."""
         size = -1
-        while size != (size := len(self.needed_runs) + len(self.needed_versions) + len(self.needed_folders)):
-            for tree in list(self.needed_runs):
-                for run_id in self.trees.get(tree, []):
-                    self._follow_run(self.runs[run_id])
+        while size != (size := len(self.lineage) + len(self.needed_versions) + len(self.needed_folders)):
+            for run_id in self.followed:
+                self._follow_run(self.runs[run_id])
             for key in list(self.needed_versions):
                 self._follow_version(self.versions.get(key))
             for path in list(self.needed_folders):
                 self._follow_folder(self.folders[path])
 
     def _follow_run(self, run: StoredRun) -> None:
-        sources = {value for tag, value in run.tags.items() if tag.startswith("cached.")} | {
-            run.tags.get("stage_key", "")
-        }
-        self.needed_folders |= {
-            path for path, folder in self.folders.items() if {folder.key, folder.run_id} & (sources | {run.run_id})
-        }
+        sources = {value for tag, value in run.tags.items() if tag.startswith("cached.")}
+        sources |= {run.tags.get("stage_key", ""), run.run_id}
+        self.needed_folders |= {path for path, folder in self.folders.items() if {folder.key, folder.run_id} & sources}
         self._need_reference(run.tags.get("parent_model_version", ""))
         self.needed_versions |= {key for key, version in self.versions.items() if version.run_id == run.run_id}
 
@@ -191,9 +203,8 @@ class _Graph:
                 self.needed_folders.add(path)
 
     def _need_run(self, run_id: str) -> None:
-        run = self.runs.get(run_id)
-        if run is not None:
-            self.needed_runs.add(run.parent or run.run_id)
+        if run_id in self.runs:
+            self.lineage.add(run_id)
 
     def _need_reference(self, reference: str) -> None:
         match = _VERSION.fullmatch(reference)
@@ -302,8 +313,7 @@ class _Planner:
 
     def _stages(self) -> None:
         graph = self.graph
-        live = {graph.runs[run_id].tags.get("stage_key", "") for tree in graph.needed_runs for run_id in
-                graph.trees.get(tree, [])}  # fmt: skip
+        live = {graph.runs[run_id].tags.get("stage_key", "") for run_id in graph.followed}
         live |= graph.live_keys | {path.name for path in graph.needed_folders}
         for path in sorted((self.home / "stages").glob("*/*")):
             key, _, kind = path.name.partition(".")

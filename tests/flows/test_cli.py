@@ -69,8 +69,8 @@ def test_stage_names_are_the_pipeline_s():
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
     assert names == [
-        "run", "validate", "stage", "evaluate", "analyze", "promote", "approve", "resume", "ui", "monitor", "runs", "gc",
-        "doctor",
+        "run", "validate", "stage", "evaluate", "analyze", "promote", "approve", "resume", "ui", "monitor", "runs",
+        "gc", "doctor",
     ]  # fmt: skip
     with pytest.raises(SystemExit):
         cli.main(["--help"])

@@ -52,6 +52,12 @@ class Machine:
         out = child.communicate(timeout=600)[0]
         return child.returncode, out
 
+    def do(self, *arguments: str) -> str:
+        """What a command that works says."""
+        code, said = self.say(*arguments)
+        assert code == 0, said
+        return said
+
     def run(self, *overrides: str, **environment: str) -> subprocess.Popen[str]:
         options = [part for setting in (f"output={self.output}", *SMALL, *overrides) for part in ("--set", setting)]
         return self.start("run", str(CONFIG), *options, **environment)
@@ -93,7 +99,7 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     assert machine.champion() is None
     first.send_signal(signal.SIGINT)
     assert first.wait(120) == 130
-    assert machine.say("approve", run, "--yes", "--note", "fine", "--by", "ada", *out)[0] == 0
+    machine.do("approve", run, "--yes", "--note", "fine", "--by", "ada", *out)
     promoted = machine.champion()
     assert promoted is not None
     said = machine.run().communicate(timeout=600)[0]
@@ -104,8 +110,8 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     # Killed in the policy stage: marked by the repair, resumed under its own settings, from its checkpoint.
     killed = machine.run("seed=1", POSTTRAIN_FAULT="loop.stepped:3:kill")
     assert killed.wait(600) == -signal.SIGKILL
-    code, said = machine.say("doctor", "--repair", *out)
-    assert code == 0 and "was killed without a word" in said and "marked 1 Prefect flow run as Crashed" in said
+    said = machine.do("doctor", "--repair", *out)
+    assert "was killed without a word" in said and "marked 1 Prefect flow run as Crashed" in said
     name = re.search(r"posttrain resume '(.+?)'", said)[1]
     rows = {row.name: row for row in Tracking(None, machine.output, "test").list_runs()}
     assert rows[name].status == "KILLED"
@@ -115,18 +121,16 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     # Its process waits and is told by the store; the champion that moved meanwhile has it compared anew.
     options = ("--config", str(CONFIG), "--set", f"output={machine.output}")
     other = next(v for v in Tracking(None, machine.output, "test").versions("test") if v.version != promoted)
-    assert machine.say("promote", "--version", str(other.version), *options)[0] == 0
-    assert "has to be compared anew" in machine.say("approve", name, "--yes", *out)[1]
+    machine.do("promote", "--version", str(other.version), *options)
+    assert "has to be compared anew" in machine.do("approve", name, "--yes", *out)
     until(resumed, "Ctrl-C leaves it waiting")
-    assert machine.say("approve", name, "--no", "--note", "not now", *out)[0] == 0
+    machine.do("approve", name, "--no", "--note", "not now", *out)
     said = resumed.communicate(timeout=300)[0]
     assert resumed.returncode == 0 and "rejected by" in said and machine.champion() == other.version
 
     # What goes is said first; the champion loads afterwards.
-    code, said = machine.say("gc", "--keep", "1", *out)
-    assert code == 0 and "nothing was changed" in said
-    code, said = machine.say("gc", "--keep", "1", "--yes", *out)
-    assert code == 0 and "freed" in said
+    assert "nothing was changed" in machine.do("gc", "--keep", "1", *out)
+    assert "freed" in machine.do("gc", "--keep", "1", "--yes", *out)
     tracking = Tracking(None, machine.output, "test")
     folder = tracking.download("test", machine.champion(), machine.output / "cache")
     from transformers import AutoModelForCausalLM

@@ -144,6 +144,16 @@ def test_a_run_that_is_gone_does_not_hinder(tracking, model):
     assert done.state == "approved" and tracking.champion(model).version == 2
 
 
+def test_the_same_comparison_with_another_version_of_the_champions_model(tracking, model):
+    summary = {
+        "registered_model": model, "model_version": 3, "key": "k", "champion_before": 1, "approval_timeout_seconds": 9,
+        "reason": "gain over champion version 1 +5.0 points",
+    }  # fmt: skip
+    asked_now = approval.question(summary, 2, run="r")
+    assert asked_now.champion == 2 and asked_now.reason == "gain over champion version 2 +5.0 points"
+    assert asked_now.run == "r" and approval.question(summary, None).champion is None
+
+
 # The command
 
 

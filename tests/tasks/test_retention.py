@@ -50,7 +50,7 @@ class Pipeline:
         key = key * 16
         folder = self.home / "stages" / name / key
         run = self.tracking.start_run(
-            name, folder.with_name(f"{key}.tracking"), parent_run_id=parent.run_id,
+            name, folder.with_name(f"{key}.tracking"), parent_run_id=parent.run_id, parent_folder=parent.folder,
             tags={"pipeline": self.name, "stage": name, "stage_key": key,
                   **{f"input.{n}": digest for n, digest in inputs.items()}},
         )  # fmt: skip
@@ -101,10 +101,10 @@ def key(stage, letter):
 
 
 def three_runs(pipeline):
-    """data a -> sft b -> policy c; the same data and SFT, policy d; everything anew: e, f, 0."""
+    """data a -> sft b (evaluated: f) -> policy c, each in a run of its own; then the policies d and e."""
     runs = [pipeline.run(("prepare_data", "a", {}))]
     data = pipeline.digest("prepare_data", "a")
-    parent = pipeline.run(("sft", "b", {"data": data}), cached=[("prepare_data", "a" * 16)])
+    parent = pipeline.run(("sft", "b", {"data": data}), ("evaluate", "f", {}), cached=[("prepare_data", "a" * 16)])
     start = pipeline.digest("sft", "b", model=True)
     third = pipeline.run(("policy", "c", {"model": start}), cached=[("sft", pipeline.children(parent)["sft"])])
     runs += [parent, third]
@@ -118,7 +118,8 @@ def test_the_champions_lineage_stays_by_digest_and_the_rest_goes(pipeline):
     policy = pipeline.children(runs[2])["policy"]
     pipeline.version(policy, champion=True)
     plan, stages, names, versions = pipeline.gone(keep=1)
-    assert stages == {key("policy", "d")}  # e is in the newest run; a, b, c make the champion
+    # e is in the newest run; a, b, c make the champion; f only looked at what it came from
+    assert stages == {key("policy", "d"), key("evaluate", "f")}
     assert names == {f"{pipeline.name} · 2026-01-04 10:00:00", "policy"} and len(plan.runs) == 2
     assert versions == set()
     assert plan.kept_versions == [f"{pipeline.name}/1"]
@@ -127,8 +128,10 @@ def test_the_champions_lineage_stays_by_digest_and_the_rest_goes(pipeline):
 def test_without_a_champion_only_the_newest_stay(pipeline):
     three_runs(pipeline)
     _, stages, _, _ = pipeline.gone(keep=1)
-    assert stages == {key("prepare_data", "a"), key("sft", "b"), key("policy", "c"), key("policy", "d")}
-    assert pipeline.gone(keep=3)[1] == set()  # the third newest used the SFT of the second, and that the data
+    whole = {key("prepare_data", "a"), key("sft", "b"), key("policy", "c"), key("policy", "d"), key("evaluate", "f")}
+    assert stages == whole
+    # the third newest run used the SFT of the second, and that the data
+    assert pipeline.gone(keep=3)[1] == {key("evaluate", "f")}
     assert pipeline.gone(keep=99)[1] == set()
 
 
@@ -228,7 +231,7 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     done = collect(output, uri, keep=1, delete=True)
     assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith("freed")
     left = {path.name for path in (pipeline.home / "stages").glob("*/*") if "." not in path.name}
-    assert left == {letter * 16 for letter in "abce"}
+    assert left == {letter * 16 for letter in "abce"} and "would free 0 B" not in said
     assert [version.version for version in pipeline.tracking.versions(pipeline.name)] == [1]
     assert pipeline.tracking.champion(pipeline.name).version == 1
     left = [row.name for row in pipeline.tracking.list_runs() if row.tags.get("pipeline") == pipeline.name]
