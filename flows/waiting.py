@@ -140,12 +140,12 @@ def _wait_here(tracking: Tracking, request: Request) -> None:
     form: Approval | None = None
     watch.start()
     try:
-        limit = int(request.deadline - time.time()) + GRACE_SECONDS
-        form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=_key(request))
-    except Exception as error:
-        # The Prefect API is away, or refuses: the command line still answers.
-        logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)
-    try:
+        try:
+            limit = int(request.deadline - time.time()) + GRACE_SECONDS
+            form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=_key(request))
+        except Exception as error:
+            # The Prefect API is away, or refuses: the command line still answers.
+            logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)
         if form is None:
             watch.answered.wait()
     finally:

@@ -140,13 +140,14 @@ def _gate(
     if manual:
         summary["approval_timeout_seconds"] = settings.approval_timeout_seconds
     write_json_atomic(context.folder / "decision.json", summary)
+    verdict = f"It passes the gate: {reason}." if manual else str(summary["note"])
     ours = Side(f"version {version}", Path(context.inputs["evaluation"]), name)
     theirs = (
         Side(f"champion {champion.version}", champion_evaluation.path, "champion")
         if (champion is not None and champion_evaluation is not None)
         else None
     )
-    _explain(context, ours, theirs, str(summary["note"]), report=manual)
+    _explain(context, ours, theirs, verdict, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
 

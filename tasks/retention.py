@@ -23,12 +23,13 @@ from tasks.repair import RunRecord, recorded_runs
 from tasks.stage import content_digest
 from tasks.tracking import ModelVersion, Tracking
 from tasks.tracking.journal import events_path, read_lines
-from tasks.tracking.removal import StoredRun, model_folder, stored_runs, traces_of
+from tasks.tracking.removal import StoredModel, StoredRun, stored_models, stored_runs, traces_of
 
 __all__ = ["Item", "Plan", "make_plan"]
 
 logger = logging.getLogger(__name__)
 
+_LOOKED = ("evaluate", "analyze", "promote")  # stages that nothing is made from
 _KEY = re.compile(r"[0-9a-f]{16}")
 _VERSION = re.compile(r"models:/(.+)/(\d+)")
 
@@ -50,7 +51,7 @@ class Plan:
     paths: list[Path] = field(default_factory=list)  # files and folders of the pipeline's folder
     runs: list[StoredRun] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
-    models: list[tuple[str, Path | None]] = field(default_factory=list)  # logged models and where they lie
+    models: list[StoredModel] = field(default_factory=list)
     traces: dict[str, list[str]] = field(default_factory=dict)  # experiment -> ids
     kept_versions: list[str] = field(default_factory=list)
     kept_runs: int = 0
@@ -198,6 +199,8 @@ class _Graph:
 
     def _follow_folder(self, folder: _Folder) -> None:
         self._need_run(folder.run_id)
+        if folder.stage in _LOOKED:  # at models of other runs, the champion of that time among them
+            return
         for path, other in self.folders.items():
             if folder.inputs is None or other.digests & folder.inputs:
                 self.needed_folders.add(path)
@@ -302,32 +305,42 @@ class _Planner:
                 self._add("journal", record.started, record.folder)
 
     def _versions(self) -> None:
-        for (name, number), version in sorted(self.graph.versions.items()):
-            if (name, number) in self.graph.needed_versions:
-                continue
-            folder = model_folder(self.tracking.store, version.model_id) if version.model_id else None
-            self._plan.versions.append((name, number))
-            if version.model_id:
-                self._plan.models.append((version.model_id, folder))
-            self._add("version", f"{name} version {number}", folder, own=False)
+        """Versions, and logged models that belong to none that stays."""
+        graph = self.graph
+        kept = {version.run_id for key, version in graph.versions.items() if key in graph.needed_versions}
+        experiments = {run.experiment_id for run in graph.runs.values()}
+        models: dict[str, list[StoredModel]] = {}
+        for model in stored_models(self.tracking.store, experiments):
+            if model.run_id in graph.runs and model.run_id not in kept | graph.followed:
+                models.setdefault(model.run_id, []).append(model)
+        self._plan.models += [model for found in models.values() for model in found]
+        for (name, number), version in sorted(graph.versions.items()):
+            if (name, number) not in graph.needed_versions:
+                self._plan.versions.append((name, number))
+                found = models.pop(version.run_id or "", [])
+                self._add("version", f"{name} version {number}", *(model.folder for model in found), own=False)
+        for found in models.values():
+            for model in found:
+                self._add("logged model", model.model_id, model.folder, own=False)
 
     def _stages(self) -> None:
         graph = self.graph
         live = {graph.runs[run_id].tags.get("stage_key", "") for run_id in graph.followed}
         live |= graph.live_keys | {path.name for path in graph.needed_folders}
+        gone: dict[tuple[str, str], dict[str, Path]] = {}
         for path in sorted((self.home / "stages").glob("*/*")):
             key, _, kind = path.name.partition(".")
-            label = f"{path.parent.name} {key}"
+            if path.is_symlink():
+                continue
             if path.name.startswith(".trash-") or kind.startswith("corrupt-"):
                 self._add("set aside", f"{path.parent.name} {path.name}", path)
-            elif path.is_symlink() or not _KEY.fullmatch(key) or key in live:
+            elif not _KEY.fullmatch(key) or key in live:
                 continue
-            elif path in graph.folders:
-                self._add("stage", label, path)
-            elif kind == "open":
-                self._add("unfinished stage", label, path)
-            elif kind in ("tracking", "lock"):
-                self._add("journal", f"{label}.{kind}", path)
+            elif path in graph.folders or kind in ("open", "tracking", "lock"):
+                gone.setdefault((path.parent.name, key), {})[kind] = path
+        for (stage, key), paths in gone.items():
+            what = "stage" if "" in paths else "unfinished stage" if "open" in paths else "journal"
+            self._add(what, f"{stage} {key}", *paths.values())
 
     def _downloads(self) -> None:
         """Copies of registered versions of which nothing needs the original."""

@@ -7,7 +7,7 @@ removed at once; those of a server are the server's, and leave with its own `mlf
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from rl_core.errors import BackendError, DataError
 from rl_core.folders import remove_folder
 from tasks.tracking.store import Store
 
-__all__ = ["StoredRun", "model_folder", "remove_from_store", "stored_runs", "traces_of"]
+__all__ = ["StoredRun", "StoredModel", "remove_from_store", "stored_models", "stored_runs", "traces_of"]
 
 log = logging.getLogger(__name__)
 
@@ -77,13 +77,29 @@ def _local(uri: str | None, identity: str) -> Path | None:
     return path if path.is_absolute() and path.name == identity and path.is_dir() and not path.is_symlink() else None
 
 
-def model_folder(store: Store, model_id: str) -> Path | None:
-    """Where a logged model lies on this machine; None where it does not, or is gone."""
-    try:
-        with store.answers("look up a logged model"):
-            return _local(store.client.get_logged_model(model_id).artifact_location, model_id)
-    except (DataError, BackendError):
-        return None
+@dataclass(frozen=True)
+class StoredModel:
+    """A logged model: the files behind a registered version, or what is left of a failed attempt to make one."""
+
+    model_id: str
+    run_id: str  # that made it
+    folder: Path | None  # None = not on this machine
+
+
+def stored_models(store: Store, experiments: Collection[str]) -> list[StoredModel]:
+    """All logged models of these experiments. A local store's version does not say which is its own: its run does."""
+    found: list[StoredModel] = []
+    with store.answers("list logged models"):
+        token = None
+        while experiments:
+            page = store.client.search_logged_models(sorted(experiments), page_token=token)
+            for model in page:
+                folder = _local(model.artifact_location, model.model_id)
+                found.append(StoredModel(model.model_id, model.source_run_id or "", folder))
+            token = page.token
+            if not token:
+                break
+    return found
 
 
 def traces_of(store: Store, runs: Iterable[StoredRun]) -> dict[str, list[str]]:
@@ -108,13 +124,13 @@ def remove_from_store(
     store: Store,
     runs: Sequence[StoredRun],
     versions: Sequence[tuple[str, int]],
-    models: Sequence[tuple[str, Path | None]],
+    models: Sequence[StoredModel],
     traces: dict[str, list[str]],
 ) -> list[str]:
     """Take them out; returns what could not be, in words. What is gone already is no problem.
 
     Args:
-        versions: (registered model, version). models: (id, folder on this machine) of logged models.
+        versions: (registered model, version).
         traces: as `traces_of`.
     """
     problems: list[str] = []
@@ -134,10 +150,10 @@ def remove_from_store(
             attempt("remove traces", store.client.delete_traces, experiment, trace_ids=chunk)
     for name, version in versions:
         attempt(f"remove version {version} of {name}", store.client.delete_model_version, name, str(version))
-    for model_id, folder in models:
-        attempt("remove a logged model", store.client.delete_logged_model, model_id)
-        if folder is not None:
-            remove_folder(folder)
+    for model in models:
+        attempt("remove a logged model", store.client.delete_logged_model, model.model_id)
+        if model.folder is not None:
+            remove_folder(model.folder)
     for run in runs:
         attempt(f"remove run {run.name}", store.client.delete_run, run.run_id)
         if run.artifacts is not None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -78,6 +79,18 @@ class Pipeline:
         if champion:
             self.tracking.set_champion(name, int(made.version))
         return int(made.version)
+
+    def logged_model(self, run_id):
+        """A logged model of a run; the folder of its artifacts, with SIZE bytes in it."""
+        from mlflow.utils.file_utils import local_file_uri_to_path
+
+        client = self.tracking.store.client
+        logged = client.create_logged_model(client.get_run(run_id).info.experiment_id, name="m", source_run_id=run_id)
+        client.finalize_logged_model(logged.model_id, "READY")
+        folder = Path(local_file_uri_to_path(logged.artifact_location))
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"x" * SIZE)
+        return folder
 
     def children(self, run_id):
         rows = self.tracking.list_runs()
@@ -161,6 +174,14 @@ def test_lineage_over_versions_and_references(pipeline):
     assert pipeline.gone(keep=1)[1] == set()
 
 
+def test_what_was_only_looked_at_does_not_stay(pipeline):
+    pipeline.run(("policy", "a", {}))
+    former = pipeline.digest("policy", "a", model=True)
+    run = pipeline.run(("policy", "b", {}), ("evaluate", "c", {"model.champion": former}))
+    pipeline.version(pipeline.children(run)["policy"], champion=True)
+    assert pipeline.gone(keep=1)[1] == {key("policy", "a")}
+
+
 def test_unknown_inputs_keep_everything(pipeline):
     import shutil
 
@@ -208,7 +229,9 @@ def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
     plan = make_plan(pipeline.tracking, pipeline.home, 1)
     (item,) = [item for item in plan.items if item.what == "stage"]
     folder = weights.parent.parent
-    assert item.bytes == sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) > SIZE
+    journal = folder.with_name(f"{folder.name}.tracking")
+    files = [path for place in (folder, journal) for path in place.rglob("*") if path.is_file()]
+    assert item.bytes == sum(path.stat().st_size for path in files) > SIZE
     os.link(weights, tmp_path / "another")  # as a model version that stays would hold it
     (less,) = [item for item in make_plan(pipeline.tracking, pipeline.home, 1).items if item.what == "stage"]
     assert less.bytes == item.bytes - SIZE
@@ -223,11 +246,13 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     runs = three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
     pipeline.version(pipeline.children(runs[3])["policy"])
+    kept, dropped = (pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4])
     uri, output = pipeline.tracking.store.uri, pipeline.home.parent
     before = sorted(path for path in output.rglob("*") if path.name != ".lock")
     said = collect(output, uri, keep=1)
     assert "would free" in said and "nothing was changed" in said and f"{pipeline.name} version 2" in said
-    assert sorted(path for path in output.rglob("*") if path.name != ".lock") == before
+    assert sorted(path for path in output.rglob("*") if path.name != ".lock") == before and dropped.is_dir()
+    assert f"  {SIZE} B  version  {pipeline.name} version 2" in said
     done = collect(output, uri, keep=1, delete=True)
     assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith("freed")
     left = {path.name for path in (pipeline.home / "stages").glob("*/*") if "." not in path.name}
@@ -236,6 +261,7 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
     assert pipeline.tracking.champion(pipeline.name).version == 1
     left = [row.name for row in pipeline.tracking.list_runs() if row.tags.get("pipeline") == pipeline.name]
     assert f"{pipeline.name} · 2026-01-04 10:00:00" not in left and f"{pipeline.name} · 2026-01-02 10:00:00" in left
+    assert (kept / "weights").is_file() and not dropped.exists()
     assert collect(output, uri, keep=1).splitlines()[-1].startswith("would free 0 B")
 
 
