@@ -5,17 +5,14 @@ Imported before Prefect itself. Whatever the user has set stays.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
-import signal
 import subprocess
 from pathlib import Path
 from unittest.mock import patch
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect", "start_embedded_server"]
 
-PR_SET_PDEATHSIG = 1  # of prctl(2), on Linux
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
@@ -31,7 +28,6 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         # The first start of the embedded server makes its database; 20 s, the default, is tight on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
-        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # threads and commands outside a flow log as well
         # The terminal shows our own progress and errors (flows/display.py); the Prefect UI has the log in full.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     }
@@ -52,8 +48,7 @@ def start_embedded_server() -> None:
     """Start Prefect's embedded server, where no other one is set, out of reach of this terminal's Ctrl-C.
 
     Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then has nobody to tell
-    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end, and
-    where the kernel can tell it, no longer: a run that is killed leaves no server behind.
+    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end.
     """
     from prefect.settings import get_current_settings
 
@@ -62,8 +57,6 @@ def start_embedded_server() -> None:
         return
     from prefect.server.api.server import SubprocessASGIServer
 
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    tie = functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM) if prctl is not None else None
-    in_own_session = functools.partial(subprocess.Popen, start_new_session=True, preexec_fn=tie)
+    in_own_session = functools.partial(subprocess.Popen, start_new_session=True)
     with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
         SubprocessASGIServer().start()

@@ -8,7 +8,8 @@ import pytest
 
 from rl_core.errors import DataError
 from rl_core.folders import FolderLock, read_manifest, seal_folder
-from tasks.retention import _model_digest, make_plan
+from tasks.needed import model_digest
+from tasks.retention import make_plan
 from tasks.stage import content_digest
 from tasks.tracking import Tracking
 
@@ -66,7 +67,7 @@ class Pipeline:
 
     def digest(self, name, key, model=False):
         manifest = read_manifest(self.home / "stages" / name / (key * 16))
-        return (_model_digest(manifest) if model else content_digest(manifest))[:16]
+        return (model_digest(manifest) if model else content_digest(manifest))[:16]
 
     def version(self, stage_run, tags=None, champion=False, name=None):
         """A registered version of a stage's run."""
