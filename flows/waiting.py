@@ -67,7 +67,7 @@ def decided(
         back = result is not None
         if result is None:
             result = run_once()
-        if result.waiting is None:
+        if result.waiting is None or (not back and _asked_by_another(result.waiting)):
             return result
         if not back:
             say(f"promote: {result.waiting.outcome}\n{how_to_answer(settings, result.waiting)}")
@@ -76,6 +76,11 @@ def decided(
         if request.state != "superseded":
             return _with_answer(result, request)
         result = None
+
+
+def _asked_by_another(request: Request) -> bool:
+    """Whether another run of a deployment waits for the same answer; then this one has nothing to add and ends."""
+    return bool(deployment.id) and request.flow_run_id not in ("", str(flow_run.id))
 
 
 def _with_answer(result: PipelineResult, request: Request) -> PipelineResult:
