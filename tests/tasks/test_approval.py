@@ -201,3 +201,48 @@ def test_the_command_shows_then_decides(tracking, model):
     assert tracking.champion(model).version == 1
     assert "promoted: approved by me on" in decide(tracking.output, uri, model, approve=True, by="me")
     assert tracking.champion(model).version == 2
+
+
+# The promote stage
+
+
+@pytest.mark.parametrize(
+    ("known", "asks", "decision"),
+    [
+        (None, True, "awaiting approval"),
+        ({"key": "k1", "state": "waiting"}, False, "awaiting approval"),
+        ({"key": "k1", "state": "approved"}, False, "promoted"),
+        ({"key": "k1", "state": "rejected"}, False, "rejected"),
+        ({"key": "k1", "state": "timed out"}, False, "rejected"),
+        ({"key": "k1", "state": "superseded"}, True, "awaiting approval"),  # the champion of then is back
+        ({"key": "k2", "state": "rejected"}, True, "awaiting approval"),  # of another comparison
+    ],
+)
+def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks, decision):
+    from types import SimpleNamespace
+
+    from tasks import promote
+    from tasks.stage import StageResult
+
+    summary = {
+        "decision": "awaiting approval", "registered_model": "m", "model_version": 2, "champion_before": 1, "key": "k1",
+        "reason": "better", "approval_timeout_seconds": 60.0, "note": "",
+    }  # fmt: skip
+    result = StageResult("promote", "f", "d", "k1", True, 0.0, "stage-run", summary)
+    before = Request(name="m", version=2, champion=1, deadline=0.0, **known) if known else None
+    calls, tags = [], {}
+    monkeypatch.setattr(promote, "read", lambda version: before)
+    monkeypatch.setattr(promote, "ask", lambda tracking, request: calls.append(request) or request)
+    session = SimpleNamespace(
+        tracking=SimpleNamespace(registry=SimpleNamespace(version=lambda name, number: None)),
+        parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__), flow_run_id="f", prefect_api="",
+        approval=None,
+    )  # fmt: skip
+    found = promote._asked(session, result, 1)
+    assert len(calls) == asks and found.summary["decision"] == decision
+    waits = decision == "awaiting approval"
+    assert (session.approval is not None) is waits and (tags["approval"] == "waiting") is waits
+    if asks:
+        assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == ("run", "id", "stage-run", "k1")
+    plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
+    assert promote._asked(session, plain, 1) is plain
