@@ -7,8 +7,10 @@ nobody holds belongs to a process that is gone, whichever process has its number
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import logging
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ from rl_core.errors import BackendError, FolderBusy
 from tasks.tracking import Tracking
 from tasks.tracking.journal import LineLog, Shipped, events_path, metrics_path, read_lines
 
-__all__ = ["GoneRun", "RunRecord", "bury", "journals", "recorded_runs"]
+__all__ = ["GoneRun", "RunRecord", "bury", "dead_runs", "journals", "recorded_runs"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,31 +56,35 @@ def journals(root: Path) -> Iterator[Path]:
     yield from (path.parent.parent for path in found if path == events_path(path.parent.parent))
 
 
-def bury(tracking: Tracking, root: Path, *, mark: bool = True) -> list[GoneRun]:
+def dead_runs(root: Path) -> list[GoneRun]:
+    """Runs under `root` that have no end and no living process, outer ones first; nothing is changed."""
+    return [gone for folder in journals(root) if (gone := _judge(folder)) is not None]
+
+
+def bury(tracking: Tracking, root: Path) -> list[GoneRun]:
     """Find dead runs under `root`; deliver what they recorded and mark them as killed.
 
-    Args:
-        mark: False only looks.
     Returns: those found, also those that ran on another machine and were therefore left as they are.
     """
-    found = []
-    for folder in journals(root):
-        gone = _judge(folder)
-        if gone is None:
-            continue
-        if not gone.elsewhere and mark:
-            gone = _mark(tracking, gone)
-            if gone is None:
-                continue
-        found.append(gone)
-    return found
+    marked = (gone if gone.elsewhere else _mark(tracking, gone) for gone in dead_runs(root))
+    return [gone for gone in marked if gone is not None]
+
+
+def _is_held(path: Path) -> bool:
+    """Whether a living process has a journal's file locked."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)  # lets go of the lock
+    return False
 
 
 def _judge(folder: Path) -> GoneRun | None:
     """The run of a journal, if its process is gone; None where it ended, or lives."""
-    try:
-        LineLog(events_path(folder)).close()  # nobody holds it
-    except FolderBusy:
+    if _is_held(events_path(folder)):
         return None
     name, open_since = "", False
     tags: dict[str, str] = {}

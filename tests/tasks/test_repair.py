@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import DataError, FolderBusy, SettingsError
-from tasks.repair import bury, recorded_runs
+from tasks.repair import bury, dead_runs, recorded_runs
 from tasks.tracking import Tracking
 from tasks.tracking.journal import LineLog, events_path
 
@@ -49,7 +49,7 @@ def test_a_dead_run_is_drained_and_marked_and_then_it_is_quiet(store, tmp_path):
     parent = journal(tmp_path, {"op": "tags", "tags": {"prefect.flow_run_id": "f1"}})
     journal(tmp_path, stage="sft", metrics=(3.0, 2.0))
     journal(tmp_path, end(), started="2026-01-02 10:00:00")
-    looked = bury(tracking, tmp_path, mark=False)
+    looked = dead_runs(tmp_path)
     assert [run.name for run in looked] == ["demo · 2026-01-01 10:00:00", "sft"]
     found = bury(tracking, tmp_path)
     assert [(run.is_pipeline, run.elsewhere, run.waiting) for run in found] == [(True, False, 0), (False, False, 0)]
