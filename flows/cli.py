@@ -219,6 +219,49 @@ def promote(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def approve(arguments: argparse.Namespace) -> int:
+    """Decide on a promotion that waits, or list those that do."""
+    settings = _optional(arguments)
+    from flows.approval import decide
+
+    output = Path(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
+    where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
+    answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
+    print(decide(output, uri, arguments.run, **answer, where=where))
+    return 0
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """Go on with a run that was cut short."""
+    chosen = _optional(arguments)
+    output = Path(chosen.output if chosen else arguments.output)
+    from flows.resume import find, settings_of
+
+    record = find(output, arguments.run)
+    settings = settings_of(record, output)
+    _prepare(settings)
+    from flows.post_training import run_pipeline
+
+    print(f"going on with '{record.name}', which is {record.status}")
+    result = run_pipeline(
+        settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started
+    )  # fmt: skip
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def gc(arguments: argparse.Namespace) -> int:
+    """Say what nothing needs any more, or remove it."""
+    settings = _optional(arguments)
+    from flows.gc import collect
+
+    output = Path(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
+    print(collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes))
+    return 0
+
+
 def ui(arguments: argparse.Namespace) -> int:
     """Serve the MLflow and the Prefect pages until Ctrl-C."""
     settings = _optional(arguments)
@@ -264,9 +307,13 @@ def doctor(arguments: argparse.Namespace) -> int:
     settings = _optional(arguments)
     from flows.doctor import examine, report
 
-    findings = examine(
-        Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
-    )
+    output, uri = Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
+    if arguments.repair:
+        from flows.repair import repair
+
+        print("\n".join(repair(output, uri)))
+        return 0
+    findings = examine(output, uri)
     print(report(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
 
@@ -280,10 +327,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    command.__name__: command
-    for command in (run, retrain, validate, stage, profile, evaluate, analyze, promote, ui, monitor, runs, doctor)
-}
+_ALL = (
+    run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, ui, monitor, runs, gc, doctor,
+)  # fmt: skip
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
 
 if __name__ == "__main__":
     sys.exit(main())

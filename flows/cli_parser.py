@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_promote,
     ):
         add(commands)
-    for add in (_add_ui, _add_monitor, _add_runs, _add_doctor):
+    for add in (_add_approve, _add_resume, _add_ui, _add_monitor, _add_runs, _add_gc, _add_doctor):
         add(commands)
     return parser
 
@@ -220,6 +220,54 @@ def _add_promote(commands: Any) -> None:
     _add_config(parser, option=True, required=True)
 
 
+def _add_approve(commands: Any) -> None:
+    examples = [
+        "approve",
+        "approve 'demo · 2026-11-21 14:00:00' --yes --note 'looked at the regressions'",
+        "approve demo --no --note 'worse on hard questions'",
+    ]
+    about = "decide on a promotion that waits for approval; without RUN, list those that do"
+    parser = _add(commands, "approve", about, examples)
+    parser.add_argument("run", metavar="RUN", nargs="?", help="name or id of the run, or its pipeline (posttrain runs)")
+    decision = parser.add_mutually_exclusive_group()
+    decision.add_argument("--yes", dest="approve", action="store_true", help="promote", default=None)
+    decision.add_argument("--no", dest="approve", action="store_false", help="reject", default=None)
+    parser.add_argument("--note", default="", help="why; kept as a tag of the version")
+    parser.add_argument("--by", default="", help="who decides (default: this user and machine)")
+    _add_config(parser, option=True)
+    _add_output(parser)
+
+
+def _add_resume(commands: Any) -> None:
+    examples = ["resume", "resume demo", "resume 'demo · 2026-11-21 14:00:00'"]
+    about = "go on with a run that was killed, stopped or has failed: its settings, from its last checkpoint"
+    parser = _add(commands, "resume", about, examples)
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="name or id of the run, or its pipeline (default: the newest that is open)",
+    )
+    _add_config(parser, option=True)
+    _add_output(parser)
+    _add_quiet(parser)
+
+
+def _add_gc(commands: Any) -> None:
+    examples = ["gc --keep 5", "gc --keep 5 --pipeline demo --yes"]
+    about = "remove what no alias, champion lineage or open run needs; says what it would free unless --yes is given"
+    parser = _add(commands, "gc", about, examples)
+    parser.add_argument(
+        "--keep", type=_positive, default=5, metavar="N", help="newest runs of each pipeline (default: 5)"
+    )
+    parser.add_argument(
+        "--pipeline", metavar="NAME", action="append", default=[], help="only this one; may be repeated"
+    )
+    parser.add_argument("--yes", action="store_true", help="remove; otherwise nothing is changed")
+    _add_config(parser, option=True)
+    _add_output(parser)
+
+
 def _add_ui(commands: Any) -> None:
     examples = ["ui", "ui --output outputs --mlflow-port 5000 --prefect-port 4200"]
     parser = _add(commands, "ui", "serve the MLflow and the Prefect pages on this machine until Ctrl-C", examples)
@@ -262,9 +310,12 @@ def _add_runs(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    examples = ["doctor", "doctor --config configs/gsm8k.yaml"]
+    examples = ["doctor", "doctor --config configs/gsm8k.yaml", "doctor --repair"]
     about = "check versions, devices, stores and folders; exits with 1 when something needed is missing"
     parser = _add(commands, "doctor", about, examples)
+    parser.add_argument(
+        "--repair", action="store_true", help="mark runs that were killed without a word; offers resume"
+    )
     _add_config(parser, option=True)
     _add_output(parser)
 

@@ -100,6 +100,10 @@ class Display:
         self._last[stage] = now
         self.console.print(f"{stage.replace('_', ' ')}: {done}/{total} {message}".rstrip(), highlight=False)
 
+    def announce(self, text: str) -> None:
+        """Print what a person has to know, however quiet the run is, as lines that can be copied."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def say(self, text: str) -> None:
         """Print a line above the bars."""
         if not self.quiet:

@@ -57,6 +57,7 @@ def examine(output: Path, tracking_uri: str | None = None) -> list[Finding]:
         _disk(output),
         _mlflow(tracking_uri, output),
         _prefect(),
+        *_dead_runs(output),
     ]
 
 
@@ -231,6 +232,19 @@ def _prefect() -> Finding:
         advice = "start it (`prefect server start`), or unset PREFECT_API_URL"
         return Finding("prefect api", "bad", f"{url}: {problem}", advice)
     return Finding("prefect api", "ok", url)
+
+
+def _dead_runs(output: Path) -> Iterator[Finding]:
+    """Runs that were killed without a word and still look as if they ran."""
+    from tasks.repair import dead_runs
+
+    dead = [run for run in dead_runs(output.absolute()) if not run.elsewhere]
+    if dead:
+        names = ", ".join(run.name for run in dead if run.is_pipeline)
+        detail = f"{len(dead)} {'was' if len(dead) == 1 else 'were'} killed without a word" + (
+            f": {names}" if names else ""
+        )
+        yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and says how to go on")
 
 
 def _asked(url: str) -> str:

@@ -18,19 +18,23 @@ from flows.display import Display
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.picture import draw_pipeline
 from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_server
+from flows.repair import crash_flow_runs
 from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
 from rl_core.folders import FolderLock
 from tasks.config import PipelineSettings, resolve
 
-__all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "watched"]
+__all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "say", "watched"]
 
 prepare_prefect()  # before Prefect is imported; the command line has given it the config's output folder by now
 
 from prefect import flow  # noqa: E402
 from prefect.runtime import flow_run  # noqa: E402
+from prefect.settings import get_current_settings  # noqa: E402
 
+from flows.waiting import decided  # noqa: E402
 from tasks.analyze import analyze_trajectories  # noqa: E402
+from tasks.approval import Request  # noqa: E402
 from tasks.evaluate import evaluate_models  # noqa: E402
 from tasks.policy import optimise_policy  # noqa: E402
 from tasks.prefect_task import stage_task  # noqa: E402
@@ -42,11 +46,13 @@ from tasks.session import Session  # noqa: E402
 from tasks.sft import sft  # noqa: E402
 from tasks.stage import StageResult  # noqa: E402
 from tasks.thoughts import learn_thoughts  # noqa: E402
+from tasks.tracking.store import without_password  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 # A flow's parameters are data that Prefect stores; who shows progress is known to this process alone.
 _display: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
+_started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")  # of the run to go on with
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class PipelineResult:
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
     ok: bool = True
+    waiting: Request | None = None  # what a person has to decide before the champion moves
 
     def table(self, width: int | None = None) -> str:
         """The table that ends a run: stage, success with its interval, reward, tokens/s, seconds, where to look."""
@@ -103,7 +110,17 @@ def post_training(
         models: name -> folder or hub name, to evaluate and compare in place of what the stages train.
         overrides: key.path=value each, as `--set` takes it; changes `settings`.
     """
-    return execute(read_settings(settings, overrides), fresh=fresh, only=only, models=models)
+    typed = read_settings(settings, overrides)
+    return decided(typed, lambda: execute(typed, fresh=fresh, only=only, models=models), say)
+
+
+def say(text: str) -> None:
+    """Tell the person at the terminal; where nobody sits at one, the log."""
+    display = _display.get()
+    if display is not None:
+        display.announce(text)
+    else:
+        logger.info(text)
 
 
 def execute(
@@ -115,7 +132,7 @@ def execute(
     tags: dict[str, str] | None = None,
     lock: FolderLock | None = None,
 ) -> PipelineResult:
-    """The body of every flow that runs stages, within that flow's run.
+    """One pass over the stages, within a flow's run: what every flow that trains calls, through `decided`.
 
     Args:
         fresh, only, models: see `post_training`. tags, lock: see `Session`.
@@ -126,10 +143,14 @@ def execute(
         only=only,
         flow_run_id=str(flow_run.id or ""),
         flow_run_url=flow_run_url(),
+        prefect_api=without_password(get_current_settings().api.url or ""),
+        given=models,
+        started=_started.get(),
         tags=tags,
         lock=lock,
         on_progress=_display.get(),
     ) as session:
+        crash_flow_runs(run.flow_run_id for run in session.gone)
         _run_stages(session, models or {})
         rows = result_rows(session)
         session.parent.log_metrics(parent_metrics(session), 0)
@@ -149,6 +170,7 @@ def execute(
         run_url=session.tracking.run_url(session.parent.run_id or ""),
         seconds=session.seconds,
         facts=facts,
+        waiting=session.approval,
     )
 
 
@@ -202,24 +224,31 @@ def run_pipeline(
     only: str | None = None,
     models: dict[str, str] | None = None,
     quiet: bool = False,
+    started: str = "",
 ) -> PipelineResult:
     """Run the flow in this process, with live progress on the terminal. Arguments: see `post_training`.
 
+    Args:
+        started: go on with the run of this pipeline that began then.
     Raises: what a stage raises; Stopped when it was interrupted and its state saved.
     """
-    with watched(quiet=quiet):
+    with watched(quiet=quiet, started=started):
         result: PipelineResult = post_training(resolve(settings), fresh, only, models)
     return result
 
 
 @contextlib.contextmanager
-def watched(*, quiet: bool = False) -> Iterator[None]:
-    """A flow that is called within runs in this process, with live progress on the terminal."""
+def watched(*, quiet: bool = False, started: str = "") -> Iterator[None]:
+    """A flow that is called within runs in this process, with live progress on the terminal.
+
+    started: it goes on with the run of its pipeline that began then.
+    """
     with Display(quiet=quiet) as display:
-        token = _display.set(display)
+        token, begun = _display.set(display), _started.set(started)
         try:
             with display.waiting("Prefect's server starts"):
                 start_embedded_server()
             yield
         finally:
             _display.reset(token)
+            _started.reset(begun)

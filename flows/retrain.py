@@ -10,15 +10,17 @@ import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from flows.parameters import PipelineForm, pipeline_name, read_settings
-from flows.post_training import PipelineResult, execute, watched
+from flows.post_training import PipelineResult, execute, say, watched
+from flows.waiting import decided
 from rl_core.errors import PosttrainError
 from rl_core.folders import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.data_record import record_sources
-from tasks.retraining import Plan, close_record, open_record, plan_retraining, read_records
+from tasks.promote import AWAITING
+from tasks.retraining import Plan, close_record, open_record, plan_retraining, settle_waiting
 from tasks.tracking import Tracking
 
 # Prefect was prepared when flows.post_training was imported.
@@ -30,8 +32,6 @@ from prefect.states import Completed, State  # isort: skip
 __all__ = ["RetrainResult", "retrain", "run_retraining"]
 
 logger = logging.getLogger(__name__)
-
-AWAITING = "awaiting approval"  # what the gate says where a person has the last word
 
 
 @dataclass(frozen=True)
@@ -81,27 +81,44 @@ def _retrain(
     output = Path(settings.output).resolve()
     home = output / settings.name
     tracking = Tracking(settings.tracking.uri, output, settings.experiment)
-    with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
-        plan = plan_retraining(
-            settings,
-            record_sources(settings),
-            tracking.champion(settings.registered_model),
-            read_records(home),
-            start=start,
-            force=force,
-            reason=reason,
-            flow_run_id=str(flow_run.id or ""),
-        )
-        if plan.record is None:
-            logger.info("retraining: %s", plan.why)
-            result = RetrainResult("skipped", plan.why)
-        else:
-            result = _train(home, plan, lock)
-    _publish(settings, plan, result)
+    plans: list[Plan] = []
+
+    def run_once() -> PipelineResult:
+        with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
+            plan = plan_retraining(
+                settings,
+                record_sources(settings),
+                tracking.champion(settings.registered_model),
+                settle_waiting(tracking, settings.registered_model, home),
+                start=start,
+                force=force,
+                reason=reason,
+                flow_run_id=str(flow_run.id or ""),
+            )
+            plans.append(plan)
+            if plan.record is None:
+                logger.info("retraining: %s", plan.why)
+                return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
+            return _train(home, plan, lock)
+
+    pipeline = decided(settings, run_once, say)  # waits for a person without the lock
+    if plans and plans[-1].record is None:
+        result = RetrainResult("skipped", plans[-1].why)
+    else:
+        result = _outcome(pipeline)
+        settle_waiting(tracking, settings.registered_model, home)
+    _publish(settings, plans[-1] if plans else None, result)
     return result
 
 
-def _train(home: Path, plan: Plan, lock: FolderLock) -> RetrainResult:
+def _outcome(pipeline: PipelineResult) -> RetrainResult:
+    """What the gate said, or the person who had the last word."""
+    said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
+    status = str(said.get("decision", ""))
+    return RetrainResult("waiting" if status == AWAITING else status, str(said.get("note", "")), pipeline)
+
+
+def _train(home: Path, plan: Plan, lock: FolderLock) -> PipelineResult:
     """Run the planned pipeline and note what came of it."""
     record, settings = plan.record, plan.settings
     assert record is not None and settings is not None
@@ -117,19 +134,32 @@ def _train(home: Path, plan: Plan, lock: FolderLock) -> RetrainResult:
     except PosttrainError as error:
         close_record(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
         raise
-    said: dict[str, Any] = pipeline.results["promote"].summary
-    status, note = str(said.get("decision", "")), str(said.get("note", ""))
-    if status == AWAITING:  # the flow run goes on with this very record once the reviewer has spoken
-        status = "waiting"
-    close_record(home, record, status=status, version=said.get("model_version"), note=str(said.get("reason", note)))
-    return RetrainResult(status, note, pipeline)
+    result, said = _outcome(pipeline), pipeline.results["promote"].summary
+    close_record(
+        home,
+        record,
+        status=result.status,
+        version=said.get("model_version"),
+        note=str(said.get("reason", result.message)),
+    )
+    return pipeline
 
 
-def _publish(settings: PipelineSettings, plan: Plan, result: RetrainResult) -> None:
-    """What was found and done, as a Prefect artifact."""
+def _publish(settings: PipelineSettings, plan: Plan | None, result: RetrainResult) -> None:
+    """What was found and done, as a Prefect artifact; `plan`: None in a run that came back only for the answer."""
     lines = [f"## {settings.name}: {result.status}", result.message]
-    if plan.why != result.message:
-        lines.append(f"Why: {plan.why}")
+    lines += _planned(settings, plan, result) if plan is not None else []
+    if result.pipeline is not None:
+        lines.append(f"[MLflow run]({result.pipeline.run_url})")
+    key = re.sub(r"[^a-z0-9-]+", "-", f"{settings.name}-retraining".lower()).strip("-")
+    try:
+        create_markdown_artifact("\n\n".join(lines), key=key, description=result.message[:250])
+    except Exception as error:  # as for stages: artifacts are for people, and what they tell has happened
+        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
+
+
+def _planned(settings: PipelineSettings, plan: Plan, result: RetrainResult) -> list[str]:
+    lines = [] if plan.why == result.message else [f"Why: {plan.why}"]
     if plan.record is not None:
         start = f"version {plan.record.start} of {settings.registered_model}" if plan.record.start else "the base model"
         lines.append(f"Retraining {plan.record.number} from {start}, seed {plan.record.seed}")
@@ -140,13 +170,7 @@ def _publish(settings: PipelineSettings, plan: Plan, result: RetrainResult) -> N
         rows += [f"| {c.source} | {c.file.replace('|', '/')} | {c.kind} | {c.rows} |" for c in plan.new.changes]
         rows += [f"| {name.replace('|', '/')} | | gone | |" for name in plan.new.gone]
         lines.append("\n".join(rows))
-    if result.pipeline is not None:
-        lines.append(f"[MLflow run]({result.pipeline.run_url})")
-    key = re.sub(r"[^a-z0-9-]+", "-", f"{settings.name}-retraining".lower()).strip("-")
-    try:
-        create_markdown_artifact("\n\n".join(lines), key=key, description=result.message[:250])
-    except Exception as error:  # as for stages: artifacts are for people, and what they tell has happened
-        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
+    return lines
 
 
 def run_retraining(

@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.task_engine import TaskRunTimeoutError
 
 from rl_core.errors import BackendError, StageTimeout
+from tasks.review import REVIEW
 from tasks.session import Session
 from tasks.stage import StageResult
 
@@ -131,6 +132,10 @@ def _publish(session: Session, result: StageResult) -> None:
         lines.append(f"[MLflow run]({url})")
     key = _key(session, result.stage, "")
     _quietly(create_markdown_artifact, "\n\n".join(lines), key=key, description=str(result.summary.get("note", "")))
+    page = result.path / REVIEW
+    if result.stage == "promote" and page.is_file():
+        text = f"**{result.summary['note']}**\n\n{page.read_text()}" + (f"\n[MLflow run]({url})\n" if url else "")
+        _quietly(create_markdown_artifact, text, key=f"{key}-review", description="what the decision rests on")
     metrics = result.summary.get("metrics") or {}
     for name, row in (result.summary.get("models") or {}).items():
         metrics = {**metrics, **{f"{name}: {k}": v for k, v in row.items() if isinstance(v, int | float)}}

@@ -1,7 +1,11 @@
-"""Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence."""
+"""Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence.
+
+With `approve: manual` what passes the gate waits for a person (tasks/approval.py): `session.approval` is the question.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -9,8 +13,11 @@ from typing import Any
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation, compare
 from rl_core.folders import digest_folder, write_json_atomic
+from rl_core.settings import AnalysisSettings
+from tasks.approval import ask, expire, question, read
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.evaluate import evaluate_models, read_evaluation
+from tasks.review import REVIEW, Side, write_report, write_review
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage
 from tasks.tracking import ModelVersion, Tracking
@@ -19,6 +26,7 @@ __all__ = ["ChampionChanged", "figure_tags", "promote", "promote_version"]
 
 logger = logging.getLogger(__name__)
 
+AWAITING = "awaiting approval"
 CHAMPIONS_MET = 5  # that a challenger is compared with, one after the other, while they change under its hands
 
 
@@ -47,6 +55,7 @@ def _promote(
 ) -> StageResult:
     settings = session.settings.stages.promote or PromotionSettings()
     registered = session.registered_model
+    expire(session.tracking, registered)
     champion = session.tracking.champion(registered)
     inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger}
     champion_evaluation: StageResult | None = None
@@ -61,12 +70,34 @@ def _promote(
     def body(context: StageContext) -> dict[str, Any]:
         return _gate(context, name, challenger, champion, champion_evaluation)
 
-    return run_stage(session, "promote", body, settings=settings, inputs=inputs)
+    result = run_stage(session, "promote", body, settings=settings, inputs=inputs)
+    return _asked(session, result, champion.version if champion else None)
+
+
+def _asked(session: Session, result: StageResult, champion: int | None) -> StageResult:
+    """The same result with what became of the question to a person, which is asked now where it has to be."""
+    if result.summary.get("decision") != AWAITING:
+        return result
+    version = session.tracking.registry.version(
+        result.summary["registered_model"], int(result.summary["model_version"])
+    )  # fmt: skip
+    request = read(version)
+    # Another comparison was asked about since, or the champion came back to the one of this comparison: ask again.
+    if request is None or request.key != result.key or request.state == "superseded":
+        place = {"run": session.parent.name, "run_id": session.parent.run_id or "", "stage_run_id": result.run_id}
+        place |= {"flow_run_id": session.flow_run_id, "prefect_api": session.prefect_api}
+        request = ask(session.tracking, question(result.summary, champion, **place))
+    session.approval = request if request.is_waiting else None
+    session.parent.set_tag("approval", request.state)
+    decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")
+    return dataclasses.replace(result, summary={**result.summary, "decision": decision, "note": request.outcome})
 
 
 def _already(session: Session, challenger: StageResult, champion: ModelVersion) -> StageResult:
     """The challenger is the champion already: nothing to decide."""
-    note = f"version {champion.version} of {champion.name} is the champion already"
+    request = read(champion)
+    approved = f" ({request.outcome})" if request is not None and request.state == "approved" else ""
+    note = f"version {champion.version} of {champion.name} is the champion already{approved}"
     result = StageResult(
         stage="promote",
         folder=challenger.folder,
@@ -101,7 +132,8 @@ def _gate(
         champion.version if champion else None,
         context.pipeline.seed,
     )
-    decision = "promoted" if promoted else "rejected"
+    manual = promoted and settings.approve == "manual"
+    decision = AWAITING if manual else "promoted" if promoted else "rejected"
     tags = {
         "gate.decision": decision,
         "gate.reason": reason,
@@ -111,10 +143,10 @@ def _gate(
     }
     session.tracking.tag_version(registered, version, tags)
     before = champion.version if champion else None
-    if promoted and not session.tracking.replace_champion(registered, version, before):
+    if decision == "promoted" and not session.tracking.replace_champion(registered, version, before):
         session.tracking.tag_version(registered, version, {"gate.decision": "compared anew"})
         raise ChampionChanged(f"{registered} has another champion than {before or 'none'} since the comparison began")
-    if not promoted:
+    if decision != "promoted":
         session.tracking.set_challenger(registered, version)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
     context.tracker.set_tag("gate.decision", decision)
@@ -128,7 +160,17 @@ def _gate(
         "metrics": {f"promotion/{key}": value for key, value in numbers.items()},
         "note": f"version {version} of {registered} {decision}: {reason}",
     }
+    if manual:
+        summary["approval_timeout_seconds"] = settings.approval_timeout_seconds
     write_json_atomic(context.folder / "decision.json", summary)
+    verdict = f"It passes the gate: {reason}." if manual else str(summary["note"])
+    ours = Side(f"version {version}", Path(context.inputs["evaluation"]), name)
+    theirs = (
+        Side(f"champion {champion.version}", champion_evaluation.path, "champion")
+        if (champion is not None and champion_evaluation is not None)
+        else None
+    )
+    _explain(context, ours, theirs, verdict, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
 
@@ -142,6 +184,28 @@ def figure_tags(result: Evaluation) -> dict[str, str]:
         "figure.high": f"{high:.6g}",
         "figure.samples": str(result.samples),
     }
+
+
+def _explain(context: StageContext, ours: Side, theirs: Side | None, verdict: str, *, report: bool) -> None:
+    """Leave what a reviewer needs in the stage's folder, in its run and in the pipeline's."""
+    session = context.session
+    title = f"{session.registered_model}: {ours.label} against {theirs.label if theirs else 'no champion'}"
+    trackers = (context.tracker, session.parent)
+    text = write_review(
+        context.folder / REVIEW, ours, theirs, session.results, context.settings,
+        title=title, verdict=verdict, seed=context.pipeline.seed,
+    )  # fmt: skip
+    context.tracker.set_description(text)
+    files = [context.folder / REVIEW]
+    if report:
+        analysis = context.pipeline.stages.analyze or AnalysisSettings()
+        found = write_report(
+            context.folder / "review", ours, theirs, session.results, analysis, title, seed=context.seed
+        )  # fmt: skip
+        files.append(found[0])
+    for tracker in trackers:
+        for path in files:
+            tracker.log_artifact(path, "review")
 
 
 def decide(

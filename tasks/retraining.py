@@ -18,11 +18,12 @@ from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.folders import write_json_atomic
+from tasks.approval import expire, read
 from tasks.config import PipelineSettings
 from tasks.data_record import NewData, Records, new_since, records_from_tags, tags_of_records
-from tasks.tracking import ModelVersion
+from tasks.tracking import ModelVersion, Tracking
 
-__all__ = ["Plan", "Retraining", "close_record", "open_record", "plan_retraining", "read_records"]
+__all__ = ["Plan", "Retraining", "close_record", "open_record", "plan_retraining", "read_records", "settle_waiting"]
 
 Start = Literal["champion", "base"]
 
@@ -261,6 +262,24 @@ def read_records(home: Path) -> list[Retraining]:
 def open_record(home: Path, record: Retraining) -> None:
     """Write down that a retraining begins, or goes on."""
     _write(home, record)
+
+
+def settle_waiting(tracking: Tracking, name: str, home: Path) -> list[Retraining]:
+    """All records; those that waited for an approval which has come since are closed with it.
+
+    One whose champion changed meanwhile counts as failed: it is to be compared anew, so it is tried again.
+    """
+    expire(tracking, name)
+    versions = {version.version: version for version in tracking.versions(name)}
+    records = []
+    for record in read_records(home):
+        version = versions.get(record.version) if record.status == "waiting" and record.version else None
+        request = read(version) if version is not None else None
+        if request is not None and not request.is_waiting:
+            status = {"approved": "promoted", "superseded": "failed"}.get(request.state, "rejected")
+            record = close_record(home, record, status=status, note=request.outcome)
+        records.append(record)
+    return records
 
 
 def close_record(home: Path, record: Retraining, **outcome: Any) -> Retraining:

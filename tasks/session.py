@@ -3,7 +3,7 @@
 <output>/<pipeline>/
     .lock             held while the pipeline runs; a second run into the same folder is refused
     run.json          the newest run: its MLflow run, its settings' digest, whether it ended
-    runs/<started>/   journal of the parent run
+    runs/<started>/   journal of the parent run, and its own run.json
     stages/           see tasks/stage.py
 """
 
@@ -25,8 +25,10 @@ from uuid import UUID
 
 from rl_core.errors import Stopped
 from rl_core.folders import FolderLock, digest_folder, write_json_atomic
+from tasks.approval import Request
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.data_record import Records, record_sources, tags_of_records
+from tasks.repair import GoneRun, bury
 from tasks.stage import StageResult, code_version
 from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
@@ -64,19 +66,31 @@ class Session:
         only: str | None = None,
         flow_run_id: str = "",
         flow_run_url: str = "",
+        prefect_api: str = "",
+        given: Mapping[str, str] | None = None,
+        started: str = "",
         tags: Mapping[str, str] | None = None,
         lock: FolderLock | None = None,
         on_progress: ProgressCallback | None = None,
     ) -> None:
         """`fresh` runs stages again though they are finished: all of them, or the one that `only` names.
 
-        `tags` go to every run and model version that this makes; `lock` is the folder's, where the caller holds it.
+        Args:
+            given: models that are evaluated in place of what the stages train, by name; kept for `posttrain resume`.
+            started: go on with the run of this pipeline that began then; "" = decide by settings (`_previous`).
+            tags: go to every run and model version that this makes.
+            lock: the folder's, where the caller holds it.
         """
         self.settings = settings
         self.fresh = fresh
         self.only = only
         self.flow_run_id = flow_run_id
         self.flow_run_url = flow_run_url
+        self.prefect_api = prefect_api  # address of the Prefect server; "" = the run's own embedded one
+        self.given = dict(given or {})
+        self.gone: list[GoneRun] = []  # earlier runs of this pipeline that were found dead when this one began
+        self._continues = started
+        self.approval: Request | None = None  # what a person has to decide before the champion moves
         self.output = Path(settings.output).resolve()
         self.home = self.output / settings.name
         self.stages = self.home / "stages"
@@ -123,13 +137,17 @@ class Session:
         transformers.utils.logging.set_verbosity_error()  # a new head is meant to be new
         settings = self.settings
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
+        digest = settings_digest(settings)
+        previous = self._previous(digest)
+        self.gone = bury(self.tracking, self.home)
+        for run in self.gone:
+            if run.is_pipeline and run.name != f"{settings.name} · {previous.get('started')}":
+                logger.warning("%s; `posttrain resume '%s'` goes on with it", run.why, run.name)
         waiting = self.tracking.replay_all(self.home)
         if waiting:
             logger.warning("%d records of earlier runs still wait for the tracking store", waiting)
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         self.data_record = record_sources(settings)
-        digest = settings_digest(settings)
-        previous = self._previous(digest)
         self.resumed = bool(previous)
         started = previous.get("started") or time.strftime("%Y-%m-%d %H:%M:%S")
         self.parent = self.tracking.start_run(
@@ -149,13 +167,18 @@ class Session:
             "run_id": self.parent.run_id,
             "config_digest": digest,
             "only": self.only,
+            "given": self.given,
             "status": "running",
             "pid": os.getpid(),
             "host": platform.node(),
         }
-        write_json_atomic(self.home / "run.json", self._record)
+        self._write_record()
         self.parent.log_dict(resolve(settings), "config.json")
         self.parent.log_environment()
+
+    def _write_record(self) -> None:
+        for folder in (self.parent.folder, self.home):
+            write_json_atomic(folder / "run.json", self._record)
 
     def _tags(self) -> dict[str, str]:
         """What every run of this pipeline run is tagged with."""
@@ -172,12 +195,15 @@ class Session:
 
     def _previous(self, digest: str) -> dict[str, Any]:
         """The record of an interrupted run with these settings, to be gone on with; {} where there is none."""
+        if self._continues:
+            logger.info("going on with the run of %s", self._continues)
+            return {"started": self._continues}
         try:
             record = json.loads((self.home / "run.json").read_text())
         except (OSError, ValueError):
             return {}
         same = record.get("config_digest") == digest and record.get("only") == self.only
-        if self.fresh or not same or record.get("status") not in ("running", "stopped"):
+        if self.fresh or not same or record.get("status") not in ("running", "stopped", "waiting"):
             return {}
         logger.info("going on with the interrupted run of %s", record.get("started"))
         return dict(record)
@@ -186,12 +212,14 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        status = "finished" if error is None else "stopped" if stopped else "failed"
+        ended = "waiting" if self.approval is not None else "finished"
+        status = ended if error is None else "stopped" if stopped else "failed"
         try:
             if error is not None:
                 self.parent.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
             self.parent.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED")
-            write_json_atomic(self.home / "run.json", {**self._record, "status": status})
+            self._record["status"] = status
+            self._write_record()
         finally:
             self._let_go()
 

@@ -97,6 +97,10 @@ class PromotionSettings(Settings):
     min_success: float = setting(0.5, ge=0, le=1, doc="success that the first champion needs")
     bootstrap_samples: int = setting(2000, ge=100, doc="resamples of the paired difference")
     confidence: float = setting(0.95, gt=0.5, lt=1, doc="of the interval")
+    approve: Literal["auto", "manual"] = setting("auto", doc="manual: what passes the gate waits for a person")
+    approval_timeout_seconds: float = setting(
+        86_400.0, gt=0, doc="an approval that has not come by then is a rejection"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

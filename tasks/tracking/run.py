@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import platform
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -71,13 +73,14 @@ class RunTracker:
             self.folder, self.journal, self._events, lambda: MlflowSink(store, self.folder), interval_s,
             lambda seconds: store.cost.add(background=seconds),
         )  # fmt: skip
+        process = {"host": platform.node(), "pid": os.getpid()}
         if self.resumed:
-            self._event("resume")
+            self._event("resume", **process)
         else:
             parent = str(Path(parent_folder).resolve()) if parent_folder else None
             self._event(
                 "start", name=name, key=uuid.uuid4().hex, run_id=run_id, parent_run_id=parent_run_id,
-                parent_folder=parent,
+                parent_folder=parent, **process,
             )  # fmt: skip
         self._shipper.start()
         self._monitor = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import FolderBusy
+from rl_core.errors import DataError, FolderBusy
 from tasks.tracking.journal import events_path
 from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.run import ProgressCallback, RunTracker, replay_folder
@@ -18,6 +18,8 @@ from tasks.tracking.store import Cost, Store, default_uri
 __all__ = ["RunRow", "Tracking", "list_runs"]
 
 log = logging.getLogger(__name__)
+
+RESULT_CHARACTERS = 250  # of the tag `result`, which the runs table shows
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,14 @@ class Tracking:
     def run_url(self, run_id: str) -> str:
         """The page of a run: on the server, or where `posttrain ui` will serve a local store."""
         return self.store.run_url(run_id)
+
+    def page_of(self, run_id: str) -> str:
+        """As `run_url`, for a run of any experiment; "" where the store does not know it."""
+        try:
+            with self.store.answers("look up a run"):
+                return self.store.run_url(run_id, self.store.client.get_run(run_id).info.experiment_id)
+        except DataError:
+            return ""
 
     @property
     def cost(self) -> Cost:
@@ -158,6 +168,18 @@ class Tracking:
         run.wait_started(wait_s)
         return run
 
+    def reword_run(self, run_id: str, old: str, new: str, tags: Mapping[str, str]) -> None:
+        """Put `new` where a run's result and description say `old`, and set tags. Raises: DataError, BackendError."""
+        with self.store.answers("note a decision"):
+            found = self.store.client.get_run(run_id).data.tags
+            result, note = found.get("result", ""), found.get("mlflow.note.content", "")
+            changed = dict(tags)
+            changed["result"] = (result.replace(old, new) if old in result else new)[:RESULT_CHARACTERS]
+            if note:
+                changed["mlflow.note.content"] = note.replace(old, new) if old in note else f"{new}\n\n{note}"
+            for key, value in changed.items():
+                self.store.client.set_tag(run_id, key, value[:5000])
+
     def replay(self, folder: Path) -> int:
         """Deliver what waits in the folder of a finished or killed run; returns how many records still wait.
 
@@ -226,9 +248,10 @@ def list_runs(output: Path, uri: str | None = None, limit: int = 50) -> list[dic
 
 def _line(row: RunRow, indent: str) -> dict[str, str]:
     seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
+    waits = row.status == "FINISHED" and row.tags.get("approval") == "waiting"
     return {
         "run": indent + row.name,
-        "status": row.status.lower(),
+        "status": "waiting" if waits else row.status.lower(),
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.start_time)),
         "took": seconds,
         "result": _result(row),
@@ -238,7 +261,7 @@ def _line(row: RunRow, indent: str) -> dict[str, str]:
 
 def _result(row: RunRow) -> str:
     """What came of a run, in a few words: its own `result` tag, the gate's decision, or its main figure."""
-    for tag in ("result", "gate.decision", "error"):
+    for tag in ("result", "gate.decision", "error", "interrupted"):
         if row.tags.get(tag):
             text = " ".join(row.tags[tag].split())
             return text if len(text) <= 60 else text[:57] + "..."

@@ -69,7 +69,7 @@ def test_stage_names_are_the_pipeline_s():
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
     assert names[:5] == ["run", "retrain", "validate", "stage", "profile"]
-    assert names[5:] == ["evaluate", "analyze", "promote", "ui", "monitor", "runs", "doctor"]
+    assert names[5:] == ["evaluate", "analyze", "promote", "approve", "resume", "ui", "monitor", "runs", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -318,3 +318,52 @@ def test_reader_that_goes_away(tmp_path):
 def test_table_is_aligned():
     rows = [{"run": "demo 1", "status": "finished"}, {"run": "x", "status": "failed"}]
     assert cli._table(rows) == "run     status\ndemo 1  finished\nx       failed"
+
+
+# Operations
+
+
+def test_approve_asks_with_what_was_given(config, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def decide(output, uri, run, **named):
+        calls.append((str(output), uri, run, named))
+        return "decided"
+
+    monkeypatch.setitem(sys.modules, "flows.approval", SimpleNamespace(decide=decide))
+    assert cli.main(["approve", "demo", "--no", "--note", "worse", "--output", "o"]) == 0
+    assert cli.main(["approve"]) == 0
+    given = {"approve": False, "by": "", "note": "worse", "where": " --output o"}
+    nothing = {"approve": None, "by": "", "note": "", "where": ""}
+    assert calls == [("o", None, "demo", given), ("outputs", None, None, nothing)]
+    assert capsys.readouterr().out == "decided\ndecided\n"
+    with pytest.raises(SystemExit):
+        cli.main(["approve", "demo", "--yes", "--no"])
+
+
+def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, capsys):
+    from tasks.config import from_dict
+
+    settings = from_dict({"name": "demo", "model": {"path": "a/b"}, "stages": {"policy": {}}}, check_files=False)
+    record = SimpleNamespace(name="demo · 1", status="killed", only="policy", given={"a": "b"}, started="1")
+    monkeypatch.setitem(
+        sys.modules, "flows.resume", SimpleNamespace(find=lambda *_: record, settings_of=lambda *_: settings)
+    )
+    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    found = {}
+
+    def run_pipeline(settings, **named):
+        found.update(named)
+        return SimpleNamespace(ok=True, table=lambda: "the table")
+
+    monkeypatch.setattr(flow, "run_pipeline", run_pipeline)
+    assert cli.main(["resume", "demo", "-q", "--output", str(tmp_path)]) == 0
+    assert found == {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
+    assert capsys.readouterr().out == "going on with 'demo · 1', which is killed\nthe table\n"
+
+
+@pytest.mark.parametrize("command", ["resume", "gc", "gc --yes"])
+def test_operations_without_runs_say_where_they_looked(command, tmp_path, capsys):
+    assert cli.main([*command.split(), "--output", str(tmp_path)]) == 2
+    assert f"no runs in {tmp_path}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

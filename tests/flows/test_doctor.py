@@ -131,3 +131,18 @@ def test_prefect_server(server, monkeypatch):
     assert doctor._prefect() == doctor.Finding("prefect api", "ok", f"{server}/api")
     monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
     assert doctor._prefect().is_bad
+
+
+def test_runs_that_were_killed_are_mentioned(tmp_path, monkeypatch):
+    import json
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    events = tmp_path / "demo" / "runs" / "1" / ".tracking" / "events.jsonl"
+    events.parent.mkdir(parents=True)
+    events.write_text(json.dumps({"op": "start", "time": 1, "name": "demo · 1", "key": "k"}) + "\n")
+    before = events.read_bytes()
+    (found,) = [finding for finding in doctor.examine(tmp_path) if finding.name == "runs"]
+    assert found.state == "note" and found.detail == "1 was killed without a word: demo · 1"
+    assert "--repair" in found.advice and events.read_bytes() == before
+    events.write_bytes(before + json.dumps({"op": "end", "time": 2, "status": "FINISHED"}).encode() + b"\n")
+    assert [finding for finding in doctor.examine(tmp_path) if finding.name == "runs"] == []

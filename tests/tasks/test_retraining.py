@@ -1,13 +1,14 @@
 """When a retraining is worth it, where it starts and with which settings."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from rl_core.errors import SettingsError
 from tasks.config import from_dict
 from tasks.data_record import record_sources, tags_of_records
-from tasks.retraining import close_record, open_record, plan_retraining, read_records
+from tasks.retraining import close_record, open_record, plan_retraining, read_records, settle_waiting
 from tasks.tracking import ModelVersion
 
 STAGES = {"prepare_data": {}, "sft": {}, "policy": {}, "evaluate": {}, "promote": {}}
@@ -180,3 +181,26 @@ def test_records_come_back_and_a_broken_one_is_passed_over(file, tmp_path):
     assert read_records(tmp_path) == [record]
     closed = close_record(tmp_path, record, status="promoted", version=4, note="better")
     assert read_records(tmp_path) == [closed] and closed.ended
+
+
+@pytest.mark.parametrize(
+    ("state", "status"),
+    [("approved", "promoted"), ("rejected", "rejected"), ("timed out", "rejected"), ("superseded", "failed"),
+     ("waiting", "waiting")],
+)  # fmt: skip
+def test_an_answer_that_came_meanwhile_closes_what_waited(file, tmp_path, state, status):
+    record = plan(settings(file), None).record
+    close_record(tmp_path, record, status="waiting", version=7)
+    other = dataclasses.replace(record, number=record.number + 1)
+    close_record(tmp_path, other, status="rejected", version=8, note="no gain")
+    tags = {"approval.state": state, "approval.deadline": "2999-01-01 00:00:00 UTC", "approval.champion": "none"}
+    tags |= {"approval.request": "k", "approval.by": "ada", "approval.note": "looks fine"}
+    versions = [
+        dataclasses.replace(champion(version, settings(file)), version=version, tags=tags if version == 7 else {})
+        for version in (7, 8)
+    ]
+    found = settle_waiting(SimpleNamespace(versions=lambda name: versions), "m", tmp_path)
+    assert [entry.status for entry in found] == [status, "rejected"]
+    assert read_records(tmp_path) == found
+    assert ("ada" in found[0].note) is (state in ("approved", "rejected"))
+    assert found[1].note == "no gain"

@@ -1,0 +1,139 @@
+"""`posttrain approve`: who waits for a decision, and deciding it from any process that reaches the tracking store."""
+
+from __future__ import annotations
+
+import platform
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_core.errors import DataError, SettingsError, nearest
+from tasks.approval import Request, answer, requests
+from tasks.config import PipelineSettings
+from tasks.tracking import Tracking
+from tasks.tracking.store import default_uri, user_name
+
+__all__ = ["decide", "find", "how_to_answer", "show"]
+
+
+def decide(
+    output: Path,
+    uri: str | None,
+    run: str | None,
+    *,
+    approve: bool | None,
+    by: str = "",
+    note: str = "",
+    where: str = "",
+) -> str:
+    """Answer for a run, or say what waits.
+
+    Args:
+        output: the output folder. uri: tracking store, as in a config.
+        run: a run's name or id as `posttrain runs` shows it, or its pipeline; None = say what waits.
+        approve: the answer; None = show what is asked. by: who answers. note: why.
+        where: the command line's options that name the folder or store, for the commands that are shown.
+    Returns: what to print.
+    Raises: DataError for an unknown run; SettingsError where there is nothing to decide.
+    """
+    tracking = Tracking(uri, output)
+    known = requests(tracking) if _has_store(tracking) else []
+    if run is None:
+        if approve is not None:
+            raise SettingsError("name the run to decide about; `posttrain approve` alone lists those that wait")
+        return show([request for request in known if request.is_waiting], output, where)
+    request = find(tracking, known, run)
+    if approve is None:
+        page = tracking.page_of(request.stage_run_id)
+        return f"{request.outcome}\n\nevidence  {page}\n{_commands(request, where)}"
+    done = answer(tracking, request, approve=approve, by=by or f"{user_name()}@{platform.node()}", note=note)
+    lines = [done.outcome]
+    if done.state == "superseded":
+        lines.append(
+            f"`posttrain resume {shlex.quote(done.run)}` compares anew, unless the run itself waits: it does so"
+        )
+    lines += _let_go(done, approve)
+    return "\n".join(lines)
+
+
+def _has_store(tracking: Tracking) -> bool:
+    local = default_uri(tracking.output)
+    return tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists()
+
+
+def find(tracking: Tracking, known: Sequence[Request], run: str) -> Request:
+    """The question of a run: of those that match, the one that waits. Raises: DataError, SettingsError."""
+    mine = [request for request in known if _matches(request.run, request.run_id, run)]
+    waiting = [request for request in mine if request.is_waiting]
+    if len(waiting) == 1:
+        return waiting[0]
+    if waiting:
+        names = ", ".join(f"'{request.run}'" for request in waiting)
+        raise SettingsError(f"'{run}' may mean several runs that wait: {names}; give one of these names")
+    if mine:
+        raise SettingsError(f"'{run}' waits for nothing: {mine[0].outcome}")
+    rows = [row for row in tracking.list_runs() if not row.parent_run_id] if _has_store(tracking) else []
+    if any(_matches(row.name, row.run_id, run) for row in rows):
+        raise SettingsError(
+            f"'{run}' asked for no approval: its promotion was not `approve: manual`, did not pass the gate, or has "
+            "not been reached"
+        )
+    if not rows:
+        raise DataError(f"no runs in {tracking.uri}; give the run's --config, or its --output folder")
+    raise DataError(f"no run '{run}' in {tracking.uri}; {nearest(run, [row.name for row in rows])}")
+
+
+def _matches(name: str, run_id: str, text: str) -> bool:
+    """Whether a person means this run: its name, its pipeline's name, its id or the beginning of that."""
+    return text in (name, name.partition(" · ")[0]) or (len(text) >= 6 and run_id.startswith(text))
+
+
+def show(waiting: Sequence[Request], output: Path, where: str = "") -> str:
+    """What waits, with the commands that decide."""
+    if not waiting:
+        return f"nothing in {output.absolute()} waits for approval"
+    return "\n\n".join(f"{request.run}\n{request.outcome}\n{_commands(request, where)}" for request in waiting)
+
+
+def how_to_answer(settings: PipelineSettings, request: Request) -> str:
+    """For the terminal of a run that waits: where the evidence is and what to type in another one."""
+    where = ""
+    if settings.tracking.uri:
+        where = " --config CONFIG"
+    elif settings.output != "outputs":
+        where = f" --output {shlex.quote(settings.output)}"
+    evidence = Path(settings.output).resolve() / settings.name / "stages" / "promote" / request.key / "review"
+    return (
+        f"evidence  {evidence / 'report.html'}\n{_commands(request, where)}\n"
+        "Ctrl-C leaves it waiting; the same command goes on from here."
+    )
+
+
+def _commands(request: Request, where: str) -> str:
+    start = f"posttrain approve {shlex.quote(request.run)}"
+    return f"approve   {start} --yes --note 'WHY'{where}\nreject    {start} --no --note 'WHY'{where}"
+
+
+def _let_go(request: Request, approve: bool) -> list[str]:
+    """Tell the Prefect server, where the run waits on one that everybody reaches; a run's own process looks itself."""
+    if not request.prefect_api or not request.flow_run_id:
+        return []
+    from flows.prefect_home import prepare_prefect
+
+    prepare_prefect()
+    from prefect.exceptions import NotPausedError, ObjectNotFound
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.waiting import resume
+
+    try:
+        with temporary_settings({PREFECT_API_URL: request.prefect_api}):
+            resume(request.flow_run_id, approve=approve, by=request.by, note=request.note)
+    except (NotPausedError, ObjectNotFound):
+        return []  # it has gone on already, or is no more
+    except Exception as error:
+        return [
+            f"the decision stands, but the Prefect run could not be told ({type(error).__name__}: {error}); "
+            f"resume it on its page: {request.prefect_api.removesuffix('/api')}/runs/flow-run/{request.flow_run_id}"
+        ]
+    return []

@@ -1,0 +1,78 @@
+"""`posttrain gc`: what the plan of tasks/retention.py frees, said or done."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_core.errors import DataError, FolderBusy, nearest
+from rl_core.folders import FolderLock, remove_folder
+from tasks.repair import recorded_runs
+from tasks.retention import Plan, make_plan
+from tasks.tracking import Tracking
+from tasks.tracking.removal import remove_from_store
+
+__all__ = ["collect"]
+
+logger = logging.getLogger(__name__)
+
+
+def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str] = (), delete: bool = False) -> str:
+    """Plan, and with `delete` remove; returns what to print.
+
+    Args:
+        output: the output folder. uri: tracking store, as in a config.
+        keep: newest runs of each pipeline whose results stay.
+        pipelines: only these; () = all of the folder.
+    Raises: DataError for a pipeline that the folder does not hold.
+    """
+    output = output.resolve()
+    known = sorted({record.pipeline for record in recorded_runs(output)})
+    if not known:
+        raise DataError(f"no runs in {output}; give the runs' --config, or their --output folder")
+    for name in pipelines:
+        if name not in known:
+            raise DataError(f"no pipeline '{name}' in {output}; {nearest(name, known)}")
+    tracking = Tracking(uri, output)
+    lines, total = [], 0
+    for name in pipelines or known:
+        try:
+            with FolderLock(output / name / ".lock"):  # whoever runs has it: nothing of a living run is looked at
+                plan = make_plan(tracking, output / name, keep)
+                lines += _said(name, plan)
+                total += plan.bytes
+                if delete:
+                    lines += _remove(tracking, plan)
+        except FolderBusy as error:
+            lines.append(f"{name}: left alone, a run is writing ({error})")
+    verb = "freed" if delete else "would free"
+    lines.append(f"{verb} {_size(total)}" + ("" if delete else "; nothing was changed, --yes removes it"))
+    return "\n".join(lines)
+
+
+def _said(name: str, plan: Plan) -> list[str]:
+    lines = [f"{name}: keeps {plan.kept_runs} runs, {plan.kept_folders} stage folders, versions "
+             f"{', '.join(plan.kept_versions) or 'none'}"]  # fmt: skip
+    for item in plan.items:
+        lines.append(f"  {_size(item.bytes):>10}  {item.what}  {item.label}")
+    return lines
+
+
+def _remove(tracking: Tracking, plan: Plan) -> list[str]:
+    """The store first: a folder whose run is gone is merely unexplained, a run whose folder is gone would mislead."""
+    problems = remove_from_store(tracking.store, plan.runs, plan.versions, plan.models, plan.traces)
+    for path in plan.paths:
+        if path.is_dir():
+            remove_folder(path)
+        else:
+            path.unlink(missing_ok=True)
+    return [f"  {problem}" for problem in problems]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

@@ -1,0 +1,233 @@
+"""Waiting for a person's word on a promotion: suspended as a deployment, else in this process.
+
+A run of a deployment ends its process and is started again when the form in the Prefect UI is filled in, or when
+`posttrain approve` resumes it. Any other run waits here: for the form, the command or the deadline, whichever is first.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from uuid import UUID
+
+from prefect.flow_runs import pause_flow_run, resume_flow_run, suspend_flow_run
+from prefect.input import RunInput
+from prefect.runtime import deployment, flow_run
+from pydantic import Field
+
+from flows.approval import how_to_answer
+from rl_core.errors import BackendError, SettingsError
+from rl_core.folders import write_json_atomic
+from tasks.approval import Request, answer, asked, expire
+from tasks.config import PipelineSettings
+from tasks.tracking import Tracking
+
+if TYPE_CHECKING:
+    from flows.post_training import PipelineResult
+
+__all__ = ["decided"]
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0  # between two looks at whether somebody has answered
+GRACE_SECONDS = 120  # Prefect's own limit comes after ours, which says what it does
+
+
+class Approval(RunInput):
+    """The form that the Prefect UI shows."""
+
+    decision: Literal["approve", "reject"] = Field(description="approve moves the alias champion to this version")
+    reviewer: str = Field(description="who decides; kept with the version", min_length=1)
+    note: str = Field(default="", description="why; kept with the version")
+
+
+def decided(
+    settings: PipelineSettings, run_once: Callable[[], PipelineResult], say: Callable[[str], None]
+) -> PipelineResult:
+    """Run the pipeline, wait where its promotion waits for a person, and give the result with the answer in it.
+
+    Where another version has become champion meanwhile, the pipeline is run once more: its stages are finished, and the
+    challenger is compared with the new champion.
+
+    Args:
+        run_once: runs the pipeline; `waiting` of its result is what has to be decided, if anything.
+        say: tells the person at the terminal.
+    """
+    tracking = Tracking(settings.tracking.uri, Path(settings.output), settings.experiment)
+    result = _suspended_before(settings)
+    while True:
+        back = result is not None
+        if result is None:
+            result = run_once()
+        if result.waiting is None or (not back and _asked_by_another(result.waiting)):
+            return result
+        if not back:
+            say(f"promote: {result.waiting.outcome}\n{how_to_answer(settings, result.waiting)}")
+        request = _wait(settings, tracking, result, back)
+        say(f"promote: {request.outcome}")
+        if request.state != "superseded":
+            return _with_answer(result, request)
+        result = None
+
+
+def _asked_by_another(request: Request) -> bool:
+    """Whether another run of a deployment waits for the same answer; then this one has nothing to add and ends."""
+    return bool(deployment.id) and request.flow_run_id not in ("", str(flow_run.id))
+
+
+def _with_answer(result: PipelineResult, request: Request) -> PipelineResult:
+    """The result with the answer where it said that it waits."""
+    rows = [{**row, "note": request.outcome} if row["stage"] == "promote" else row for row in result.rows]
+    stages = dict(result.results)
+    decision = "promoted" if request.state == "approved" else "rejected"
+    if "promote" in stages:
+        summary = {**stages["promote"].summary, "decision": decision, "note": request.outcome}
+        stages["promote"] = dataclasses.replace(stages["promote"], summary=summary)
+    facts = {**result.facts, "decision": decision, "note": request.outcome}
+    return dataclasses.replace(result, rows=rows, results=stages, facts=facts, waiting=None)
+
+
+def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult, back: bool) -> Request:
+    """Until the request is answered, by whomever. A run of a deployment ends here, and comes back later.
+
+    Args:
+        back: it has come back: Prefect took the form in time, however late a worker was free for it.
+    """
+    request = result.waiting
+    assert request is not None
+    left = request.deadline - time.time()
+    if (left > 0 or back) and deployment.id and not flow_run.parent_flow_run_id:
+        _remember(settings, result)
+        form = suspend_flow_run(wait_for_input=_form(request), timeout=max(1, int(left)), key=_key(request))
+        _settle(tracking, request, form, in_time=True)
+        _place(settings).unlink(missing_ok=True)
+    elif left > 0:
+        _wait_here(tracking, request)
+    if (found := asked(tracking, request)).is_waiting:
+        expire(tracking, request.name)
+        found = asked(tracking, request)
+    return found
+
+
+def _key(request: Request) -> str:
+    """Prefect pauses once for each key: a comparison that is asked about again needs another one."""
+    return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
+
+
+def _form(request: Request) -> type[Approval]:
+    return Approval.with_initial_data(
+        description=f"{request.outcome}\n\nThe evidence is the artifact `...-review` of this run, and `review/` in the "
+        "MLflow run."
+    )
+
+
+def _settle(tracking: Tracking, request: Request, form: Approval, *, in_time: bool = False) -> None:
+    """Take the form's answer, unless the request was answered otherwise."""
+    if not asked(tracking, request).is_waiting:
+        return
+    try:
+        by = f"{form.reviewer} (Prefect form)"
+        answer(tracking, request, approve=form.decision == "approve", by=by, note=form.note, in_time=in_time)
+    except SettingsError as error:  # too late, or somebody was faster: the tags say it
+        logger.warning("%s", error)
+
+
+def _wait_here(tracking: Tracking, request: Request) -> None:
+    """Pause the flow run, so that its page shows the form, and look for an answer from elsewhere meanwhile."""
+    watch = _Watch(tracking, request)
+    form: Approval | None = None
+    watch.start()
+    try:
+        try:
+            limit = int(request.deadline - time.time()) + GRACE_SECONDS
+            form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=_key(request))
+        except Exception as error:
+            # The Prefect API is away, or refuses: the command line still answers.
+            logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)
+        if form is None:
+            watch.answered.wait()
+    finally:
+        watch.end()
+    if form is not None and not watch.answered.is_set():
+        _settle(tracking, request, form)
+
+
+class _Watch(threading.Thread):
+    """Looks for an answer in the tracking store and for the deadline; then lets the paused flow run go on."""
+
+    def __init__(self, tracking: Tracking, request: Request) -> None:
+        super().__init__(name="approval", daemon=True)
+        self.tracking, self.request = tracking, request
+        self.answered = threading.Event()
+        self._ended = threading.Event()
+        self._context = contextvars.copy_context()  # Prefect's settings
+
+    def end(self) -> None:
+        """Stop looking."""
+        self._ended.set()
+
+    def run(self) -> None:
+        """See the class."""
+        while not self._ended.wait(POLL_SECONDS):
+            try:
+                if time.time() > self.request.deadline:
+                    expire(self.tracking, self.request.name)
+                if not asked(self.tracking, self.request).is_waiting:
+                    break
+            except BackendError as error:
+                logger.debug("asking again: %s", error)
+        else:
+            return
+        self.answered.set()
+        while not self._ended.wait(0.5):  # until the pause is registered, and ends
+            try:
+                self._context.copy().run(resume, self.request.flow_run_id, approve=False, by="", note="")
+            except Exception as error:
+                logger.debug("the flow run is not to be resumed yet: %s", error)
+
+
+def resume(flow_run_id: str, *, approve: bool, by: str, note: str) -> None:
+    """Let a flow run that waits go on; its process reads the answer in the tracking store."""
+    form = {"decision": "approve" if approve else "reject", "reviewer": by or "posttrain", "note": note}
+    resume_flow_run(UUID(flow_run_id), run_input=form)
+
+
+# ---------------------------------------------------------------------------------------- runs of deployments come back
+
+
+def _place(settings: PipelineSettings) -> Path:
+    return Path(settings.output).resolve() / settings.name / "approvals" / f"{flow_run.id}.json"
+
+
+def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
+    """Keep what the run has found, so that it need not look again when it comes back, with newer code perhaps."""
+    path = _place(settings)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept: dict[str, Any] = {
+        "rows": result.rows,
+        "run_url": result.run_url,
+        "seconds": result.seconds,
+        "facts": result.facts,
+        "waiting": dataclasses.asdict(result.waiting) if result.waiting else None,
+    }
+    write_json_atomic(path, kept)
+
+
+def _suspended_before(settings: PipelineSettings) -> PipelineResult | None:
+    """What this very flow run had found when it was suspended; None where it was not."""
+    from flows.post_training import PipelineResult
+
+    path = _place(settings)
+    if not flow_run.id or not path.is_file():
+        return None
+    kept = json.loads(path.read_text())
+    waiting = Request(**kept.pop("waiting"))
+    return PipelineResult(results={}, waiting=waiting, **kept)

@@ -1,0 +1,278 @@
+"""A person's word on a promotion: asked after the gate, answered once, kept as tags of the model version.
+
+The tags of the version are the truth, so any process that reaches the tracking store can answer: `posttrain approve`,
+the form in the Prefect UI, or the clock. Whoever answers moves the alias at once, whether the run that asked lives or
+not.
+
+    approval.state      waiting, approved, rejected, timed out, superseded
+    approval.request    what is asked: the key of the promote stage, which is one comparison
+    approval.champion   version that the challenger was compared with; none = there was no champion
+    approval.asked, .deadline, .when     UTC, to the second
+    approval.by, .note  who answered, and why
+    approval.run, .run_id, .stage_run_id, .flow_run_id, .prefect_api    where the question comes from
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import FolderBusy, PosttrainError, SettingsError
+from rl_core.folders import FolderLock, write_json_atomic
+from tasks.tracking import ModelVersion, Tracking
+
+__all__ = ["Request", "answer", "ask", "asked", "expire", "read", "requests"]
+
+logger = logging.getLogger(__name__)
+
+WAITING, APPROVED, REJECTED, TIMED_OUT, SUPERSEDED = "waiting", "approved", "rejected", "timed out", "superseded"
+LOCK_SECONDS = 20.0  # to wait for another answer or promotion of the same model
+
+
+@dataclass(frozen=True)
+class Request:
+    """One question and, once there is one, its answer."""
+
+    name: str  # registered model
+    version: int
+    state: str
+    key: str
+    champion: int | None  # compared with; None = there was none
+    deadline: float  # seconds since the epoch
+    asked: str = ""  # when
+    reason: str = ""  # what the gate found
+    run: str = ""  # name of the pipeline run that asks
+    run_id: str = ""
+    stage_run_id: str = ""
+    flow_run_id: str = ""
+    prefect_api: str = ""  # "" = the run's own embedded server
+    by: str = ""
+    when: str = ""
+    note: str = ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether nobody has answered; the deadline may have passed all the same."""
+        return self.state == WAITING
+
+    @property
+    def until(self) -> str:
+        """The deadline, for people."""
+        return _stamp(self.deadline)
+
+    @property
+    def outcome(self) -> str:
+        """One sentence: what is asked, or what was answered."""
+        what = f"version {self.version} of {self.name}"
+        why = f": {self.note}" if self.note else ""
+        if self.state == WAITING:
+            return f"{what} waits for approval until {self.until}: {self.reason}"
+        if self.state == APPROVED:
+            return f"{what} promoted: approved by {self.by} on {self.when}{why}; {self.reason}"
+        if self.state == REJECTED:
+            return f"{what} rejected by {self.by} on {self.when}{why}; {self.reason}"
+        if self.state == TIMED_OUT:
+            return f"{what} rejected: nobody approved it until {self.until}; {self.reason}"
+        return f"{what} not promoted: {self.note}"
+
+
+def _stamp(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def _seconds(stamp: str) -> float:
+    try:
+        return datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S UTC").replace(tzinfo=UTC).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isdigit() else None
+
+
+def read(version: ModelVersion) -> Request | None:
+    """What is or was asked about a version; None = nothing ever."""
+    tags = {key.removeprefix("approval."): value for key, value in version.tags.items() if key.startswith("approval.")}
+    if "state" not in tags:
+        return None
+    plain = {key: tags.get(key, "") for key in _TEXTS}
+    return Request(
+        name=version.name,
+        version=version.version,
+        state=tags["state"],
+        key=tags.get("request", ""),
+        champion=_number(tags.get("champion", "")),
+        deadline=_seconds(tags.get("deadline", "")),
+        asked=tags.get("asked", ""),
+        reason=version.tags.get("gate.reason", ""),
+        **plain,
+    )
+
+
+_TEXTS = ("run", "run_id", "stage_run_id", "flow_run_id", "prefect_api", "by", "when", "note")
+
+
+def requests(tracking: Tracking) -> list[Request]:
+    """All questions that were ever asked in a store, the newest deadline first."""
+    registry = tracking.registry
+    found = [read(version) for name in registry.names() for version in registry.versions(name)]
+    return sorted((request for request in found if request), key=lambda request: -request.deadline)
+
+
+def ask(tracking: Tracking, request: Request) -> Request:
+    """Put the question on the version's tags; an earlier one about the same version is forgotten."""
+    request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="")
+    tags = {
+        "approval.state": WAITING,
+        "approval.request": request.key,
+        "approval.champion": "none" if request.champion is None else str(request.champion),
+        "approval.asked": request.asked,
+        "approval.deadline": request.until,
+        **{f"approval.{key}": getattr(request, key) for key in _TEXTS[:5]},
+        **{f"approval.{key}": "" for key in _TEXTS[5:]},
+        "gate.decision": "awaiting approval",
+    }
+    tracking.tag_version(request.name, request.version, tags)
+    tracking.set_challenger(request.name, request.version)
+    logger.info("promotion: %s", request.outcome)
+    return request
+
+
+def asked(tracking: Tracking, request: Request) -> Request:
+    """The same question as the store has it now. Raises: SettingsError where the version is gone."""
+    found = read(tracking.registry.version(request.name, request.version))
+    return found if found is not None and found.key == request.key else replace(request, state=SUPERSEDED)
+
+
+def answer(
+    tracking: Tracking, request: Request, *, approve: bool, by: str, note: str = "", in_time: bool = False
+) -> Request:
+    """Answer a question and do what follows: the alias moves only if the champion is still the one compared with.
+
+    Args:
+        by: who answers. note: why.
+        in_time: the answer was given before the deadline, although it arrives only now.
+    Returns: the question with its answer; superseded where another version has become champion meanwhile.
+    Raises: SettingsError when it was answered before or its time is over.
+    """
+    with _deciding(tracking.output, request.name):
+        now = asked(tracking, request)
+        if not now.is_waiting:
+            raise SettingsError(f"nothing to decide any more: {now.outcome}")
+        if time.time() > now.deadline and not in_time:
+            late = _settle(tracking, now, TIMED_OUT, "the clock", "")
+            raise SettingsError(
+                f"{late.outcome}. `posttrain stage promote CONFIG --fresh` asks again, `posttrain promote --version "
+                f"{late.version} --config CONFIG` promotes by hand"
+            )
+        if not approve:
+            return _settle(tracking, now, REJECTED, by, note)
+        if not tracking.replace_champion(now.name, now.version, now.champion):
+            champion = tracking.champion(now.name)
+            what = f"version {champion.version} is" if champion else "no version is"
+            before = f"version {now.champion}" if now.champion else "none"
+            why = f"{what} champion now, and the comparison was with {before}; it has to be compared anew"
+            return _settle(tracking, now, SUPERSEDED, by, why)
+        return _settle(tracking, now, APPROVED, by, note)
+
+
+def expire(tracking: Tracking, name: str) -> list[Request]:
+    """Reject what nobody approved in time; returns those."""
+    late = [read(version) for version in tracking.versions(name)]
+    found = []
+    for request in late:
+        if request is not None and request.is_waiting and time.time() > request.deadline:
+            with _deciding(tracking.output, name):
+                if (now := asked(tracking, request)).is_waiting:
+                    found.append(_settle(tracking, now, TIMED_OUT, "the clock", ""))
+    return found
+
+
+_DECISIONS = {
+    APPROVED: "promoted", REJECTED: "rejected by hand", TIMED_OUT: "approval timed out", SUPERSEDED: "superseded",
+}  # fmt: skip
+
+
+def _settle(tracking: Tracking, request: Request, state: str, by: str, note: str) -> Request:
+    """Write the answer on the version, and on the runs that asked."""
+    when = _stamp(time.time())
+    done = replace(request, state=state, by=by, when=when, note=note)
+    tags = {
+        "approval.state": state,
+        "approval.by": by,
+        "approval.when": when,
+        "approval.note": note,
+        "gate.decision": _DECISIONS[state],
+    }
+    tracking.tag_version(request.name, request.version, tags)
+    logger.info("promotion: %s", done.outcome)
+    for run_id in filter(None, (request.run_id, request.stage_run_id)):
+        try:
+            tracking.reword_run(
+                run_id, request.outcome, done.outcome, {"approval": state, "gate.decision": _DECISIONS[state]}
+            )
+        except PosttrainError as error:  # the run may be gone; the decision stands
+            logger.warning("the decision could not be noted on run %s: %s", run_id, error)
+    if state != SUPERSEDED:
+        _note_locally(tracking.output, request.run_id)
+    return done
+
+
+def _note_locally(output: Path, run_id: str) -> None:
+    """The run that asked waits no more, where its folder is on this machine."""
+    for path in [*output.glob("*/run.json"), *output.glob("*/runs/*/run.json")]:
+        try:
+            record = json.loads(path.read_text())
+            if run_id and record.get("run_id") == run_id and record.get("status") == "waiting":
+                write_json_atomic(path, {**record, "status": "finished"})
+        except (OSError, ValueError, AttributeError, PosttrainError) as error:
+            logger.debug("%s: %s", path, error)
+
+
+@contextmanager
+def _deciding(output: Path, name: str) -> Iterator[None]:
+    """Nobody else on this machine answers for, or promotes, this model within. Raises: FolderBusy."""
+    lock = FolderLock(output / f".champion-{name.replace(' ', '_')}.lock")
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            lock.__enter__()
+            break
+        except FolderBusy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+    try:
+        yield
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def question(summary: dict[str, Any], champion: int | None, **place: str) -> Request:
+    """The question of a promote stage that waits, from its summary.
+
+    Args:
+        champion: the present one. The comparison may have been made with another version of the very same model.
+        place: run, run_id, flow_run_id, ...
+    """
+    reason = str(summary["reason"])
+    if champion is not None:
+        reason = reason.replace(f"champion version {summary['champion_before']} ", f"champion version {champion} ")
+    return Request(
+        name=summary["registered_model"],
+        version=int(summary["model_version"]),
+        state=WAITING,
+        key=summary["key"],
+        champion=champion,
+        deadline=time.time() + float(summary["approval_timeout_seconds"]),
+        reason=reason,
+        **place,
+    )

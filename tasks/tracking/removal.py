@@ -1,0 +1,161 @@
+"""Taking runs, their traces, model versions and logged models out of a store; what they occupy there.
+
+Runs and logged models go to MLflow's bin, from which `mlflow gc` purges their rows. Artifacts on this machine are
+removed at once; those of a server are the server's, and leave with its own `mlflow gc`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import BackendError, DataError
+from rl_core.folders import remove_folder
+from tasks.tracking.store import Store
+
+__all__ = ["StoredRun", "StoredModel", "remove_from_store", "stored_models", "stored_runs", "traces_of"]
+
+log = logging.getLogger(__name__)
+
+PAGE = 1000
+TRACES_AT_ONCE = 100  # MLflow refuses more
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run as retention sees it."""
+
+    run_id: str
+    name: str
+    experiment_id: str
+    parent: str  # "" = it is a pipeline run
+    status: str
+    tags: dict[str, str]
+    artifacts: Path | None  # None = not on this machine
+
+
+def stored_runs(store: Store, condition: str) -> list[StoredRun]:
+    """All runs of the store that meet a filter of MLflow's."""
+    found: list[StoredRun] = []
+    with store.answers("list runs"):
+        experiments = [one.experiment_id for one in store.client.search_experiments(max_results=1000)]
+        token = None
+        while experiments:
+            page = store.client.search_runs(experiments, condition, max_results=PAGE, page_token=token)
+            found += [_stored(run) for run in page]
+            token = page.token
+            if not token:
+                break
+    return found
+
+
+def _stored(run: Any) -> StoredRun:
+    tags = dict(run.data.tags)
+    info = run.info
+    return StoredRun(
+        run_id=info.run_id,
+        name=info.run_name or info.run_id,
+        experiment_id=info.experiment_id,
+        parent=tags.get("mlflow.parentRunId", ""),
+        status=info.status,
+        tags=tags,
+        artifacts=_local(info.artifact_uri, info.run_id),
+    )
+
+
+def _local(uri: str | None, identity: str) -> Path | None:
+    """The folder of one run or model on this machine; only one that bears its id, which nothing else lies in."""
+    from mlflow.utils.file_utils import local_file_uri_to_path
+
+    if not uri or ("://" in uri and not uri.startswith("file://")):
+        return None
+    path = Path(local_file_uri_to_path(uri))
+    path = path.parent if path.name == "artifacts" else path
+    return path if path.is_absolute() and path.name == identity and path.is_dir() and not path.is_symlink() else None
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A logged model: the files behind a registered version, or what is left of a failed attempt to make one."""
+
+    model_id: str
+    run_id: str  # that made it
+    folder: Path | None  # None = not on this machine
+
+
+def stored_models(store: Store, experiments: Collection[str]) -> list[StoredModel]:
+    """All logged models of these experiments. A local store's version does not say which is its own: its run does."""
+    found: list[StoredModel] = []
+    with store.answers("list logged models"):
+        token = None
+        while experiments:
+            page = store.client.search_logged_models(sorted(experiments), page_token=token)
+            for model in page:
+                folder = _local(model.artifact_location, model.model_id)
+                found.append(StoredModel(model.model_id, model.source_run_id or "", folder))
+            token = page.token
+            if not token:
+                break
+    return found
+
+
+def traces_of(store: Store, runs: Iterable[StoredRun]) -> dict[str, list[str]]:
+    """Experiment -> ids of the traces that these runs logged."""
+    found: dict[str, list[str]] = {}
+    for run in runs:
+        with store.answers("list traces"):
+            token = None
+            while True:
+                page = store.client.search_traces(
+                    locations=[run.experiment_id], run_id=run.run_id, include_spans=False, max_results=500,
+                    page_token=token,
+                )  # fmt: skip
+                found.setdefault(run.experiment_id, []).extend(trace.info.trace_id for trace in page)
+                token = page.token
+                if not token:
+                    break
+    return {experiment: ids for experiment, ids in found.items() if ids}
+
+
+def remove_from_store(
+    store: Store,
+    runs: Sequence[StoredRun],
+    versions: Sequence[tuple[str, int]],
+    models: Sequence[StoredModel],
+    traces: dict[str, list[str]],
+) -> list[str]:
+    """Take them out; returns what could not be, in words. What is gone already is no problem.
+
+    Args:
+        versions: (registered model, version).
+        traces: as `traces_of`.
+    """
+    problems: list[str] = []
+
+    def attempt(what: str, call: Any, *arguments: Any, **named: Any) -> None:
+        try:
+            with store.answers(what):
+                call(*arguments, **named)
+        except DataError as error:
+            log.debug("%s: %s", what, error)
+        except BackendError as error:
+            problems.append(str(error))
+
+    for experiment, ids in traces.items():
+        for start in range(0, len(ids), TRACES_AT_ONCE):
+            chunk = ids[start : start + TRACES_AT_ONCE]
+            attempt("remove traces", store.client.delete_traces, experiment, trace_ids=chunk)
+    for name, version in versions:
+        attempt(f"remove version {version} of {name}", store.client.delete_model_version, name, str(version))
+    for model in models:
+        attempt("remove a logged model", store.client.delete_logged_model, model.model_id)
+        if model.folder is not None:
+            remove_folder(model.folder)
+    for run in runs:
+        attempt(f"remove run {run.name}", store.client.delete_run, run.run_id)
+        if run.artifacts is not None:
+            remove_folder(run.artifacts)
+    return problems

@@ -1,0 +1,148 @@
+"""A run that waits for a person: in its process, suspended as a deployment, and when the champion moved meanwhile."""
+
+import dataclasses
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from flows import waiting
+from flows.post_training import PipelineResult
+from tasks.approval import Request
+from tasks.stage import StageResult
+
+QUESTION = Request(
+    name="demo", version=2, state="waiting", key="k" * 16, champion=1, deadline=0.0, asked="2026-01-01 10:00:00 UTC",
+    run="demo · 1", flow_run_id="here",
+)  # fmt: skip
+
+
+class Suspended(BaseException):
+    """As Prefect leaves a flow that it suspends."""
+
+
+class World:
+    """The tracking store and Prefect, as far as waiting knows them."""
+
+    def __init__(self, monkeypatch, tmp_path):
+        self.request = dataclasses.replace(QUESTION, deadline=time.time() + 60)
+        self.settings = SimpleNamespace(
+            output=str(tmp_path), name="demo", experiment="demo", tracking=SimpleNamespace(uri=None)
+        )
+        self.outcomes = []  # of answers, in order; [] = what was answered
+        self.forms = []  # what pausing or suspending gives; an exception is raised
+        self.keys, self.said, self.runs = [], [], 0
+        for name in ("asked", "answer", "expire"):
+            monkeypatch.setattr(waiting, name, getattr(self, name))
+        monkeypatch.setattr(waiting, "Tracking", lambda *_: None)
+        monkeypatch.setattr(waiting, "pause_flow_run", self.pause)
+        monkeypatch.setattr(waiting, "suspend_flow_run", self.pause)
+        monkeypatch.setattr(waiting, "resume", lambda *_, **__: None)
+        monkeypatch.setattr(waiting, "POLL_SECONDS", 0.01)
+        self.deploy(monkeypatch, None)
+
+    def deploy(self, monkeypatch, deployment, flow_run="here"):
+        monkeypatch.setattr(waiting, "deployment", SimpleNamespace(id=deployment))
+        monkeypatch.setattr(waiting, "flow_run", SimpleNamespace(id=flow_run, parent_flow_run_id=None))
+
+    def asked(self, tracking, request):
+        return self.request
+
+    def answer(self, tracking, request, *, approve, by, note, in_time=False):
+        state = self.outcomes.pop(0) if self.outcomes else "approved" if approve else "rejected"
+        self.request = dataclasses.replace(self.request, state=state, by=by, when="then", note=note)
+
+    def expire(self, tracking, name):
+        self.request = dataclasses.replace(self.request, state="timed out")
+        return [self.request]
+
+    def pause(self, *, wait_for_input, timeout, key, poll_interval=0):
+        self.keys.append(key)
+        form = self.forms.pop(0)
+        if isinstance(form, BaseException):
+            raise form
+        return form
+
+    def run_once(self):
+        self.runs += 1
+        if self.runs > 1:  # compared anew, asked again
+            self.request = dataclasses.replace(self.request, state="waiting", asked=f"run {self.runs}", champion=5)
+        summary = {"decision": "awaiting approval", "note": self.request.outcome}
+        stage = StageResult("promote", "f", "d", "k", False, 1.0, "", summary)
+        rows = [{"stage": "sft", "note": "trained"}, {"stage": "promote", "note": self.request.outcome}]
+        return PipelineResult({"promote": stage}, rows, "url", 1.0, waiting=self.request)
+
+    def decide(self):
+        return waiting.decided(self.settings, self.run_once, self.said.append)
+
+
+@pytest.fixture
+def world(monkeypatch, tmp_path):
+    return World(monkeypatch, tmp_path)
+
+
+def form(decision="approve"):
+    return waiting.Approval(decision=decision, reviewer="ada", note="fine")
+
+
+@pytest.mark.parametrize(
+    ("decision", "state", "became"), [("approve", "approved", "promoted"), ("reject", "rejected", "rejected")]
+)
+def test_the_form_decides_and_the_result_says_it(world, decision, state, became):
+    world.forms = [form(decision)]
+    result = world.decide()
+    assert world.request.state == state and world.request.by == "ada (Prefect form)" and world.runs == 1
+    assert result.waiting is None and result.results["promote"].summary["decision"] == became
+    assert [row["note"] for row in result.rows] == ["trained", world.request.outcome]
+    assert (
+        "posttrain approve 'demo · 1' --yes" in world.said[0] and world.said[-1] == f"promote: {world.request.outcome}"
+    )
+
+
+def test_nothing_to_decide(world):
+    world.run_once = lambda: PipelineResult({}, [], "", 1.0)
+    assert world.decide().waiting is None and world.keys == [] and world.said == []
+
+
+def test_a_new_champion_runs_it_again_under_another_key(world):
+    world.forms, world.outcomes = [form(), form()], ["superseded"]
+    result = world.decide()
+    assert world.runs == 2 and world.request.state == "approved"
+    assert len(set(world.keys)) == 2  # Prefect pauses once for each
+    assert result.results["promote"].summary["decision"] == "promoted"
+
+
+def test_an_answer_from_elsewhere_ends_the_pause_that_prefect_refuses(world):
+    class Away(Exception):
+        pass
+
+    def answered_meanwhile(*, key, **_):
+        world.request = dataclasses.replace(world.request, state="rejected", by="bob")
+        raise Away("no API")
+
+    waiting.pause_flow_run = answered_meanwhile  # the fixture's monkeypatch puts it back
+    assert world.decide().results["promote"].summary["decision"] == "rejected"
+    assert world.request.by == "bob"
+
+
+def test_the_deadline_ends_the_wait(world):
+    world.request = dataclasses.replace(world.request, deadline=time.time() - 1)
+    assert world.decide().results["promote"].summary["decision"] == "rejected"
+    assert world.keys == [] and "nobody approved it" in world.said[-1]
+
+
+def test_a_deployment_is_suspended_and_comes_back_without_running_again(world, monkeypatch):
+    world.deploy(monkeypatch, "deployment")
+    world.forms = [Suspended(), form()]
+    with pytest.raises(Suspended):
+        world.decide()
+    world.request = dataclasses.replace(world.request, deadline=time.time() - 1)  # a worker was free late
+    result = world.decide()
+    assert world.runs == 1 and world.request.state == "approved" and result.waiting is None
+    assert result.rows[1]["note"] == world.request.outcome and world.keys[0] == world.keys[1]
+    assert list(waiting.Path(world.settings.output).rglob("*.json")) == []
+
+
+def test_a_deployments_second_run_leaves_the_question_to_the_first(world, monkeypatch):
+    world.deploy(monkeypatch, "deployment", "another")
+    assert world.decide().waiting == world.request and world.keys == []

@@ -1,0 +1,248 @@
+"""Asking for approval and answering, on a real store: tags, aliases, deadlines, and a champion that moved meanwhile."""
+
+import dataclasses
+import json
+import time
+
+import pytest
+
+from rl_core.errors import DataError, SettingsError
+from tasks import approval
+from tasks.approval import Request, answer, ask, asked, expire, read, requests
+from tasks.tracking import Tracking
+
+
+@pytest.fixture(scope="module")
+def tracking(tmp_path_factory):
+    output = tmp_path_factory.mktemp("approval")
+    return Tracking(f"sqlite:///{output / 'mlflow.db'}", output, "approval")
+
+
+@pytest.fixture
+def model(tracking, request):
+    """Name of a registered model of the test's own with versions 1 to 3; 1 is champion."""
+    name = request.node.name.replace("[", "-").replace("]", "")
+    client = tracking.store.client
+    client.create_registered_model(name)
+    for _ in range(3):
+        client.create_model_version(name, "file:///nowhere")
+    tracking.set_champion(name, 1)
+    return name
+
+
+def asking(tracking, name, version=2, champion=1, seconds=60.0, **place):
+    request = Request(
+        name=name, version=version, state="waiting", key=f"key{version}", champion=champion,
+        deadline=float(int(time.time() + seconds)), reason="gain +5", **place,
+    )  # fmt: skip
+    tracking.tag_version(name, version, {"gate.reason": "gain +5"})
+    return ask(tracking, request)
+
+
+def tags(tracking, name, version=2):
+    return tracking.registry.version(name, version).tags
+
+
+def test_what_is_asked_is_on_the_version(tracking, model):
+    request = asking(tracking, model, run="demo · 1", run_id="abcdef", flow_run_id="f")
+    found = tags(tracking, model)
+    assert found["approval.state"] == "waiting" and found["gate.decision"] == "awaiting approval"
+    assert found["approval.champion"] == "1" and found["approval.deadline"] == request.until
+    assert read(tracking.registry.version(model, 2)) == dataclasses.replace(request, reason="gain +5")
+    assert tracking.versions(model)[1].aliases == ("challenger",)
+    assert [request.name for request in requests(tracking) if request.name == model] == [model]
+
+
+def test_yes_moves_the_champion_and_says_who_when_why(tracking, model):
+    request = asking(tracking, model)
+    done = answer(tracking, request, approve=True, by="ada", note="fine")
+    assert tracking.champion(model).version == 2
+    found = tags(tracking, model)
+    assert (found["approval.state"], found["approval.by"], found["approval.note"]) == ("approved", "ada", "fine")
+    assert found["gate.decision"] == "promoted" and found["approval.when"].endswith(" UTC")
+    assert done.outcome == f"version 2 of {model} promoted: approved by ada on {done.when}: fine; gain +5"
+    assert tracking.versions(model)[1].aliases == ("champion",)
+
+
+def test_no_leaves_the_champion(tracking, model):
+    done = answer(tracking, asking(tracking, model), approve=False, by="ada")
+    assert tracking.champion(model).version == 1 and done.state == "rejected"
+    assert tags(tracking, model)["gate.decision"] == "rejected by hand"
+
+
+def test_a_second_answer_is_refused(tracking, model):
+    request = asking(tracking, model)
+    answer(tracking, request, approve=False, by="ada", note="worse")
+    with pytest.raises(
+        SettingsError, match=r"nothing to decide any more: version 2 of .* rejected by ada on .*: worse"
+    ):
+        answer(tracking, request, approve=True, by="bob")
+    assert tracking.champion(model).version == 1
+
+
+def test_a_champion_that_moved_meanwhile_is_not_overtaken(tracking, model):
+    request = asking(tracking, model)
+    tracking.set_champion(model, 3)
+    done = answer(tracking, request, approve=True, by="ada")
+    assert tracking.champion(model).version == 3 and done.state == "superseded"
+    assert "version 3 is champion now, and the comparison was with version 1" in done.outcome
+    assert asked(tracking, request).state == "superseded"
+
+
+def test_no_champion_then_and_one_now(tracking, model):
+    request = asking(tracking, model, champion=None)
+    assert answer(tracking, request, approve=True, by="ada").state == "superseded"
+    assert tracking.champion(model).version == 1
+
+
+@pytest.mark.parametrize("how", ["answer", "expire"])
+def test_the_deadline_rejects(tracking, model, how, monkeypatch):
+    request = asking(tracking, model, seconds=30)
+    monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
+    if how == "answer":
+        with pytest.raises(SettingsError, match=r"nobody approved it until .*asks again"):
+            answer(tracking, request, approve=True, by="ada")
+    else:
+        assert [late.state for late in expire(tracking, model)] == ["timed out"]
+        assert expire(tracking, model) == []
+    assert tracking.champion(model).version == 1
+    assert tags(tracking, model)["gate.decision"] == "approval timed out"
+
+
+def test_a_form_that_prefect_took_in_time_counts_though_it_arrives_late(tracking, model, monkeypatch):
+    request = asking(tracking, model)
+    monkeypatch.setattr(approval.time, "time", lambda: request.deadline + 1)
+    assert answer(tracking, request, approve=True, by="ada", in_time=True).state == "approved"
+
+
+def test_asking_again_forgets_the_old_answer(tracking, model):
+    answer(tracking, asking(tracking, model), approve=False, by="ada", note="no")
+    asking(tracking, model)
+    found = tags(tracking, model)
+    assert found["approval.state"] == "waiting" and not found["approval.by"] and not found["approval.note"]
+
+
+def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
+    with tracking.start_run("demo", tmp_path / "run") as run:
+        run_id = run.require_run_id()
+        record = tracking.output / model / "runs" / "1" / "run.json"
+        record.parent.mkdir(parents=True)
+        record.write_text(json.dumps({"run_id": run_id, "status": "waiting", "only": None}))
+        request = asking(tracking, model, run="demo", run_id=run_id)
+        run.set_tags({"result": f"policy 50%; {request.outcome}"})
+        run.set_description(f"| promote | {request.outcome} |")
+        run.flush(20)
+    done = answer(tracking, asked(tracking, request), approve=True, by="ada")
+    found = tracking.store.client.get_run(run_id).data.tags
+    assert found["result"] == f"policy 50%; {done.outcome}"[:250] and found["approval"] == "approved"
+    assert found["mlflow.note.content"] == f"| promote | {done.outcome} |"
+    assert json.loads(record.read_text()) == {"run_id": run_id, "status": "finished", "only": None}
+
+
+def test_a_run_that_is_gone_does_not_hinder(tracking, model):
+    done = answer(tracking, asking(tracking, model, run_id="0" * 32), approve=True, by="ada")
+    assert done.state == "approved" and tracking.champion(model).version == 2
+
+
+def test_the_same_comparison_with_another_version_of_the_champions_model(tracking, model):
+    summary = {
+        "registered_model": model, "model_version": 3, "key": "k", "champion_before": 1, "approval_timeout_seconds": 9,
+        "reason": "gain over champion version 1 +5.0 points",
+    }  # fmt: skip
+    asked_now = approval.question(summary, 2, run="r")
+    assert asked_now.champion == 2 and asked_now.reason == "gain over champion version 2 +5.0 points"
+    assert asked_now.run == "r" and approval.question(summary, None).champion is None
+
+
+# The command
+
+
+def test_the_run_is_found_by_name_pipeline_or_id(tracking, model):
+    from flows.approval import find
+
+    request = asking(tracking, model, run=f"{model} · 2026", run_id="0123456789")
+    known = requests(tracking)
+    for text in (f"{model} · 2026", model, "012345", "0123456789"):
+        assert find(tracking, known, text).run_id == request.run_id
+    with pytest.raises(DataError, match="no run"):
+        find(tracking, known, "01234")  # too short to mean an id
+    asking(tracking, model, version=3, run=f"{model} · 2027", run_id="9876543210")
+    with pytest.raises(SettingsError, match="may mean several runs that wait"):
+        find(tracking, requests(tracking), model)
+
+
+def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
+    from flows.approval import decide, find
+
+    with tracking.start_run("plain · 1", tmp_path / "run") as run:
+        run.require_run_id()
+    with pytest.raises(SettingsError, match="'plain' asked for no approval"):
+        find(tracking, [], "plain")
+    request = asking(tracking, model, run=f"{model} · 2026", run_id="a" * 32)
+    answer(tracking, request, approve=False, by="ada")
+    with pytest.raises(SettingsError, match=f"'{model}' waits for nothing: version 2 .* rejected by ada"):
+        find(tracking, requests(tracking), model)
+    uri = tracking.store.uri
+    with pytest.raises(SettingsError, match="name the run"):
+        decide(tracking.output, uri, None, approve=True)
+    with pytest.raises(DataError, match=r"no runs in sqlite:.*give the run's --config"):
+        decide(tmp_path, None, "demo", approve=True)
+    assert not (tmp_path / "mlflow").exists()
+
+
+def test_the_command_shows_then_decides(tracking, model):
+    from flows.approval import decide
+
+    asking(tracking, model, run=f"{model} · 2026", run_id="b" * 32)
+    uri = tracking.store.uri
+    assert f"{model} · 2026" in decide(tracking.output, uri, None, approve=None)
+    shown = decide(tracking.output, uri, model, approve=None, where=" --output x")
+    assert "waits for approval until" in shown and f"approve '{model} · 2026' --yes --note 'WHY' --output x" in shown
+    assert tracking.champion(model).version == 1
+    assert "promoted: approved by me on" in decide(tracking.output, uri, model, approve=True, by="me")
+    assert tracking.champion(model).version == 2
+
+
+# The promote stage
+
+
+@pytest.mark.parametrize(
+    ("known", "asks", "decision"),
+    [
+        (None, True, "awaiting approval"),
+        ({"key": "k1", "state": "waiting"}, False, "awaiting approval"),
+        ({"key": "k1", "state": "approved"}, False, "promoted"),
+        ({"key": "k1", "state": "rejected"}, False, "rejected"),
+        ({"key": "k1", "state": "timed out"}, False, "rejected"),
+        ({"key": "k1", "state": "superseded"}, True, "awaiting approval"),  # the champion of then is back
+        ({"key": "k2", "state": "rejected"}, True, "awaiting approval"),  # of another comparison
+    ],
+)
+def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks, decision):
+    from types import SimpleNamespace
+
+    from tasks import promote
+    from tasks.stage import StageResult
+
+    summary = {
+        "decision": "awaiting approval", "registered_model": "m", "model_version": 2, "champion_before": 1, "key": "k1",
+        "reason": "better", "approval_timeout_seconds": 60.0, "note": "",
+    }  # fmt: skip
+    result = StageResult("promote", "f", "d", "k1", True, 0.0, "stage-run", summary)
+    before = Request(name="m", version=2, champion=1, deadline=0.0, **known) if known else None
+    calls, tags = [], {}
+    monkeypatch.setattr(promote, "read", lambda version: before)
+    monkeypatch.setattr(promote, "ask", lambda tracking, request: calls.append(request) or request)
+    session = SimpleNamespace(
+        tracking=SimpleNamespace(registry=SimpleNamespace(version=lambda name, number: None)),
+        parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__), flow_run_id="f", prefect_api="",
+        approval=None,
+    )  # fmt: skip
+    found = promote._asked(session, result, 1)
+    assert len(calls) == asks and found.summary["decision"] == decision
+    waits = decision == "awaiting approval"
+    assert (session.approval is not None) is waits and (tags["approval"] == "waiting") is waits
+    if asks:
+        assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == ("run", "id", "stage-run", "k1")
+    plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
+    assert promote._asked(session, plain, 1) is plain

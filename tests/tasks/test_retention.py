@@ -1,0 +1,287 @@
+"""What `posttrain gc` would remove, on folders made by hand and a real store: nothing that is reachable may go."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import DataError
+from rl_core.folders import FolderLock, read_manifest, seal_folder
+from tasks.needed import model_digest
+from tasks.retention import make_plan
+from tasks.stage import content_digest
+from tasks.tracking import Tracking
+
+SIZE = 1000  # bytes of every model file and checkpoint made here
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """One database for all tests; each has an experiment and models of its own."""
+    return tmp_path_factory.mktemp("store")
+
+
+class Pipeline:
+    """Runs of a pipeline, made as the pipeline leaves them."""
+
+    def __init__(self, stores, output, name):
+        self.tracking = Tracking(f"sqlite:///{stores / 'mlflow.db'}", output, name)
+        if self.tracking.store.find_experiment() is None:
+            place = (stores / name).as_uri()
+            self.tracking.store.client.create_experiment(name, artifact_location=place)
+        self.home = output / name
+        self.name = name
+        self.number = 0
+
+    def run(self, *stages, status="FINISHED", cached=()):
+        """One run of stages (name, key, inputs); returns its MLflow id."""
+        self.number += 1
+        started = f"2026-01-{self.number:02d} 10:00:00"
+        folder = self.home / "runs" / started.replace(" ", "-").replace(":", "-")
+        parent = self.tracking.start_run(f"{self.name} · {started}", folder, tags={"pipeline": self.name})
+        run_id = parent.require_run_id()
+        for name, key, inputs in stages:
+            self.stage(parent, name, key, inputs)
+        for name, value in cached:
+            parent.set_tag(f"cached.{name}", value)
+        parent.close(status)
+        return run_id
+
+    def stage(self, parent, name, key, inputs, finish=True):
+        key = key * 16
+        folder = self.home / "stages" / name / key
+        run = self.tracking.start_run(
+            name, folder.with_name(f"{key}.tracking"), parent_run_id=parent.run_id, parent_folder=parent.folder,
+            tags={"pipeline": self.name, "stage": name, "stage_key": key,
+                  **{f"input.{n}": digest for n, digest in inputs.items()}},
+        )  # fmt: skip
+        work = folder.with_name(f"{key}.open")
+        (work / "model").mkdir(parents=True)
+        (work / "model" / "model.safetensors").write_bytes(key.encode() * (SIZE // 16) + b"x" * (SIZE % 16))
+        if finish:
+            (work / "summary.json").write_text(json.dumps({"run_id": run.require_run_id()}))
+            seal_folder(work, folder)
+        run.close("FINISHED" if finish else "KILLED")
+        return run.run_id
+
+    def digest(self, name, key, model=False):
+        manifest = read_manifest(self.home / "stages" / name / (key * 16))
+        return (model_digest(manifest) if model else content_digest(manifest))[:16]
+
+    def version(self, stage_run, tags=None, champion=False, name=None):
+        """A registered version of a stage's run."""
+        client, name = self.tracking.store.client, name or self.name
+        if name not in self.tracking.registry.names():
+            client.create_registered_model(name)
+        made = client.create_model_version(
+            name, "file:///nowhere", run_id=stage_run, tags={"pipeline": self.name, **(tags or {})}
+        )
+        if champion:
+            self.tracking.set_champion(name, int(made.version))
+        return int(made.version)
+
+    def logged_model(self, run_id):
+        """A logged model of a run; the folder of its artifacts, with SIZE bytes in it."""
+        from mlflow.utils.file_utils import local_file_uri_to_path
+
+        client = self.tracking.store.client
+        logged = client.create_logged_model(client.get_run(run_id).info.experiment_id, name="m", source_run_id=run_id)
+        client.finalize_logged_model(logged.model_id, "READY")
+        folder = Path(local_file_uri_to_path(logged.artifact_location))
+        folder.mkdir(parents=True)
+        (folder / "weights").write_bytes(b"x" * SIZE)
+        return folder
+
+    def children(self, run_id):
+        rows = self.tracking.list_runs()
+        return {row.name: row.run_id for row in rows if row.parent_run_id == run_id}
+
+    def gone(self, keep=1):
+        """What the plan removes: labels of folders, names of runs, versions."""
+        plan = make_plan(self.tracking, self.home, keep)
+        paths = {str(path.relative_to(self.home)) for path in plan.paths}
+        stages = {path.removeprefix("stages/") for path in paths if path.startswith("stages/") and "." not in path}
+        return plan, stages, {run.name for run in plan.runs}, set(plan.versions)
+
+
+@pytest.fixture
+def pipeline(stores, tmp_path, request):
+    return Pipeline(stores, tmp_path, request.node.name[5:50])
+
+
+def key(stage, letter):
+    return f"{stage}/{letter * 16}"
+
+
+def three_runs(pipeline):
+    """data a -> sft b (evaluated: f) -> policy c, each in a run of its own; then the policies d and e."""
+    runs = [pipeline.run(("prepare_data", "a", {}))]
+    data = pipeline.digest("prepare_data", "a")
+    parent = pipeline.run(("sft", "b", {"data": data}), ("evaluate", "f", {}), cached=[("prepare_data", "a" * 16)])
+    start = pipeline.digest("sft", "b", model=True)
+    third = pipeline.run(("policy", "c", {"model": start}), cached=[("sft", pipeline.children(parent)["sft"])])
+    runs += [parent, third]
+    runs.append(pipeline.run(("policy", "d", {"model": "0" * 16})))
+    runs.append(pipeline.run(("policy", "e", {"model": "0" * 16})))
+    return runs
+
+
+def test_the_champions_lineage_stays_by_digest_and_the_rest_goes(pipeline):
+    runs = three_runs(pipeline)
+    policy = pipeline.children(runs[2])["policy"]
+    pipeline.version(policy, champion=True)
+    plan, stages, names, versions = pipeline.gone(keep=1)
+    # e is in the newest run; a, b, c make the champion; f only looked at what it came from
+    assert stages == {key("policy", "d"), key("evaluate", "f")}
+    assert names == {f"{pipeline.name} · 2026-01-04 10:00:00", "policy"} and len(plan.runs) == 2
+    assert versions == set()
+    assert plan.kept_versions == [f"{pipeline.name}/1"]
+
+
+def test_without_a_champion_only_the_newest_stay(pipeline):
+    three_runs(pipeline)
+    _, stages, _, _ = pipeline.gone(keep=1)
+    whole = {key("prepare_data", "a"), key("sft", "b"), key("policy", "c"), key("policy", "d"), key("evaluate", "f")}
+    assert stages == whole
+    # the third newest run used the SFT of the second, and that the data
+    assert pipeline.gone(keep=3)[1] == {key("evaluate", "f")}
+    assert pipeline.gone(keep=99)[1] == set()
+
+
+def test_every_alias_counts_and_the_champion_before(pipeline):
+    run = pipeline.run(*[("policy", letter, {}) for letter in "a"])
+    others = [pipeline.run(("policy", letter, {})) for letter in "bcdef"]
+    first = pipeline.version(pipeline.children(run)["policy"])
+    made = [pipeline.version(pipeline.children(other)["policy"]) for other in others]
+    registry = pipeline.tracking.registry
+    registry.set_champion(pipeline.name, made[1])
+    registry.tag_version(pipeline.name, made[1], {"gate.champion_before": first})
+    registry.set_alias(pipeline.name, "demo", made[2])
+    registry.tag_version(pipeline.name, made[3], {"approval.state": "waiting"})
+    _, stages, _, versions = pipeline.gone(keep=1)
+    assert stages == {key("policy", "b")} and versions == {(pipeline.name, made[0])}
+
+
+def test_lineage_over_versions_and_references(pipeline):
+    old = pipeline.run(("sft", "a", {}))
+    before = pipeline.version(pipeline.children(old)["sft"])
+    middle = pipeline.run(("policy", "b", {}))
+    pipeline.run(("policy", "c", {}))
+    run_id = pipeline.children(middle)["policy"]
+    reference = f"models:/{pipeline.name}/{before}"
+    pipeline.tracking.store.client.set_tag(run_id, "parent_model_version", reference)
+    pipeline.version(run_id, champion=True)
+    assert pipeline.gone(keep=1)[1] == set()
+
+
+def test_what_was_only_looked_at_does_not_stay(pipeline):
+    pipeline.run(("policy", "a", {}))
+    former = pipeline.digest("policy", "a", model=True)
+    run = pipeline.run(("policy", "b", {}), ("evaluate", "c", {"model.champion": former}))
+    pipeline.version(pipeline.children(run)["policy"], champion=True)
+    assert pipeline.gone(keep=1)[1] == {key("policy", "a")}
+
+
+def test_unknown_inputs_keep_everything(pipeline):
+    import shutil
+
+    pipeline.run(("sft", "a", {}))
+    run = pipeline.run(("policy", "b", {}))
+    pipeline.run(("policy", "c", {}))
+    run_id = pipeline.children(run)["policy"]
+    pipeline.version(run_id, champion=True)
+    shutil.rmtree(pipeline.home / "stages/policy" / ("b" * 16 + ".tracking"))
+    assert pipeline.gone(keep=1)[1] == {key("sft", "a")}  # the store still knows what went into b
+    summary = pipeline.home / "stages/policy" / ("b" * 16) / "summary.json"
+    summary.write_text("{}")  # now nobody does
+    pipeline.tracking.store.client.delete_run(run_id)
+    assert pipeline.gone(keep=1)[1] == set()
+
+
+def test_unfinished_stages_go_with_their_run(pipeline):
+    for letter, status in (("a", "KILLED"), ("b", "KILLED")):
+        pipeline.number += 1
+        started = f"2026-01-{pipeline.number:02d} 10:00:00"
+        folder = pipeline.home / "runs" / started.replace(" ", "-").replace(":", "-")
+        parent = pipeline.tracking.start_run(f"{pipeline.name} · {started}", folder, tags={"pipeline": pipeline.name})
+        parent.require_run_id()
+        pipeline.stage(parent, "policy", letter, {}, finish=False)
+        parent.close(status)
+    plan, _, names, _ = pipeline.gone(keep=1)
+    removed = {path.name for path in plan.paths}
+    assert removed == {"a" * 16 + ".open", "a" * 16 + ".tracking", "2026-01-01-10-00-00"}
+    assert f"{pipeline.name} · 2026-01-01 10:00:00" in names
+
+
+def test_the_newest_run_keeps_its_stages_though_the_store_has_lost_them(pipeline):
+    pipeline.run(("sft", "a", {}))
+    old = pipeline.children(pipeline.run(("sft", "c", {})))
+    run = pipeline.run(("policy", "b", {}), cached=[("sft", "a" * 16)])
+    for run_id in (*pipeline.children(run).values(), run, *old.values()):
+        pipeline.tracking.store.client.delete_run(run_id)
+    assert pipeline.gone(keep=1)[1] == {key("sft", "c")}
+
+
+def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
+    pipeline.run(("policy", "a", {}))
+    pipeline.run(("policy", "b", {}))
+    weights = pipeline.home / "stages/policy" / ("a" * 16) / "model" / "model.safetensors"
+    plan = make_plan(pipeline.tracking, pipeline.home, 1)
+    (item,) = [item for item in plan.items if item.what == "stage"]
+    folder = weights.parent.parent
+    journal = folder.with_name(f"{folder.name}.tracking")
+    files = [path for place in (folder, journal) for path in place.rglob("*") if path.is_file()]
+    assert item.bytes == sum(path.stat().st_size for path in files) > SIZE
+    os.link(weights, tmp_path / "another")  # as a model version that stays would hold it
+    (less,) = [item for item in make_plan(pipeline.tracking, pipeline.home, 1).items if item.what == "stage"]
+    assert less.bytes == item.bytes - SIZE
+
+
+# The command
+
+
+def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
+    from flows.gc import collect
+
+    runs = three_runs(pipeline)
+    pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
+    pipeline.version(pipeline.children(runs[3])["policy"])
+    kept, dropped = (pipeline.logged_model(pipeline.children(run)["policy"]) for run in runs[2:4])
+    uri, output = pipeline.tracking.store.uri, pipeline.home.parent
+    before = sorted(path for path in output.rglob("*") if path.name != ".lock")
+    said = collect(output, uri, keep=1)
+    assert "would free" in said and "nothing was changed" in said and f"{pipeline.name} version 2" in said
+    assert sorted(path for path in output.rglob("*") if path.name != ".lock") == before and dropped.is_dir()
+    assert f"  {SIZE} B  version  {pipeline.name} version 2" in said
+    done = collect(output, uri, keep=1, delete=True)
+    assert done.splitlines()[:-1] == said.splitlines()[:-1] and done.splitlines()[-1].startswith("freed")
+    left = {path.name for path in (pipeline.home / "stages").glob("*/*") if "." not in path.name}
+    assert left == {letter * 16 for letter in "abce"} and "would free 0 B" not in said
+    assert [version.version for version in pipeline.tracking.versions(pipeline.name)] == [1]
+    assert pipeline.tracking.champion(pipeline.name).version == 1
+    left = [row.name for row in pipeline.tracking.list_runs() if row.tags.get("pipeline") == pipeline.name]
+    assert f"{pipeline.name} · 2026-01-04 10:00:00" not in left and f"{pipeline.name} · 2026-01-02 10:00:00" in left
+    assert (kept / "weights").is_file() and not dropped.exists()
+    assert collect(output, uri, keep=1).splitlines()[-1].startswith("would free 0 B")
+
+
+def test_a_pipeline_that_runs_is_left_alone(pipeline):
+    from flows.gc import collect
+
+    pipeline.run(("policy", "a", {}))
+    pipeline.run(("policy", "b", {}))
+    with FolderLock(pipeline.home / ".lock"):
+        said = collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True)
+    assert "left alone, a run is writing" in said
+    assert (pipeline.home / "stages/policy" / ("a" * 16)).is_dir()
+
+
+def test_wrong_places_are_said(pipeline, tmp_path):
+    from flows.gc import collect
+
+    with pytest.raises(DataError, match="no runs in"):
+        collect(tmp_path / "none", None, keep=1)
+    pipeline.run(("policy", "a", {}))
+    with pytest.raises(DataError, match="no pipeline 'x' in"):
+        collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, pipelines=["x"])

@@ -1,0 +1,99 @@
+"""The page that a reviewer decides on: paired numbers worked by hand, the worst regressions, harmless cells."""
+
+import json
+
+from rl_core.analysis import write_trajectories
+from rl_core.evaluation import summarize
+from rl_core.types import Trajectory, Turn
+from tasks.review import Side, regressions, spark, write_report, write_review
+from tasks.settings import PromotionSettings
+from tasks.stage import StageResult
+
+
+def episode(seed, won, level="easy", reward=None, text="look"):
+    return Trajectory(
+        environment="e", level=level, kind="k", seed=seed, prompt="where | is it?", target="t", success=bool(won),
+        reward=float(won) if reward is None else reward,
+        turns=[Turn(action=text, observation="wall\n<b>", num_tokens=1), Turn(action=f"answer {won}", num_tokens=1)],
+    )  # fmt: skip
+
+
+def side(folder, label, episodes):
+    folder.mkdir()
+    evaluation = summarize(episodes)
+    (folder / "evaluation.json").write_text(json.dumps({"m": evaluation.to_json()}))
+    write_trajectories(folder / "trajectories_m.jsonl", episodes)
+    return Side(label, folder, "m")
+
+
+def trained(tmp_path):
+    folder = tmp_path / "sft"
+    folder.mkdir()
+    lines = [{"step": n, "time": 0, "metrics": {"train/loss": 8.0 - n}} for n in range(8)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    summary = {"seconds": 1800.0, "tokens_per_second": 12_345.0}
+    return {"sft": StageResult("sft", str(folder), "d", "k", False, 1800.0, "", summary)}
+
+
+def both(tmp_path):
+    old = [episode(0, 1), episode(1, 1), episode(2, 0), episode(3, 1, "hard"), episode(4, 0, reward=0.5)]
+    new = [episode(0, 0, text="a`b|c"), episode(1, 1), episode(2, 1), episode(3, 1, "hard"), episode(4, 0, reward=0.25)]
+    return side(tmp_path / "new", "version 4", new), side(tmp_path / "old", "champion 3", old)
+
+
+def test_regressions_come_worst_first(tmp_path):
+    challenger, champion = both(tmp_path)
+    # episode 0 lost a success; 4 fails in both and earns less; 2 got better
+    assert regressions(challenger.evaluation, champion.evaluation) == [("easy", 0), ("easy", 4)]
+
+
+def test_the_page_says_what_is_needed_to_decide(tmp_path):
+    challenger, champion = both(tmp_path)
+    text = write_review(
+        tmp_path / "review.md", challenger, champion, trained(tmp_path), PromotionSettings(bootstrap_samples=100),
+        title="demo", verdict="gain 0", seed=0,
+    )  # fmt: skip
+    assert (tmp_path / "review.md").read_text() == text
+    rows = [[cell.strip() for cell in line.split(" | ")] for line in text.splitlines()]
+    table = {row[0].removeprefix("| "): row for row in rows if len(row) == 7}
+    # 3 of 5 each: one better, one worse; easy: 2 of 4 each; hard: 1 of 1 each
+    assert table["**all**"][1:3] == ["60.0%", "60.0%"]
+    assert table["**all**"][3].startswith("+0.0 points [-")
+    assert table["**all**"][5:] == ["5", "1 / 1 |"]
+    assert table["easy"][1:3] == ["50.0%", "50.0%"] and table["easy"][6] == "1 / 1 |"
+    assert table["hard"][1:4] == ["100.0%", "100.0%", "+0.0 points [+0.0, +0.0]"]
+    assert "p = 1" in text
+    assert "2 of 2 episodes that got worse." in text
+    assert "| turn | champion 3: right, reward 1 | version 4: wrong, reward 0 |" in text
+    assert r"| 1 | look → wall ⏎ &lt;b&gt; | a\`b\|c → wall ⏎ &lt;b&gt; |" in text
+    assert "| 2 | answer 1 | answer 0 |" in text
+    assert "| sft | `train/loss` | █▇▆▅▄▃▂▁ | 8 → 1 | 8 |" in text
+    assert "| sft | 1,800.0 | 12,345 |" in text and "0.50 hours" in text
+
+
+def test_without_a_champion_it_shows_what_failed(tmp_path):
+    challenger, _ = both(tmp_path)
+    text = write_review(
+        tmp_path / "r.md", challenger, None, {}, PromotionSettings(), title="t", verdict="v", seed=0
+    )  # fmt: skip
+    assert "There is no champion yet" in text and "2 of 2 episodes that failed." in text
+    assert "| turn | version 4: wrong, reward 0 |" in text
+
+
+def test_the_report_puts_both_beside_each_other(tmp_path):
+    from rl_core.settings import AnalysisSettings
+
+    challenger, champion = both(tmp_path)
+    settings = AnalysisSettings(bootstrap_samples=100, side_by_side=0)
+    files = write_report(tmp_path / "out", challenger, champion, trained(tmp_path), settings, "title", seed=0)
+    page = files[0].read_text()
+    assert files[0].name == "report.html" and "champion_3" in page and "version_4" in page and "answer 0" in page
+
+
+def test_spark():
+    assert spark([0, 7]) == "▁█"
+    assert spark([5, 5, 5]) == "▁▁▁"
+    assert spark([float("nan"), 1, float("inf"), 2]) == "▁█"
+    assert spark([]) == ""
+    assert spark([0, 2, 5, 9], points=2) == "▁█"  # means 1 and 7
+    assert len(spark(list(range(1000)))) == 24
