@@ -90,10 +90,20 @@ def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:
 
 
 def _prepare(settings: PipelineSettings) -> None:
-    """Put Prefect's own files beside the pipeline's; has to come before Prefect is imported."""
+    """Put Prefect's own files beside the pipeline's, or use the servers that are up; before Prefect is imported."""
+    from flows.operations.connect import connect
     from flows.prefect_home import prepare_prefect
 
     prepare_prefect(Path(settings.output))
+    connect(Path(settings.output))
+
+
+def _connect_mlflow(output: str | Path) -> Path:
+    """Use the MLflow server of `posttrain up` where it runs; returns the folder."""
+    from flows.operations.connect import connect
+
+    connect(Path(output), prefect=False)
+    return Path(output)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -166,6 +176,8 @@ def analyze(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"{arguments.paths[0]}: is a model; --config CONFIG says which episodes it is to play")
     if settings and models:
         return _analyze_models(settings, models, Path(arguments.out), arguments.quiet)
+    if settings:
+        _connect_mlflow(settings.output)
     from flows.single_stage import analyze as analyze_paths
 
     report = analyze_paths([Path(path) for path in arguments.paths], settings, Path(arguments.out))
@@ -188,18 +200,52 @@ def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Pat
 def promote(arguments: argparse.Namespace) -> int:
     """Move the alias `champion`."""
     settings = _load(arguments)
+    _connect_mlflow(settings.output)
     from tasks.promote import promote_version
 
     print(promote_version(settings, arguments.version, arguments.note))
     return 0
 
 
+def up(arguments: argparse.Namespace) -> int:
+    """Start the servers, the worker and what runs on them, or repair what is not well."""
+    from flows.operations.commands import up as start
+
+    names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    start(Path(arguments.output), given, detach=arguments.detach)
+    return 0
+
+
+def down(arguments: argparse.Namespace) -> int:
+    """Stop what `up` started."""
+    from flows.operations.commands import down as stop
+
+    print(stop(Path(arguments.output)))
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Say what `up` keeps running."""
+    from flows.operations.commands import status as look
+
+    text, good = look(Path(arguments.output), as_json=arguments.json)
+    print(text)
+    return 0 if good else 1
+
+
 def ui(arguments: argparse.Namespace) -> int:
     """Serve the MLflow and the Prefect pages until Ctrl-C."""
     settings = _optional(arguments)
+    from flows.operations.connect import running
     from flows.ui import serve
 
     output = Path(settings.output if settings else arguments.output)
+    if (state := running(output)) is not None:
+        from flows.operations.report import links
+
+        print(f"`posttrain up` serves both:\n{links(state)}")
+        return 0
     serve(
         output,
         settings.tracking.uri if settings else None,
@@ -228,7 +274,7 @@ def runs(arguments: argparse.Namespace) -> int:
     settings = _optional(arguments)
     from tasks.tracking import list_runs
 
-    output = Path(settings.output if settings else arguments.output)
+    output = _connect_mlflow(settings.output if settings else arguments.output)
     rows = list_runs(output, uri=settings.tracking.uri if settings else None, limit=arguments.limit)
     print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run configs/demo.yaml")
     return 0
@@ -239,9 +285,8 @@ def doctor(arguments: argparse.Namespace) -> int:
     settings = _optional(arguments)
     from flows.doctor import examine, report
 
-    findings = examine(
-        Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
-    )
+    output = _connect_mlflow(settings.output if settings else arguments.output)
+    findings = examine(output, settings.tracking.uri if settings else None)
     print(report(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
 
@@ -257,7 +302,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     command.__name__: command
-    for command in (run, validate, stage, evaluate, analyze, promote, ui, monitor, runs, doctor)
+    for command in (run, validate, stage, evaluate, analyze, promote, up, down, status, ui, monitor, runs, doctor)
 }
 
 if __name__ == "__main__":
