@@ -211,7 +211,7 @@ def up(arguments: argparse.Namespace) -> int:
     """Start the servers, the worker and what runs on them, or repair what is not well."""
     from flows.operations.commands import up as start
 
-    names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots")
+    names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments")
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     start(Path(arguments.output), given, detach=arguments.detach)
     return 0

@@ -198,6 +198,12 @@ def _add_up(commands: Any) -> None:
     parser.add_argument("--pool", metavar="NAME", help="work pool of the worker (default: posttrain)")
     parser.add_argument("--runs", type=_positive, metavar="N", help="flow runs at once (default: no limit)")
     parser.add_argument(
+        "--deployments",
+        metavar="FOLDER",
+        help="register its prefect.yaml and automations.yaml; entrypoints are relative to the folder above it "
+        "(default: those of this checkout)",
+    )
+    parser.add_argument(
         "--gpu-slots", type=_positive, metavar="N", help="limit 'gpu': stages at once on GPUs (default: one per GPU)"
     )
 

@@ -28,9 +28,10 @@ __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # in place of --database, which other users of the machine can read
 READY_SECONDS = 900.0  # for a start in the background, or a repair
 DOWN_SECONDS = 150.0
+COMMAND = (sys.executable, "-m", "flows.cli")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
-    "runs": "--runs", "gpu_slots": "--gpu-slots",
+    "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments",
 }  # fmt: skip
 
 
@@ -50,6 +51,8 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
     address = str(given.get("database") or os.environ.get(DATABASE_VARIABLE) or "")
     if address:
         given = {**given, "database": shown(address)}
+    if given.get("deployments"):
+        given = {**given, "deployments": _deployments(Path(given["deployments"]))}
     if is_running(places):
         _repair(places, given)
         return
@@ -63,6 +66,12 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
     supervisor = Supervisor(output, options, address or SQLITE, mlflow_elsewhere=elsewhere, say=_say)
     supervisor.run(_announce)
     _say("stopped; nothing is left running")
+
+
+def _deployments(folder: Path) -> str:
+    if not (folder / "prefect.yaml").is_file():
+        raise SettingsError(f"--deployments: {folder} has no prefect.yaml; name the folder that holds it")
+    return str(folder.resolve())
 
 
 def _say(text: str) -> None:
@@ -159,7 +168,7 @@ def _wait(places: Places, until: Callable[[State], bool], what: str, child: Any 
 
 
 def _start_in_background(places: Places, given: dict[str, Any], address: str) -> None:
-    command = [sys.executable, "-m", "flows.cli", "up", "--output", str(places.output)]
+    command = [*COMMAND, "up", "--output", str(places.output)]
     for name, value in given.items():
         if name != "database":
             command += [OPTION_NAMES[name], str(value)]

@@ -56,7 +56,11 @@ def shown(address: str) -> str:
     """The address as it may be printed and written down: without its password. Raises: SettingsError."""
     if address == SQLITE:
         return SQLITE
-    return _parse(address).set(drivername="postgresql", password=None).render_as_string(hide_password=False)
+    from sqlalchemy import URL
+
+    url = _parse(address)
+    query = {key: value for key, value in url.query.items() if "password" not in key}
+    return URL.create("postgresql", url.username, None, url.host, url.port, url.database, query).render_as_string()
 
 
 def prepare(address: str) -> Databases:

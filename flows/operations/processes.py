@@ -73,13 +73,14 @@ def check_platform() -> None:
         )
 
 
-def mark_of(output: Path) -> str:
-    """What stands in `MARK` for an output folder."""
-    return hashlib.sha256(os.fsencode(output.resolve())).hexdigest()[:16]
+def mark_of(output: Path, server: str = "") -> str:
+    """What stands in `MARK` for an output folder, or for one server of it."""
+    mark = hashlib.sha256(os.fsencode(output.resolve())).hexdigest()[:16]
+    return f"{mark}.{server}" if server else mark
 
 
 def leftovers(mark: str) -> list[ProcessId]:
-    """Processes of this user that carry the mark, but not this one and those above it."""
+    """Processes of this user that carry the mark of a folder or of one of its servers, but not this one's ancestors."""
     ours = f"{MARK}={mark}".encode()
     above, pid = set(), os.getpid()
     while pid > 1:
@@ -94,7 +95,8 @@ def leftovers(mark: str) -> list[ProcessId]:
             environment = (entry / "environ").read_bytes()
         except OSError:  # ended, or another user's
             continue
-        if ours in environment.split(b"\0") and (process := ProcessId.of(int(entry.name))):
+        carried = any(part == ours or part.startswith(ours + b".") for part in environment.split(b"\0"))
+        if carried and (process := ProcessId.of(int(entry.name))):
             found.append(process)
     return found
 

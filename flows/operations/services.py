@@ -84,13 +84,13 @@ def _answers(url: str) -> bool:
     return True
 
 
-def base_environment(output: Path) -> dict[str, str]:
-    """What all of them run in: this process's environment, marked, without what it says about other servers."""
+def base_environment(output: Path, name: str) -> dict[str, str]:
+    """What a server runs in: this process's environment, marked, without what it says about other servers."""
     environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     environment |= {
         **prefect_environment(None),
         **offline_environment(),
-        MARK: mark_of(output),
+        MARK: mark_of(output, name),
         "PREFECT_HOME": str(output / "prefect"),
         "PREFECT_PROFILES_PATH": str(output / "prefect" / "profiles.toml"),  # a user's own profile stays out
         "PREFECT_CLI_PROMPT": "false",
@@ -101,9 +101,9 @@ def base_environment(output: Path) -> dict[str, str]:
     return environment
 
 
-def client_environment(output: Path, options: Options, mlflow: str) -> dict[str, str]:
+def client_environment(output: Path, name: str, options: Options, mlflow: str) -> dict[str, str]:
     """What a process runs in that uses the servers: the worker, its runs, the registration."""
-    environment = base_environment(output)
+    environment = base_environment(output, name)
     path = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "PREFECT_API_URL": f"{prefect_url(options)}/api",
@@ -131,7 +131,7 @@ def _mlflow(output: Path, options: Options, databases: Databases) -> Service:
         "--default-artifact-root", (output / "mlflow" / "artifacts").as_uri(),
         "--allowed-hosts", f"{HOST}:{port},localhost:{port}", "--uvicorn-opts", "--no-access-log",
     )  # fmt: skip
-    environment = base_environment(output) | {
+    environment = base_environment(output, "mlflow") | {
         # Not on the command line, where every user of the machine could read a password.
         "MLFLOW_BACKEND_STORE_URI": databases.mlflow or default_uri(output),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
@@ -144,7 +144,7 @@ def _mlflow(output: Path, options: Options, databases: Databases) -> Service:
 
 def _prefect(output: Path, options: Options, databases: Databases) -> Service:
     url, port = prefect_url(options), options.prefect_port
-    environment = base_environment(output) | {"PREFECT_UI_API_URL": f"{url}/api"}
+    environment = base_environment(output, "prefect") | {"PREFECT_UI_API_URL": f"{url}/api"}
     if databases.prefect:
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = databases.prefect
     command = (sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port))
@@ -177,7 +177,7 @@ def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> Service:
     return Service(
         "worker",
         tuple(command),
-        client_environment(output, options, mlflow_elsewhere or mlflow_url(options)),
+        client_environment(output, "worker", options, mlflow_elsewhere or mlflow_url(options)),
         ROOT,
         f"{prefect_url(options)}/work-pools/work-pool/{options.pool}",
         works,

@@ -70,6 +70,7 @@ class Options:
     pool: str = "posttrain"
     runs: int | None = None  # flow runs at once on this machine; None = no limit
     gpu_slots: int | None = None  # None: as many as this machine has GPUs, at least 1
+    deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from flows.operations.ports import is_free
-from flows.operations.processes import ProcessId, spawn
+from flows.operations.processes import MARK, ProcessId, end_all, spawn
 from flows.operations.services import Service
 from flows.operations.state import ServiceState
 
@@ -59,6 +59,8 @@ class Supervised:
 
     def _begin(self, now: float) -> None:
         service = self.service
+        if self.state.restarts and (mark := service.environment.get(MARK)):
+            end_all(mark, grace=service.grace)  # where its keeper was killed, what it kept may live on
         if service.port is not None and not is_free(service.port):
             self._again(now, f"port {service.port} is taken")
             return

@@ -158,16 +158,16 @@ class Supervisor:
     # -- registration -------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        folder = ROOT / "deployments"
+        folder = Path(self.options.deployments or ROOT / "deployments")
         request = Request(
-            root=str(ROOT), pool=self.options.pool, gpu_slots=self.options.gpu_slots,
+            root=str(folder.parent), pool=self.options.pool, gpu_slots=self.options.gpu_slots,
             deployments=str(folder / "prefect.yaml"), automations=str(folder / "automations.yaml"),
         )  # fmt: skip
         asked = self.places.folder / "request.json"
         write_json_atomic(asked, dataclasses.asdict(request))
         self.places.registration.unlink(missing_ok=True)
         self.state.registration = {}
-        environment = client_environment(self.output, self.options, self.mlflow)
+        environment = client_environment(self.output, "registration", self.options, self.mlflow)
         command = [sys.executable, "-m", "flows.operations.registration", str(asked), str(self.places.registration)]
         self._registration = spawn(command, environment, ROOT, self.places.log("registration"))
 

@@ -89,6 +89,7 @@ def test_a_further_up_reports_what_was_not_registered(running, monkeypatch):
 
 
 def test_another_database_than_last_time_is_refused(tmp_path):
+    Places(tmp_path).folder.mkdir()
     write_json_atomic(Places(tmp_path).last, {"database": "postgresql://me@db/team"})
     with pytest.raises(SettingsError, match=r"were last on postgresql://me@db/team, now sqlite is asked for"):
         up(tmp_path, {})
@@ -155,7 +156,7 @@ def test_servers_see_neither_the_users_profile_nor_the_worker_the_database(tmp_p
     )
     for service in (mlflow, prefect, worker):
         assert not {"PREFECT_PROFILE", "PREFECT_API_KEY", "POSTTRAIN_DATABASE"} & service.environment.keys()
-        assert service.environment[MARK] == mark_of(tmp_path)
+        assert service.environment[MARK] == mark_of(tmp_path, service.name)
         assert not any("postgresql" in part for part in service.command)  # commands can be read by everybody
     assert mlflow.environment["MLFLOW_BACKEND_STORE_URI"] == "postgresql://b"
     assert "127.0.0.1:5000,localhost:5000" in mlflow.command
@@ -187,6 +188,7 @@ def test_the_deployments_of_the_checkout_are_read(tmp_path):
         ("sqlite", "sqlite"),
         ("postgresql://me:secret@db:5433/team", "postgresql://me@db:5433/team"),
         ("postgresql+psycopg2://me:secret@db/team?sslmode=require", "postgresql://me@db/team?sslmode=require"),
+        ("postgresql://me@/team?host=/run/pg&password=secret", "postgresql://me@/team?host=%2Frun%2Fpg"),
     ],
 )
 def test_a_database_is_shown_without_its_password(address, expected):

@@ -117,6 +117,7 @@ def test_sigkill_of_the_supervisor_ends_everything(tmp_path):
 def test_leftovers_are_found_by_their_mark_and_ended(tmp_path):
     mark, other = mark_of(tmp_path / "one"), mark_of(tmp_path / "two")
     assert mark != other
+    server = mark_of(tmp_path / "one", "worker")
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(100)"
     children = [
         subprocess.Popen(
@@ -125,12 +126,14 @@ def test_leftovers_are_found_by_their_mark_and_ended(tmp_path):
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
-        for value in (mark, other)
+        for value in (server, other)
     ]
     try:
         for child in children:
             assert child.stdout is not None and child.stdout.readline() == b"1\n"
         assert [process.pid for process in leftovers(mark)] == [children[0].pid]
+        assert [process.pid for process in leftovers(server)] == [children[0].pid]
+        assert leftovers(mark_of(tmp_path / "one", "prefect")) == []
         assert end_all(mark, grace=0.2) == [children[0].pid]
         assert children[0].wait(10) == -signal.SIGKILL and children[1].poll() is None
         assert leftovers(mark) == [] and end_all(mark, grace=0.2) == []
