@@ -98,7 +98,9 @@ class Supervisor:
             self._repair = True
 
         # SIGINT too: a shell starts background jobs with it ignored.
-        before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+        before: dict[int, Any] = {
+            int(number): signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+        }
         before[REPAIR] = signal.signal(REPAIR, repair)
         return before
 
