@@ -112,15 +112,17 @@ def _plain(automation: Any) -> dict[str, Any]:
     from prefect.events.schemas.automations import AutomationCore
 
     plain: dict[str, Any] = automation.model_dump(mode="json", include=set(AutomationCore.model_fields))
-    return _without_ids(plain)
+    return _comparable(plain)
 
 
-def _without_ids(value: Any) -> Any:
-    """The server gives triggers ids of its own; they say nothing about what an automation does."""
+def _comparable(value: Any) -> Any:
+    """Without ids, which the server gives triggers, and with sorted names: events to wait for are a set."""
     if isinstance(value, dict):
-        return {key: _without_ids(item) for key, item in value.items() if key != "id"}
+        return {key: _comparable(item) for key, item in value.items() if key != "id"}
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return sorted(value)
     if isinstance(value, list):
-        return [_without_ids(item) for item in value]
+        return [_comparable(item) for item in value]
     return value
 
 

@@ -18,7 +18,7 @@ automations:
     actions: [{type: run-deployment, source: selected, deployment_id: post-training/nightly}]
   - name: notify
     enabled: false
-    trigger: {type: event, posture: Reactive, expect: [prefect.flow-run.Failed], threshold: 1, within: 0}
+    trigger: {type: event, posture: Reactive, expect: [prefect.flow-run.Failed, prefect.flow-run.Crashed, a, b, c], threshold: 1, within: 0}
     actions: [{type: call-webhook, block_document_id: webhook/alerts, payload: "{}"}]
 """
 
@@ -67,6 +67,7 @@ class Client:
         from prefect.events.schemas.automations import Automation
 
         data = wanted.model_dump(mode="json")
+        data["trigger"]["expect"].reverse()  # a set has no order that lasts
         data["trigger"]["id"] = str(uuid4())  # the server gives triggers ids
         self.there[id] = Automation.model_validate({**data, "id": str(id)})
 

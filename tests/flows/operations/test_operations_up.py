@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -89,7 +90,14 @@ class Team:
         return next(service for service in state["services"] if service["name"] == name)
 
     def api(self, path: str, body=None):
-        return ask(f"http://127.0.0.1:{self.prefect}/api{path}", body, timeout=60)
+        for _ in range(20):
+            try:
+                return ask(f"http://127.0.0.1:{self.prefect}/api{path}", body, timeout=60)
+            except urllib.error.HTTPError as error:
+                if error.code != 503:  # its sqlite file is busy; Prefect's own client tries again, too
+                    raise
+                time.sleep(1)
+        raise AssertionError(f"{path}: busy for too long")
 
     def run(self, **parameters) -> str:
         deployment = self.api("/deployments/name/wait/quick")["id"]
