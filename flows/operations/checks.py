@@ -64,6 +64,8 @@ def check_api(url: str, origin: str) -> str:
     Raises: BackendError when nobody answers; SettingsError when it is no Prefect API or one of another major version.
     """
     shown = without_password(url)
+    if not url.startswith("http://"):  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
+        return ""
     try:
         found = ask(f"{url.rstrip('/')}/admin/version", timeout=10.0)
     except urllib.error.HTTPError as error:

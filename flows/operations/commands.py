@@ -28,6 +28,7 @@ __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # in place of --database, which other users of the machine can read
 READY_SECONDS = 900.0  # for a start in the background, or a repair
 DOWN_SECONDS = 150.0
+GIVE_UP_AFTER = 3  # ends of a server during a repair; the supervisor goes on trying
 COMMAND = (sys.executable, "-m", "flows.cli")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
@@ -142,7 +143,12 @@ def _repair(places: Places, given: dict[str, Any]) -> None:
     asked = state.repairs
     state.supervisor.signal(REPAIR)
 
+    before = {service.name: service.restarts for service in state.services}
+
     def done(state: State) -> bool:
+        for service in state.services:
+            if service.restarts - before[service.name] >= GIVE_UP_AFTER:
+                raise BackendError(f"the {service.name} server {service.message}, again and again; log: {service.log}")
         return state.repairs > asked and bool(state.registration) and all(s.phase == "up" for s in state.services)
 
     state = _wait(places, done, "does not get everything up")

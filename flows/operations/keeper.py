@@ -1,11 +1,11 @@
 """Keeps one server: starts it, and ends its whole tree of processes when it ends or when the supervisor does.
 
-Run as a script, by its path: `python -I -S keeper.py PARENT SOFT GRACE COMMAND...`. Only the standard library, so that
-a keeper costs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, a SIGKILL
-included. Processes that the server leaves behind (a worker starts its runs in sessions of their own) become children
-of the keeper, so none is missed. To stop: SIGTERM to the server, after SOFT seconds to everything else below it, after
-GRACE seconds SIGKILL to what is left. A second SIGTERM skips the waiting. Exits with the server's code, or 128 + its
-signal.
+Run as a script, by its path: `python -I -S keeper.py PARENT LEAD SOFT GRACE COMMAND...`. Only the standard library, so
+that a keeper costs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, a
+SIGKILL included. Processes that the server leaves behind (a worker starts its runs in sessions of their own) become
+children of the keeper, so none is missed. To stop: for up to LEAD seconds only what is below the server, by SIGTERM,
+then SIGTERM to the server, after SOFT seconds to everything else, after GRACE seconds SIGKILL to what is left. A
+second SIGTERM skips the waiting. Exits with the server's code, or 128 + its signal.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SETTLE_SECONDS = 3.0  # for a server to report the end of its children
 STUCK_SECONDS = 30.0  # after SIGKILL; then the keeper ends all the same
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 
@@ -54,8 +55,9 @@ def tell(pids: list[int], number: int) -> None:
 class Keeper:
     """One server and everything below it."""
 
-    def __init__(self, command: list[str], soft: float, grace: float) -> None:
-        self.soft, self.grace = soft, grace
+    def __init__(self, command: list[str], lead: float, soft: float, grace: float) -> None:
+        self.lead, self.soft, self.grace = lead, soft, grace
+        self.told: set[int] = set()  # to end, of those below the server
         self.code: int | None = None  # of the server, once it has ended
         own = os.getpid()
 
@@ -90,26 +92,52 @@ class Keeper:
         assert self.code is not None
         return self.code if self.code >= 0 else 128 - self.code
 
+    def others(self) -> list[int]:
+        """What is alive below the keeper, but for the server itself."""
+        return [pid for pid in descendants(os.getpid()) if pid != self.server.pid]
+
+    def tell_others(self) -> None:
+        """SIGTERM, once to each: a second one would keep them from saving."""
+        new = [pid for pid in self.others() if pid not in self.told]
+        tell(new, signal.SIGTERM)
+        self.told.update(new)
+
+    def pause(self) -> bool:
+        """A moment, for things to happen; True = another signal says to hurry."""
+        told = signal.sigtimedwait(WATCHED, 0.1)
+        self.reap()
+        return told is not None and told.si_signo != signal.SIGCHLD
+
+    def children_first(self) -> bool:
+        """End the server's children while it lives, which then reports their end; True = told to hurry."""
+        deadline = time.monotonic() + self.lead
+        settled = time.monotonic()
+        while self.code is None and time.monotonic() < deadline:
+            self.tell_others()
+            if self.others():
+                settled = time.monotonic() + SETTLE_SECONDS
+            elif time.monotonic() >= settled:
+                break
+            if self.pause():
+                return True
+        return False
+
     def end(self) -> None:
         """End what is left."""
+        killed = self.children_first()
         started = time.monotonic()
         if self.code is None:
             tell([self.server.pid], signal.SIGTERM)
-        told_all = killed = False
         while descendants(os.getpid()):
             passed = time.monotonic() - started
-            if not told_all and (self.code is not None or passed >= self.soft):
-                tell([pid for pid in descendants(os.getpid()) if pid != self.server.pid], signal.SIGTERM)
-                told_all = True
+            if self.code is not None or passed >= self.soft:
+                self.tell_others()
             if killed or passed >= self.grace:
                 tell(descendants(os.getpid()), signal.SIGKILL)
                 killed = True
             if passed >= self.grace + STUCK_SECONDS:  # in the kernel, as on a file system that is gone
                 break
-            told = signal.sigtimedwait(WATCHED, 0.1)
-            if told is not None and told.si_signo != signal.SIGCHLD:
-                killed = True
-            self.reap()
+            killed = self.pause() or killed
         self.reap()
         if self.code is None:
             self.code = 1
@@ -117,14 +145,14 @@ class Keeper:
 
 def main() -> int:
     """Read the arguments, tie this process to its parent, keep the server."""
-    parent, soft, grace = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    parent, lead, soft, grace = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         return 1
-    return Keeper(sys.argv[4:], soft, grace).run()
+    return Keeper(sys.argv[5:], lead, soft, grace).run()
 
 
 if __name__ == "__main__":

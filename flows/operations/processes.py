@@ -120,12 +120,20 @@ def end_all(mark: str, grace: float) -> list[int]:
 
 
 def spawn(
-    command: list[str], environment: dict[str, str], folder: Path, log: Path, *, soft: float = 5.0, grace: float = 15.0
+    command: list[str],
+    environment: dict[str, str],
+    folder: Path,
+    log: Path,
+    *,
+    lead: float = 0.0,
+    soft: float = 5.0,
+    grace: float = 15.0,
 ) -> subprocess.Popen[bytes]:
     """Start a command under a keeper, in a session of its own, its output appended to `log`.
 
     Args:
-        soft, grace: seconds from SIGTERM to that of the whole tree, and to SIGKILL; see keeper.py.
+        lead: seconds for the server's children to end before the server is told to; see keeper.py.
+        soft, grace: seconds from the server's SIGTERM to that of the whole tree, and to SIGKILL.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
@@ -134,7 +142,7 @@ def spawn(
         output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         output.flush()
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), str(soft), str(grace), *command],
+            [sys.executable, "-I", "-S", str(KEEPER), str(os.getpid()), str(lead), str(soft), str(grace), *command],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from flows.operations.database import Databases
 from flows.operations.ports import HOST
@@ -47,6 +48,7 @@ class Service:
     port: int | None = None
     watched: bool = True  # whether it is started again when it runs but does not answer
     needs: str = ""  # started once this one works
+    lead: float = 0.0  # seconds for what is below it to end before it is told to
     soft: float = 5.0  # seconds from SIGTERM to that of everything below it
     grace: float = 15.0  # seconds from SIGTERM to SIGKILL
 
@@ -65,7 +67,8 @@ def ask(url: str, body: Any = None, timeout: float = 5.0) -> Any:
     """GET a URL, or POST JSON to it; what it answers, from JSON where it is that. Raises OSError, ValueError."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback needs no proxy
+    loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # which no proxy reaches
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if loopback else []))
     with opener.open(request, timeout=timeout) as response:
         text = response.read().decode()
     try:
@@ -183,6 +186,7 @@ def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> Service:
         works,
         watched=False,  # whether it is online is the Prefect server's word, which may be down itself
         needs="prefect",
-        soft=1.0,  # a worker waits for its runs, for hours; they save and stop when they are told
-        grace=40.0,
+        # By itself a worker that is told to stop waits for its runs, for hours, or forgets to report them. So they are
+        # told first: they save and stop, and the worker reports that they crashed.
+        lead=40.0,
     )

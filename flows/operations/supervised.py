@@ -60,7 +60,7 @@ class Supervised:
     def _begin(self, now: float) -> None:
         service = self.service
         if self.state.restarts and (mark := service.environment.get(MARK)):
-            end_all(mark, grace=service.grace)  # where its keeper was killed, what it kept may live on
+            end_all(mark, grace=service.lead + service.grace)  # where its keeper was killed, what it kept may live on
         if service.port is not None and not is_free(service.port):
             self._again(now, f"port {service.port} is taken")
             return
@@ -68,7 +68,7 @@ class Supervised:
         try:
             self.process = self._start(
                 list(service.command), dict(service.environment), service.folder, self._log,
-                soft=service.soft, grace=service.grace,
+                lead=service.lead, soft=service.soft, grace=service.grace,
             )  # fmt: skip
         except OSError as error:  # no memory or no more processes, for now
             self._again(now, f"cannot be started: {error}")

@@ -31,7 +31,7 @@ __all__ = ["Supervisor"]
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 0.25
-STOP_SECONDS = 60.0  # for one server, whose keeper kills it earlier
+STOP_SECONDS = 100.0  # for one server, whose keeper kills it earlier
 REPAIR = signal.SIGUSR1
 
 
@@ -99,7 +99,9 @@ class Supervisor:
 
         # SIGINT too: a shell starts background jobs with it ignored.
         before: dict[int, Any] = {
-            int(number): signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            int(number): signal.signal(number, stop)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # under nohup it stays ignored
         }
         before[REPAIR] = signal.signal(REPAIR, repair)
         return before

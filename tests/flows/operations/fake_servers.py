@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from flows import cli
 from flows.operations import commands, report, supervisor
@@ -22,8 +21,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.end_headers()
         self.wfile.write(str(os.getpid()).encode())
-if len(sys.argv) > 2:
-    print(sys.argv[2], flush=True)
+if os.path.exists(sys.argv[2]):
+    print("Address already in use", flush=True)
     sys.exit(4)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -36,9 +35,7 @@ def fake_services(output, options, databases, elsewhere):
     def service(name: str, port: int, needs: str = "") -> Service:
         environment = {MARK: mark_of(output, name)}
         url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-c", SERVER, str(port)]
-        if Path(output / f"{name}.breaks").exists():
-            command.append("Address already in use")
+        command = [sys.executable, "-c", SERVER, str(port), str(output / f"{name}.breaks")]
 
         def works() -> bool:
             try:

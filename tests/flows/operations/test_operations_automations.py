@@ -18,7 +18,7 @@ automations:
     actions: [{type: run-deployment, source: selected, deployment_id: post-training/nightly}]
   - name: notify
     enabled: false
-    trigger: {type: event, posture: Reactive, expect: [prefect.flow-run.Failed, prefect.flow-run.Crashed, a, b, c], threshold: 1, within: 0}
+    trigger: {type: event, posture: Reactive, expect: [failed, crashed, a, b, c, d], threshold: 1, within: 0}
     actions: [{type: call-webhook, block_document_id: webhook/alerts, payload: "{}"}]
 """
 

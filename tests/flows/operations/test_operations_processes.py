@@ -85,6 +85,20 @@ def test_what_ignores_sigterm_is_killed(tmp_path):
     assert not any(process.alive for process in ids)
 
 
+def test_children_first_while_the_server_lives(tmp_path):
+    """The server writes down when it is told; its child, told first, takes half a second to save."""
+    then = (
+        "import signal\ndef told(*a): print('told', child.poll(), flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, told)\n"
+        "while True: time.sleep(0.1); child.poll()"
+    )
+    saving = "signal.signal(signal.SIGTERM, lambda *a: (time.sleep(0.5), sys.exit(5)))"
+    keeper, _ = keep(tmp_path, then, saving, lead=60.0, soft=60.0, grace=60.0)
+    keeper.terminate()
+    assert keeper.wait(60) == 0
+    assert (tmp_path / "log").read_text().splitlines()[-1] == "told 5"
+
+
 def test_a_second_sigterm_does_not_wait(tmp_path):
     keeper, ids = keep(tmp_path, "time.sleep(100)", STUBBORN, soft=1000.0, grace=1000.0)
     keeper.terminate()

@@ -38,7 +38,7 @@ def world(tmp_path):
 
     world = World()
 
-    def start(command, environment, folder, log, soft, grace):
+    def start(command, environment, folder, log, **seconds):
         world.processes.append(FakeProcess())
         return world.processes[-1]
 

@@ -159,6 +159,19 @@ def test_a_server_that_does_not_start_says_why_and_the_others_are_stopped(world)
         assert world.left() == []
 
 
+def test_a_repair_that_does_not_succeed_says_so(world):
+    assert world.call("up", "--detach")[0] == 0
+    (world.output / "prefect.breaks").touch()
+    os.kill(ask(f"http://127.0.0.1:{world.prefect}"), signal.SIGKILL)
+    wait_for(lambda: world.status()["services"][1]["restarts"] > 0)
+    code, text = world.call("up")
+    assert code == 1 and "the prefect server ended with exit code 4, again and again; log: " in text
+    code, text = world.call("status")
+    assert code == 1 and "ended with exit code 4; next start in" in text
+    (world.output / "prefect.breaks").unlink()
+    assert world.call("up")[0] == 0 and world.status()["code"] == 0
+
+
 def test_a_taken_port_is_an_error_before_anything_starts(world):
     with socket.create_server(("127.0.0.1", world.prefect)):
         code, text = world.call("up")
