@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from flows.operations.checks import check_api, configured_api
-from flows.operations.services import mlflow_url, prefect_url
+from flows.operations.services import GPU_LIMIT, mlflow_url, prefect_url
 from flows.operations.state import Places, State, is_running, read_state
 from rl_core.errors import BackendError
 
@@ -64,6 +64,7 @@ def _use(state: State) -> None:
             "`posttrain up` starts it again, and after `posttrain down` runs do without it"
         ) from None
     os.environ["PREFECT_API_URL"] = ours
+    os.environ.setdefault("POSTTRAIN_GPU_LIMIT", GPU_LIMIT)
     _warn(warning)
 
 

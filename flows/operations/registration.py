@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.operations.checks import check_api, explain
+from flows.operations.services import GPU_LIMIT
 from rl_core.errors import DataError, PosttrainError, SettingsError
 from rl_core.folders import write_json_atomic
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
 
-__all__ = ["GPU_LIMIT", "Request", "main", "num_gpus"]
+__all__ = ["Request", "main", "num_gpus"]
 
-GPU_LIMIT = "gpu"  # name of the global concurrency limit
 POOL_TYPE = "process"
 
 

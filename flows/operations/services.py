@@ -21,9 +21,21 @@ from flows.operations.state import Options
 from flows.prefect_home import prefect_environment
 from tasks.mlflow_environment import default_uri, offline_environment
 
-__all__ = ["ROOT", "Service", "ask", "base_environment", "client_environment", "mlflow_url", "prefect_url", "services"]
+__all__ = [
+    "GPU_LIMIT",
+    "ROOT",
+    "Service",
+    "ask",
+    "base_environment",
+    "client_environment",
+    "mlflow_url",
+    "prefect_url",
+    "services",
+]
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: deployments name their flows and configs from here
+
+GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/gpu_slot.py
 
 # What a user's environment or profile says about other servers; ours are told about theirs and no others.
 _ELSEWHERE = (
@@ -111,6 +123,7 @@ def client_environment(output: Path, name: str, options: Options, mlflow: str) -
     environment |= {
         "PREFECT_API_URL": f"{prefect_url(options)}/api",
         "MLFLOW_TRACKING_URI": mlflow,
+        "POSTTRAIN_GPU_LIMIT": GPU_LIMIT,
         # The worker's runs import from the checkout even where another one is installed.
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
     }

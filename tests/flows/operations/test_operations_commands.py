@@ -22,7 +22,13 @@ from rl_core.folders import FolderLock, write_json_atomic
 
 @pytest.fixture(autouse=True)
 def local(monkeypatch, tmp_path):
-    for name in ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_PROFILE", "POSTTRAIN_DATABASE"):
+    for name in (
+        "MLFLOW_TRACKING_URI",
+        "PREFECT_API_URL",
+        "PREFECT_PROFILE",
+        "POSTTRAIN_DATABASE",
+        "POSTTRAIN_GPU_LIMIT",
+    ):
         monkeypatch.setenv(name, "x")  # so that what a test sets is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
