@@ -113,7 +113,6 @@ class Supervisor:
         for spec in specs:
             if spec.port is not None:
                 check_port(spec.port, f"the {spec.name} server", spec.option)
-        write_json_atomic(self.places.last, dataclasses.asdict(self.options))
         self.servers = [Supervised(spec, self.places.log(spec.name)) for spec in specs]
         self.state.services = [server.state for server in self.servers]
         self._say(f"starting {', '.join(spec.name for spec in specs)} (logs: {self.output / 'logs'}) ...")
@@ -122,6 +121,7 @@ class Supervisor:
             for server in self.servers:
                 if server.state.restarts:
                     raise self._failed(server)
+        write_json_atomic(self.places.last, dataclasses.asdict(self.options))
         self._register()
         while self._registration is not None:
             self._step()
