@@ -178,8 +178,8 @@ def _add_promote(commands: Any) -> None:
 
 def _add_up(commands: Any) -> None:
     examples = [
-        "up                          until Ctrl-C; again: says what runs and repairs what does not",
-        "up --detach                 in the background; posttrain down ends it",
+        "up    (until Ctrl-C; again: says what runs and repairs what does not)",
+        "up --detach    (in the background; posttrain down ends it)",
         "up --detach --output /data/outputs --prefect-port 4300 --mlflow-port 5100",
         "up --detach --database postgresql://me@localhost/team",
     ]

@@ -68,7 +68,10 @@ def test_stage_names_are_the_pipeline_s():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names == ["run", "validate", "stage", "evaluate", "analyze", "promote", "ui", "monitor", "runs", "doctor"]
+    assert names == [
+        "run", "validate", "stage", "evaluate", "analyze", "promote",
+        "up", "down", "status", "ui", "monitor", "runs", "doctor",
+    ]  # fmt: skip
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
