@@ -10,6 +10,7 @@ SIGTERM, with everything saved.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
@@ -90,10 +91,20 @@ def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:
 
 
 def _prepare(settings: PipelineSettings) -> None:
-    """Put Prefect's own files beside the pipeline's; has to come before Prefect is imported."""
+    """Put Prefect's own files beside the pipeline's, or use the servers that are up; before Prefect is imported."""
+    from flows.operations.connect import connect
     from flows.prefect_home import prepare_prefect
 
     prepare_prefect(Path(settings.output))
+    connect(Path(settings.output))
+
+
+def _connect_mlflow(output: str | Path) -> Path:
+    """Use the MLflow server of `posttrain up` where it runs; returns the folder."""
+    from flows.operations.connect import connect
+
+    connect(Path(output), prefect=False)
+    return Path(output)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -191,6 +202,8 @@ def analyze(arguments: argparse.Namespace) -> int:
         raise SettingsError(f"{arguments.paths[0]}: is a model; --config CONFIG says which episodes it is to play")
     if settings and models:
         return _analyze_models(settings, models, Path(arguments.out), arguments.quiet)
+    if settings:
+        _connect_mlflow(settings.output)
     from flows.single_stage import analyze as analyze_paths
 
     report = analyze_paths([Path(path) for path in arguments.paths], settings, Path(arguments.out))
@@ -213,6 +226,7 @@ def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Pat
 def promote(arguments: argparse.Namespace) -> int:
     """Move the alias `champion`."""
     settings = _load(arguments)
+    _connect_mlflow(settings.output)
     from tasks.promote import promote_version
 
     print(promote_version(settings, arguments.version, arguments.note))
@@ -224,7 +238,7 @@ def approve(arguments: argparse.Namespace) -> int:
     settings = _optional(arguments)
     from flows.approval import decide
 
-    output = Path(settings.output if settings else arguments.output)
+    output = _connect_mlflow(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
     where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
     answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
@@ -256,18 +270,51 @@ def gc(arguments: argparse.Namespace) -> int:
     settings = _optional(arguments)
     from flows.gc import collect
 
-    output = Path(settings.output if settings else arguments.output)
+    output = _connect_mlflow(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
     print(collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes))
     return 0
 
 
+def up(arguments: argparse.Namespace) -> int:
+    """Start the servers, the worker and what runs on them, or repair what is not well."""
+    from flows.operations.commands import up as start
+
+    names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    start(Path(arguments.output), given, detach=arguments.detach)
+    return 0
+
+
+def down(arguments: argparse.Namespace) -> int:
+    """Stop what `up` started."""
+    from flows.operations.commands import down as stop
+
+    print(stop(Path(arguments.output)))
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Say what `up` keeps running."""
+    from flows.operations.commands import status as look
+
+    text, good = look(Path(arguments.output), as_json=arguments.json)
+    print(text)
+    return 0 if good else 1
+
+
 def ui(arguments: argparse.Namespace) -> int:
     """Serve the MLflow and the Prefect pages until Ctrl-C."""
     settings = _optional(arguments)
+    from flows.operations.connect import running
     from flows.ui import serve
 
     output = Path(settings.output if settings else arguments.output)
+    if (state := running(output)) is not None:
+        from flows.operations.report import links
+
+        print(f"`posttrain up` serves both:\n{links(state)}")
+        return 0
     serve(
         output,
         settings.tracking.uri if settings else None,
@@ -296,7 +343,7 @@ def runs(arguments: argparse.Namespace) -> int:
     settings = _optional(arguments)
     from tasks.tracking import list_runs
 
-    output = Path(settings.output if settings else arguments.output)
+    output = _connect_mlflow(settings.output if settings else arguments.output)
     rows = list_runs(output, uri=settings.tracking.uri if settings else None, limit=arguments.limit)
     print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run configs/demo.yaml")
     return 0
@@ -308,6 +355,10 @@ def doctor(arguments: argparse.Namespace) -> int:
     from flows.doctor import examine, report
 
     output, uri = Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
+    with contextlib.suppress(PosttrainError):  # what does not answer is a finding
+        from flows.operations.connect import connect
+
+        connect(output)
     if arguments.repair:
         from flows.repair import repair
 
@@ -328,7 +379,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, ui, monitor, runs, gc, doctor,
+    run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui, monitor,
+    runs, gc, doctor,
 )  # fmt: skip
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
 

@@ -21,6 +21,7 @@ _START = """\
 start here:
   posttrain run configs/demo.yaml          the whole pipeline on an environment that needs no download
   posttrain validate configs/demo.yaml     check a configuration without running anything
+  posttrain up                             Prefect, a worker and MLflow, with schedules (down, status)
   posttrain ui                             look at results in MLflow and Prefect
   posttrain monitor                        watch a run while it trains
   posttrain doctor                         what this machine has and what is missing
@@ -38,18 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (
-        _add_run,
-        _add_retrain,
-        _add_validate,
-        _add_stage,
-        _add_profile,
-        _add_evaluate,
-        _add_analyze,
-        _add_promote,
-    ):
+    for add in (_add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
         add(commands)
-    for add in (_add_approve, _add_resume, _add_ui, _add_monitor, _add_runs, _add_gc, _add_doctor):
+    for add in (_add_evaluate, _add_analyze, _add_promote):
+        add(commands)
+    for add in (_add_approve, _add_resume, _add_up, _add_down, _add_status):
+        add(commands)
+    for add in (_add_ui, _add_monitor, _add_runs, _add_gc, _add_doctor):
         add(commands)
     return parser
 
@@ -266,6 +262,50 @@ def _add_gc(commands: Any) -> None:
     parser.add_argument("--yes", action="store_true", help="remove; otherwise nothing is changed")
     _add_config(parser, option=True)
     _add_output(parser)
+
+
+def _add_up(commands: Any) -> None:
+    examples = [
+        "up    (until Ctrl-C; again: says what runs and repairs what does not)",
+        "up --detach    (in the background; posttrain down ends it)",
+        "up --detach --output /data/outputs --prefect-port 4300 --mlflow-port 5100",
+        "up --detach --database postgresql://me@localhost/team",
+    ]
+    about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
+    parser = _add(commands, "up", about, examples)
+    _add_output(parser)
+    parser.add_argument("--detach", "-d", action="store_true", help="leave it running in the background")
+    parser.add_argument("--prefect-port", type=_port, metavar="PORT", help="default: 4200")
+    parser.add_argument("--mlflow-port", type=_port, metavar="PORT", help="default: 5000")
+    parser.add_argument(
+        "--database",
+        metavar="URL",
+        help="postgresql://USER@HOST:5432/NAME for both servers, which make NAME_prefect and NAME_mlflow; a password "
+        "stands better in POSTTRAIN_DATABASE, PGPASSWORD or ~/.pgpass than here (default: sqlite in the output folder)",
+    )
+    parser.add_argument("--pool", metavar="NAME", help="work pool of the worker (default: posttrain)")
+    parser.add_argument("--runs", type=_positive, metavar="N", help="flow runs at once (default: no limit)")
+    parser.add_argument(
+        "--deployments",
+        metavar="FOLDER",
+        help="register its prefect.yaml and automations.yaml; entrypoints are relative to the folder above it "
+        "(default: those of this checkout)",
+    )
+    parser.add_argument(
+        "--gpu-slots", type=_positive, metavar="N", help="limit 'gpu': stages at once on GPUs (default: one per GPU)"
+    )
+
+
+def _add_down(commands: Any) -> None:
+    about = "stop what `posttrain up` started: the worker and its runs, which save first, then the servers"
+    _add_output(_add(commands, "down", about, ["down", "down --output /data/outputs"]))
+
+
+def _add_status(commands: Any) -> None:
+    about = "say what `posttrain up` keeps running; exits with 1 unless all of it is up"
+    parser = _add(commands, "status", about, ["status", "status --json"])
+    _add_output(parser)
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _add_ui(commands: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
     console.print()
     console.print(f"MLflow run  {run_url}", soft_wrap=True)
     console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
-    if "127.0.0.1" in run_url:
+    if "127.0.0.1" in run_url and not os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http"):
         console.print(
             "Pages       posttrain ui    starts the MLflow and Prefect pages behind these links", soft_wrap=True
         )

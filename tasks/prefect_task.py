@@ -23,6 +23,7 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.task_engine import TaskRunTimeoutError
 
 from rl_core.errors import BackendError, StageTimeout
+from tasks.gpu_slot import gpu_slot
 from tasks.review import REVIEW
 from tasks.session import Session
 from tasks.stage import StageResult
@@ -78,7 +79,8 @@ def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -
 
     def start(*arguments: Any, **named: Any) -> StageResult:
         try:
-            result: StageResult = call(*arguments, **named)
+            with gpu_slot(name):  # outside of the stage's time limit: waiting is not its fault
+                result: StageResult = call(*arguments, **named)
         except TaskRunTimeoutError as error:
             setting = f"run.timeouts.{name}" if name in run.timeouts else "run.timeout_seconds"
             raise StageTimeout(

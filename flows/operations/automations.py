@@ -1,0 +1,184 @@
+"""`deployments/automations.yaml`, applied to a Prefect server by name: made, brought up to date, never doubled.
+
+The file is what `prefect automation create --from-file` takes, a list or `automations:` with a list, and one thing
+more: a deployment or block may be given by name where Prefect wants an id, which is known only once it exists:
+
+    actions:
+      - {type: run-deployment, source: selected, deployment_id: post-training/nightly-retrain}
+      - {type: call-webhook, block_document_id: webhook/posttrain-alerts, payload: "..."}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from rl_core.errors import DataError
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import PrefectClient
+
+__all__ = ["Applied", "apply", "read"]
+
+_ACTIONS = ("actions", "actions_on_trigger", "actions_on_resolve")
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What became of one automation."""
+
+    name: str
+    what: str  # made, updated, unchanged, left out
+    note: str = ""
+
+
+class NotThere(Exception):
+    """A block or deployment that an automation names does not exist."""
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The automations of a file. Raises: DataError where it is not a list of automations with different names."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    if isinstance(data, dict):
+        data = data.get("automations", [data])
+    if data is None:
+        return []
+    if not isinstance(data, list) or not all(isinstance(item, dict) for item in data):
+        raise DataError(f"{path}: must hold a list of automations, or `automations:` with such a list")
+    names: list[str] = []
+    for number, item in enumerate(data, 1):
+        name = item.get("name")
+        if not isinstance(name, str) or not name:
+            raise DataError(f"{path}: automation {number} has no `name`, by which it is found again")
+        if name in names:
+            raise DataError(f"{path}: '{name}' is there twice; give each automation a name of its own")
+        names.append(name)
+    return data
+
+
+async def apply(client: PrefectClient, path: Path) -> list[Applied]:
+    """Make the server's automations of these names what the file says.
+
+    One whose block is absent is left out with a note; whether one is switched off in the UI is left alone unless the
+    file says `enabled`.
+    Raises: DataError where Prefect does not take one.
+    """
+    from prefect.events.schemas.automations import AutomationCore
+    from pydantic import ValidationError
+
+    done = []
+    for item in read(path):
+        name = str(item["name"])
+        try:
+            wanted = AutomationCore.model_validate(await _with_ids(client, item))
+        except NotThere as error:
+            done.append(Applied(name, "left out", str(error)))
+            continue
+        except ValidationError as error:
+            raise DataError(f"{path}: automation '{name}' is not valid:\n{_problems(error)}") from None
+        done.append(await _put(client, wanted, explicit="enabled" in item))
+    return done
+
+
+async def _put(client: PrefectClient, wanted: Any, *, explicit: bool) -> Applied:
+    found = await client.read_automations_by_name(wanted.name)
+    if not found:
+        await client.create_automation(wanted)
+        return Applied(wanted.name, "made")
+    first, *others = sorted(found, key=lambda automation: str(automation.id))
+    for other in others:  # from `prefect automation create`, which makes another one each time
+        await client.delete_automation(other.id)
+    note = f"{len(others)} of the same name removed" if others else ""
+    if not explicit:
+        wanted = wanted.model_copy(update={"enabled": first.enabled})
+    if _plain(wanted) == _plain(first):
+        return Applied(wanted.name, "unchanged", note)
+    from prefect.events.schemas.automations import AutomationCore
+
+    # Rebuilt, so that defaults count as set: the client sends what is set alone.
+    await client.update_automation(first.id, AutomationCore.model_validate(wanted.model_dump(mode="json")))
+    return Applied(wanted.name, "updated", note)
+
+
+def _plain(automation: Any) -> dict[str, Any]:
+    from prefect.events.schemas.automations import AutomationCore
+
+    plain: dict[str, Any] = automation.model_dump(mode="json", include=set(AutomationCore.model_fields))
+    return _comparable(plain)
+
+
+def _comparable(value: Any) -> Any:
+    """Without ids, which the server gives triggers, and with sorted names: events to wait for are a set."""
+    if isinstance(value, dict):
+        return {key: _comparable(item) for key, item in value.items() if key != "id"}
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return sorted(value)
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    return value
+
+
+async def _with_ids(client: PrefectClient, item: dict[str, Any]) -> dict[str, Any]:
+    item = dict(item)
+    for key in _ACTIONS:
+        if isinstance(item.get(key), list):
+            item[key] = [await _action_with_ids(client, action) for action in item[key]]
+    return item
+
+
+async def _action_with_ids(client: PrefectClient, action: Any) -> Any:
+    if not isinstance(action, dict):
+        return action
+    action = dict(action)
+    deployment, block = action.get("deployment_id"), action.get("block_document_id")
+    if _is_name(deployment):
+        action["deployment_id"] = await _deployment(client, str(deployment))
+    if _is_name(block):
+        action["block_document_id"] = await _block(client, str(block))
+    return action
+
+
+def _is_name(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        UUID(value)
+    except ValueError:
+        return True
+    return False
+
+
+async def _deployment(client: PrefectClient, name: str) -> str:
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        return str((await client.read_deployment_by_name(name)).id)
+    except (ObjectNotFound, ValueError):
+        raise NotThere(f"there is no deployment '{name}' (written FLOW/DEPLOYMENT)") from None
+
+
+async def _block(client: PrefectClient, name: str) -> str:
+    from prefect.exceptions import ObjectNotFound
+
+    kind, _, own = name.partition("/")
+    try:
+        return str((await client.read_block_document_by_name(own, kind)).id)
+    except (ObjectNotFound, ValueError):
+        raise NotThere(
+            f"there is no block '{name}'; make it in the Prefect UI under Blocks, then `posttrain up` again"
+        ) from None
+
+
+def _problems(error: Any) -> str:
+    lines: Sequence[str] = [
+        f"  {'.'.join(str(part) for part in problem['loc'])}: {problem['msg']}" for problem in error.errors()[:10]
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,88 @@
+"""How `posttrain run` and its kin find the servers that `posttrain up` keeps for an output folder."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from flows.operations.checks import check_api, configured_api
+from flows.operations.services import GPU_LIMIT, mlflow_url, prefect_url
+from flows.operations.state import Places, State, is_running, read_state
+from rl_core.errors import BackendError
+
+__all__ = ["connect", "running"]
+
+
+def running(output: Path) -> State | None:
+    """The servers of an output folder; None where no supervisor runs."""
+    places = Places(output.resolve())
+    return read_state(places) if is_running(places) else None
+
+
+def connect(output: Path, *, prefect: bool = True) -> None:
+    """Point Prefect and MLflow at the servers of an output folder where they are up; what the user set stays.
+
+    Has to come before Prefect is imported.
+
+    Args:
+        prefect: whether Prefect is needed; then its server has to answer.
+    Raises: BackendError, SettingsError: see `checks`.
+    """
+    state = running(output)
+    if state is not None and state.phase == "stopping":
+        state = None
+    # A server that is down for a moment is no reason to write past it: the tracker keeps what it cannot deliver.
+    if state is not None and any(service.name == "mlflow" for service in state.services):
+        os.environ.setdefault("MLFLOW_TRACKING_URI", mlflow_url(state.options))
+    if not prefect:
+        return
+    if state is not None:
+        _use(state)
+        return
+    url, origin = configured_api()
+    if url:
+        _warn(check_api(url, origin))
+
+
+def _use(state: State) -> None:
+    ours = f"{prefect_url(state.options)}/api"
+    url, origin = configured_api()
+    if url and not same_address(url, ours):
+        _warn(
+            f"this run is tracked by Prefect at {url} (from {origin}), not by the server of `posttrain up` at {ours}; "
+            f"for that, {_how_to_leave(origin)}"
+        )
+        _warn(check_api(url, origin))
+        return
+    try:
+        warning = check_api(ours, "posttrain up")
+    except BackendError as error:
+        phase = state.service("prefect").phase
+        raise BackendError(
+            f"the Prefect server of `posttrain up` does not answer ({phase}): {error}; `posttrain status` says why, "
+            "`posttrain up` starts it again, and after `posttrain down` runs do without it"
+        ) from None
+    os.environ["PREFECT_API_URL"] = ours
+    os.environ.setdefault("POSTTRAIN_GPU_LIMIT", GPU_LIMIT)
+    _warn(warning)
+
+
+def _how_to_leave(origin: str) -> str:
+    if origin == "PREFECT_API_URL":
+        return "unset PREFECT_API_URL"
+    return "unset PREFECT_PROFILE, or: prefect profile use ephemeral"
+
+
+def same_address(one: str, other: str) -> bool:
+    """Whether two addresses of loopback servers are the same."""
+
+    def plain(url: str) -> str:
+        return url.rstrip("/").replace("//localhost:", "//127.0.0.1:")
+
+    return plain(one) == plain(other)
+
+
+def _warn(text: str) -> None:
+    if text:
+        print(f"posttrain: {text}", file=sys.stderr)

@@ -1,0 +1,159 @@
+"""Keeps one server: starts it, and ends its whole tree of processes when it ends or when the supervisor does.
+
+Run as a script, by its path: `python -I -S keeper.py PARENT LEAD SOFT GRACE COMMAND...`. Only the standard library, so
+that a keeper costs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, a
+SIGKILL included. Processes that the server leaves behind (a worker starts its runs in sessions of their own) become
+children of the keeper, so none is missed. To stop: for up to LEAD seconds only what is below the server, by SIGTERM,
+then SIGTERM to the server, after SOFT seconds to everything else, after GRACE seconds SIGKILL to what is left. A
+second SIGTERM skips the waiting. Exits with the server's code, or 128 + its signal.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+SETTLE_SECONDS = 3.0  # for a server to report the end of its children
+STUCK_SECONDS = 30.0  # after SIGKILL; then the keeper ends all the same
+WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
+
+
+def descendants(root: int) -> list[int]:
+    """Process ids below `root` that are alive, from /proc."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:  # it has ended meanwhile
+            continue
+        if fields[0] not in "ZX":
+            parents[int(name)] = int(fields[1])
+    found, level = [], [root]
+    while level:
+        level = [pid for pid, parent in parents.items() if parent in level]
+        found += level
+    return found
+
+
+def tell(pids: list[int], number: int) -> None:
+    """Signal processes; those that have ended meanwhile do not matter."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except (ProcessLookupError, PermissionError):
+            continue
+
+
+class Keeper:
+    """One server and everything below it."""
+
+    def __init__(self, command: list[str], lead: float, soft: float, grace: float) -> None:
+        self.lead, self.soft, self.grace = lead, soft, grace
+        self.told: set[int] = set()  # to end, of those below the server
+        self.code: int | None = None  # of the server, once it has ended
+        own = os.getpid()
+
+        def tied() -> None:
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, WATCHED)
+            if os.getppid() != own:  # the keeper died before the tie was made
+                os._exit(1)
+
+        self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=tied)
+
+    def reap(self) -> None:
+        """Take note of every child that has ended, adopted ones too."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid == self.server.pid:
+                self.code = os.waitstatus_to_exitcode(status)
+
+    def run(self) -> int:
+        """Until the server ends or a signal says to end it."""
+        while self.code is None:
+            told = signal.sigtimedwait(WATCHED, 5.0)
+            self.reap()
+            if told is not None and told.si_signo != signal.SIGCHLD:
+                break
+        self.end()
+        assert self.code is not None
+        return self.code if self.code >= 0 else 128 - self.code
+
+    def others(self) -> list[int]:
+        """What is alive below the keeper, but for the server itself."""
+        return [pid for pid in descendants(os.getpid()) if pid != self.server.pid]
+
+    def tell_others(self) -> None:
+        """SIGTERM, once to each: a second one would keep them from saving."""
+        new = [pid for pid in self.others() if pid not in self.told]
+        tell(new, signal.SIGTERM)
+        self.told.update(new)
+
+    def pause(self) -> bool:
+        """A moment, for things to happen; True = another signal says to hurry."""
+        told = signal.sigtimedwait(WATCHED, 0.1)
+        self.reap()
+        return told is not None and told.si_signo != signal.SIGCHLD
+
+    def children_first(self) -> bool:
+        """End the server's children while it lives, which then reports their end; True = told to hurry."""
+        deadline = time.monotonic() + self.lead
+        settled = time.monotonic()
+        while self.code is None and time.monotonic() < deadline:
+            self.tell_others()
+            if self.others():
+                settled = time.monotonic() + SETTLE_SECONDS
+            elif time.monotonic() >= settled:
+                break
+            if self.pause():
+                return True
+        return False
+
+    def end(self) -> None:
+        """End what is left."""
+        killed = self.children_first()
+        started = time.monotonic()
+        if self.code is None:
+            tell([self.server.pid], signal.SIGTERM)
+        while descendants(os.getpid()):
+            passed = time.monotonic() - started
+            if self.code is not None or passed >= self.soft:
+                self.tell_others()
+            if killed or passed >= self.grace:
+                tell(descendants(os.getpid()), signal.SIGKILL)
+                killed = True
+            if passed >= self.grace + STUCK_SECONDS:  # in the kernel, as on a file system that is gone
+                break
+            killed = self.pause() or killed
+        self.reap()
+        if self.code is None:
+            self.code = 1
+
+
+def main() -> int:
+    """Read the arguments, tie this process to its parent, keep the server."""
+    parent, lead, soft, grace = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
+    signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        return 1
+    return Keeper(sys.argv[5:], lead, soft, grace).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

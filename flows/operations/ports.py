@@ -1,0 +1,53 @@
+"""Is a port free, and who has it."""
+
+from __future__ import annotations
+
+import socket
+
+from rl_core.errors import SettingsError
+
+__all__ = ["check_port", "holder"]
+
+HOST = "127.0.0.1"
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen there on loopback. Raises: SettingsError for a port that this user may not take."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As servers do it: a port whose last connections are still closing is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((HOST, port))
+        except PermissionError as error:
+            raise SettingsError(f"port {port}: {error.strerror}; use one above 1023") from None
+        except OSError:
+            return False
+    return True
+
+
+def holder(port: int) -> str:
+    """Who listens on a port, in words: process id and command, as far as this user may see them."""
+    import psutil
+
+    try:
+        found = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    except psutil.AccessDenied:
+        found = []
+    for connection in found:
+        if connection.pid is None:
+            continue
+        try:
+            command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split()) or "?"
+        except psutil.Error:
+            command = "a process of another user"
+        return f"process {connection.pid} ({command if len(command) <= 120 else command[:117] + '...'})"
+    return "a process of another user or container"
+
+
+def check_port(port: int, what: str, option: str) -> None:
+    """Raises SettingsError, which says who has the port and which option names another one."""
+    if not is_free(port):
+        raise SettingsError(
+            f"port {port}, meant for {what}, is taken by {holder(port)}; end that, or choose another port with "
+            f"{option} (a port is fixed, so that links in runs and reports stay right)"
+        )

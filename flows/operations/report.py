@@ -1,0 +1,94 @@
+"""What `up` and `status` print."""
+
+from __future__ import annotations
+
+import time
+
+from flows.operations.services import ask, mlflow_url, prefect_url
+from flows.operations.state import ServiceState, State
+
+__all__ = ["links", "table"]
+
+
+def links(state: State) -> str:
+    """Where to look, what is registered, and how a shell's own commands find the servers."""
+    lines = [f"{service.name:9}{service.url}" for service in state.services]
+    if not any(service.name == "mlflow" for service in state.services):
+        lines.append("mlflow   runs elsewhere (MLFLOW_TRACKING_URI)")
+    lines += _registered(state)
+    lines.append(
+        "posttrain commands with this output folder use these servers; for prefect's and mlflow's own commands:"
+    )
+    lines.append(
+        f"  export PREFECT_API_URL={prefect_url(state.options)}/api MLFLOW_TRACKING_URI={mlflow_url(state.options)}"
+    )
+    return "\n".join(lines)
+
+
+def _registered(state: State) -> list[str]:
+    done = state.registration
+    if not done:
+        return []
+    lines = []
+    if "pool" in done:
+        slots = done.get("gpu_slots")
+        lines.append(f"pool     {state.options.pool}; limit 'gpu' of {slots} at once")
+    for name in done.get("deployments", []):
+        lines.append(f"deployed {name}")
+    for one in done.get("automations", []):
+        note = f" ({one['note']})" if one["note"] else ""
+        lines.append(f"automation {one['name']}: {one['what']}{note}")
+    return [*lines, *(f"note: {note}" for note in done.get("notes", []))]
+
+
+def table(state: State, now: float | None = None) -> str:
+    """`posttrain status`."""
+    now = time.time() if now is None else now
+    lines = [
+        f"{state.phase}; supervisor: process {state.supervisor.pid}; database: {state.options.database}",
+        f"{'server':9}{'state':10}{'process':9}{'for':>8}  {'restarts':9}",
+    ]
+    lines += [_line(service, now) for service in state.services]
+    if problem := _pool_problem(state):
+        lines.append(problem)
+    lines += _registered(state)
+    if state.problem:
+        lines.append(f"not registered: {state.problem}")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _line(service: ServiceState, now: float) -> str:
+    pid = service.process.pid if service.process and service.process.alive else ""
+    span = _span(now - service.since) if pid else ""
+    line = f"{service.name:9}{service.phase:10}{pid!s:9}{span:>8}  {service.restarts:<9}"
+    notes = [service.url]
+    if service.phase == "waiting":
+        notes = [f"{service.message}; next start in {max(0.0, service.retry_at - now):.0f} s; log: {service.log}"]
+    elif service.message:
+        notes.append(f"(before: {service.message})")
+    return f"{line}{' '.join(notes)}"
+
+
+def _span(seconds: float) -> str:
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _pool_problem(state: State) -> str:
+    """A pool that somebody deleted or paused."""
+    import urllib.error
+
+    pool = state.options.pool
+    if not any(service.name == "prefect" and service.phase == "up" for service in state.services):
+        return ""
+    try:
+        found = ask(f"{prefect_url(state.options)}/api/work_pools/{pool}")
+    except urllib.error.HTTPError as error:
+        if error.code == 404:
+            return f"work pool '{pool}' is gone, so no deployment can run; `posttrain up` makes it again"
+        return ""
+    except (OSError, ValueError):
+        return ""
+    return f"work pool '{pool}' is paused; prefect work-pool resume {pool}" if found.get("is_paused") else ""

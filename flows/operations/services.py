@@ -1,0 +1,205 @@
+"""The servers: how each is started, in which environment, and how one sees that it works."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from flows.operations.database import Databases
+from flows.operations.ports import HOST
+from flows.operations.processes import MARK, mark_of
+from flows.operations.state import Options
+from flows.prefect_home import prefect_environment
+from tasks.mlflow_environment import default_uri, offline_environment
+
+__all__ = [
+    "GPU_LIMIT",
+    "ROOT",
+    "Service",
+    "ask",
+    "base_environment",
+    "client_environment",
+    "mlflow_url",
+    "prefect_url",
+    "services",
+]
+
+ROOT = Path(__file__).resolve().parents[2]  # the checkout: deployments name their flows and configs from here
+
+GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/gpu_slot.py
+
+# What a user's environment or profile says about other servers; ours are told about theirs and no others.
+_ELSEWHERE = (
+    "PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_PROFILE", "PREFECT_UI_API_URL",
+    "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_SERVER_API_HOST",
+    "PREFECT_SERVER_API_PORT", "MLFLOW_BACKEND_STORE_URI", "MLFLOW_REGISTRY_STORE_URI", "MLFLOW_REGISTRY_URI",
+    "POSTTRAIN_DATABASE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """How one server is run."""
+
+    name: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    folder: Path
+    url: str
+    works: Callable[[], bool]
+    option: str = ""  # of the command line: which one changes its port
+    port: int | None = None
+    watched: bool = True  # whether it is started again when it runs but does not answer
+    needs: str = ""  # started once this one works
+    lead: float = 0.0  # seconds for what is below it to end before it is told to
+    soft: float = 5.0  # seconds from SIGTERM to that of everything below it
+    grace: float = 15.0  # seconds from SIGTERM to SIGKILL
+
+
+def prefect_url(options: Options) -> str:
+    """Prefect's page; the API is under /api."""
+    return f"http://{HOST}:{options.prefect_port}"
+
+
+def mlflow_url(options: Options) -> str:
+    """MLflow's page and API."""
+    return f"http://{HOST}:{options.mlflow_port}"
+
+
+def ask(url: str, body: Any = None, timeout: float = 5.0) -> Any:
+    """GET a URL, or POST JSON to it; what it answers, from JSON where it is that. Raises OSError, ValueError."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # which no proxy reaches
+    opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if loopback else []))
+    with opener.open(request, timeout=timeout) as response:
+        text = response.read().decode()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _answers(url: str) -> bool:
+    try:
+        ask(url)
+    except urllib.error.HTTPError as error:
+        return error.code in (401, 403)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def base_environment(output: Path, name: str) -> dict[str, str]:
+    """What a server runs in: this process's environment, marked, without what it says about other servers."""
+    environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    environment |= {
+        **prefect_environment(None),
+        **offline_environment(),
+        MARK: mark_of(output, name),
+        "PREFECT_HOME": str(output / "prefect"),
+        "PREFECT_PROFILES_PATH": str(output / "prefect" / "profiles.toml"),  # a user's own profile stays out
+        "PREFECT_CLI_PROMPT": "false",
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
+        "PYTHONUNBUFFERED": "1",
+        "NO_COLOR": "1",  # logs are files
+    }
+    return environment
+
+
+def client_environment(output: Path, name: str, options: Options, mlflow: str) -> dict[str, str]:
+    """What a process runs in that uses the servers: the worker, its runs, the registration."""
+    environment = base_environment(output, name)
+    path = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    environment |= {
+        "PREFECT_API_URL": f"{prefect_url(options)}/api",
+        "MLFLOW_TRACKING_URI": mlflow,
+        "POSTTRAIN_GPU_LIMIT": GPU_LIMIT,
+        # The worker's runs import from the checkout even where another one is installed.
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+    }
+    return environment
+
+
+def services(output: Path, options: Options, databases: Databases, mlflow_elsewhere: str = "") -> list[Service]:
+    """All servers, in the order in which they start; they end in the opposite order.
+
+    Args:
+        mlflow_elsewhere: an MLflow server that runs already and is to be used; then none is started.
+    """
+    found = [] if mlflow_elsewhere else [_mlflow(output, options, databases)]
+    return [*found, _prefect(output, options, databases), _worker(output, options, mlflow_elsewhere)]
+
+
+def _mlflow(output: Path, options: Options, databases: Databases) -> Service:
+    url, port = mlflow_url(options), options.mlflow_port
+    command = (
+        sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
+        "--default-artifact-root", (output / "mlflow" / "artifacts").as_uri(),
+        "--allowed-hosts", f"{HOST}:{port},localhost:{port}", "--uvicorn-opts", "--no-access-log",
+    )  # fmt: skip
+    environment = base_environment(output, "mlflow") | {
+        # Not on the command line, where every user of the machine could read a password.
+        "MLFLOW_BACKEND_STORE_URI": databases.mlflow or default_uri(output),
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    }
+    environment.pop("MLFLOW_TRACKING_URI", None)
+    return Service(
+        "mlflow", command, environment, output, url, lambda: _answers(f"{url}/health"), "--mlflow-port", port
+    )
+
+
+def _prefect(output: Path, options: Options, databases: Databases) -> Service:
+    url, port = prefect_url(options), options.prefect_port
+    environment = base_environment(output, "prefect") | {"PREFECT_UI_API_URL": f"{url}/api"}
+    if databases.prefect:
+        environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = databases.prefect
+    command = (sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port))
+    return Service(
+        "prefect", command, environment, output, url, lambda: _answers(f"{url}/api/health"), "--prefect-port", port
+    )
+
+
+def worker_name() -> str:
+    """Name of this machine's worker in its pool; a restarted one takes the place of the one before."""
+    return f"posttrain-{platform.node() or 'here'}"
+
+
+def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> Service:
+    api = f"{prefect_url(options)}/api"
+    command = [
+        sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--pool", options.pool,
+        "--name", worker_name(), "--install-policy", "never",
+    ]  # fmt: skip
+    if options.runs is not None:
+        command += ["--limit", str(options.runs)]
+
+    def works() -> bool:
+        try:
+            found = ask(f"{api}/work_pools/{options.pool}/workers/filter", {})
+        except (OSError, ValueError):
+            return False
+        return any(worker["name"] == worker_name() and worker["status"] == "ONLINE" for worker in found)
+
+    return Service(
+        "worker",
+        tuple(command),
+        client_environment(output, "worker", options, mlflow_elsewhere or mlflow_url(options)),
+        ROOT,
+        f"{prefect_url(options)}/work-pools/work-pool/{options.pool}",
+        works,
+        watched=False,  # whether it is online is the Prefect server's word, which may be down itself
+        needs="prefect",
+        # By itself a worker that is told to stop waits for its runs, for hours, or forgets to report them. So they are
+        # told first: they save and stop, and the worker reports that they crashed.
+        lead=40.0,
+    )

@@ -1,0 +1,151 @@
+"""What the supervisor writes down for `status`, `down`, a second `up` and the runs: operations/state.json.
+
+Whether it runs is not read from the file but from the lock that it holds, which the kernel frees however it dies; its
+process id counts only together with its start time, so that a later process with the same number is never signalled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from flows.operations.processes import ProcessId
+from rl_core.folders import write_text_unsynced
+
+__all__ = ["Options", "Places", "ServiceState", "State", "is_running", "read_state", "write_state"]
+
+VERSION = 1
+Phase = Literal["starting", "up", "stopping"]
+ServicePhase = Literal["starting", "up", "waiting", "elsewhere", "stopped"]  # waiting: for its next start
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where things are under an output folder."""
+
+    output: Path
+
+    @property
+    def folder(self) -> Path:
+        """Everything of `posttrain up` but the logs."""
+        return self.output / "operations"
+
+    @property
+    def state(self) -> Path:
+        """What is running."""
+        return self.folder / "state.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the supervisor as long as it lives."""
+        return self.folder / "supervisor.lock"
+
+    @property
+    def registration(self) -> Path:
+        """What the last registration did."""
+        return self.folder / "registration.json"
+
+    @property
+    def last(self) -> Path:
+        """The options of the last start."""
+        return self.folder / "last.json"
+
+    def log(self, name: str) -> Path:
+        """The log of a server."""
+        return self.output / "logs" / f"{name}.log"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `posttrain up` was asked for."""
+
+    prefect_port: int = 4200
+    mlflow_port: int = 5000
+    database: str = "sqlite"  # or the address of a PostgreSQL database, without its password
+    pool: str = "posttrain"
+    runs: int | None = None  # flow runs at once on this machine; None = no limit
+    gpu_slots: int | None = None  # None: as many as this machine has GPUs, at least 1
+    deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
+
+
+@dataclass(slots=True)
+class ServiceState:
+    """One server as it is now."""
+
+    name: str
+    url: str = ""
+    phase: ServicePhase = "starting"
+    process: ProcessId | None = None  # of its keeper
+    since: float = 0.0  # seconds since 1970: of the last start
+    restarts: int = 0
+    retry_at: float = 0.0  # seconds since 1970, while waiting
+    message: str = ""  # why it was last started again
+    log: str = ""
+
+
+@dataclass(slots=True)
+class State:
+    """All servers of an output folder."""
+
+    supervisor: ProcessId
+    options: Options
+    phase: Phase = "starting"
+    services: list[ServiceState] = field(default_factory=list)
+    repairs: int = 0  # how often a further `up` was served
+    registration: dict[str, Any] = field(default_factory=dict)  # see registration.py; {} = not done yet
+
+    def service(self, name: str) -> ServiceState:
+        """By name."""
+        return next(service for service in self.services if service.name == name)
+
+    @property
+    def problem(self) -> str:
+        """What the last registration complained about."""
+        return str(self.registration.get("problem", ""))
+
+
+def write_state(places: Places, state: State) -> None:
+    """Replace the file at once. A full disk must not end the servers: the file is for those who look on."""
+    places.folder.mkdir(parents=True, exist_ok=True)
+    write_text_unsynced(places.state, json.dumps({"version": VERSION, **dataclasses.asdict(state)}, indent=2) + "\n")
+
+
+def read_state(places: Places) -> State | None:
+    """The file as it was last written; None where there is none that can be read."""
+    try:
+        data = json.loads(places.state.read_text())
+        if data.pop("version") != VERSION:
+            return None
+        services = [
+            ServiceState(**{**service, "process": _process(service["process"])}) for service in data.pop("services")
+        ]
+        supervisor = _process(data.pop("supervisor"))
+        if supervisor is None:
+            return None
+        return State(supervisor=supervisor, options=Options(**data.pop("options")), services=services, **data)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _process(data: dict[str, Any] | None) -> ProcessId | None:
+    return None if data is None else ProcessId(int(data["pid"]), int(data["started"]), str(data["boot"]))
+
+
+def is_running(places: Places) -> bool:
+    """Whether a supervisor holds the lock."""
+    try:
+        descriptor = os.open(places.lock, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)

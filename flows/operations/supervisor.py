@@ -1,0 +1,234 @@
+"""Starts the servers, keeps them up, registers what runs on them, and ends them in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from flows.operations.checks import explain
+from flows.operations.database import prepare
+from flows.operations.ports import check_port
+from flows.operations.processes import ProcessId, end_all, mark_of, spawn
+from flows.operations.registration import Request
+from flows.operations.services import ROOT, Service, client_environment, mlflow_url, services
+from flows.operations.state import Options, Places, State, write_state
+from flows.operations.supervised import Supervised
+from rl_core.errors import BackendError, FolderBusy
+from rl_core.folders import FolderLock, write_json_atomic
+
+__all__ = ["Supervisor"]
+
+log = logging.getLogger(__name__)
+
+STEP_SECONDS = 0.25
+STOP_SECONDS = 100.0  # for one server, whose keeper kills it earlier
+REPAIR = signal.SIGUSR1
+
+
+class Stop(Exception):
+    """A signal said to end."""
+
+
+class Supervisor:
+    """All servers of an output folder, from `start` to `stop`; `run` does both."""
+
+    def __init__(
+        self,
+        output: Path,
+        options: Options,
+        address: str,
+        *,
+        mlflow_elsewhere: str = "",
+        say: Callable[[str], None] = print,
+    ) -> None:
+        """`address`: of the database, with its password; `options.database` is what may be shown of it."""
+        self.output, self.options, self._address = output, options, address
+        self._mlflow_elsewhere, self._say = mlflow_elsewhere, say
+        self.places = Places(output)
+        own = ProcessId.of(os.getpid())
+        assert own is not None
+        self.state = State(supervisor=own, options=options)
+        self.servers: list[Supervised] = []
+        self._registration: subprocess.Popen[bytes] | None = None
+        self._stops = 0
+        self._repair = False
+        self._written: dict[str, Any] = {}
+
+    # -- from start to end --------------------------------------------------------------------------------------
+
+    def run(self, ready: Callable[[State], None]) -> None:
+        """Start everything, call `ready`, and keep it up until a signal; then end everything.
+
+        Raises: FolderBusy when another one runs; SettingsError, BackendError when something does not start.
+        """
+        with self._lock():
+            before = self._take_signals()
+            try:
+                self._start()
+                ready(self.state)
+                while True:
+                    self._step()
+            except Stop:
+                self._say("stopping ...")
+            finally:
+                self._stop()
+                for number, handler in before.items():
+                    signal.signal(number, handler)
+
+    def _lock(self) -> FolderLock:
+        """Not blocked by those who just look whether somebody holds it."""
+        self.places.folder.mkdir(parents=True, exist_ok=True)
+        return _Patient(self.places.lock)
+
+    def _take_signals(self) -> dict[int, Any]:
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._stops += 1
+
+        def repair(number: int, frame: FrameType | None) -> None:
+            self._repair = True
+
+        # SIGINT too: a shell starts background jobs with it ignored.
+        before: dict[int, Any] = {
+            int(number): signal.signal(number, stop)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # under nohup it stays ignored
+        }
+        before[REPAIR] = signal.signal(REPAIR, repair)
+        return before
+
+    def _start(self) -> None:
+        if ended := end_all(mark_of(self.output), grace=15.0):
+            self._say(f"ended {len(ended)} processes that an earlier `posttrain up` left behind")
+        specs = services(self.output, self.options, prepare(self._address), self._mlflow_elsewhere)
+        for spec in specs:
+            if spec.port is not None:
+                check_port(spec.port, f"the {spec.name} server", spec.option)
+        self.servers = [Supervised(spec, self.places.log(spec.name)) for spec in specs]
+        self.state.services = [server.state for server in self.servers]
+        self._say(f"starting {', '.join(spec.name for spec in specs)} (logs: {self.output / 'logs'}) ...")
+        while not all(server.is_up for server in self.servers):
+            self._step()
+            for server in self.servers:
+                if server.state.restarts:
+                    raise self._failed(server)
+        write_json_atomic(self.places.last, dataclasses.asdict(self.options))
+        self._register()
+        while self._registration is not None:
+            self._step()
+        self.state.phase = "up"
+        self._write()
+
+    def _failed(self, server: Supervised) -> BackendError:
+        tail = server.tail()
+        advice = explain(tail)
+        return BackendError(
+            f"the {server.service.name} server {server.state.message}"
+            f"{f'; {advice}' if advice else ''}; its last lines ({server.state.log}):\n{tail}"
+        )
+
+    def _step(self) -> None:
+        """One round over everything. Raises: Stop."""
+        if self._stops:
+            raise Stop
+        now = time.time()
+        for server in self.servers:
+            if server.process is not None or self._may_start(server.service):
+                server.step(now)
+        if self._repair and self._registration is None:
+            self._repair = False
+            for server in self.servers:
+                server.at_once()
+            self.state.repairs += 1
+            self._register()
+        self._look_at_registration()
+        self._write()
+        time.sleep(STEP_SECONDS)
+
+    def _may_start(self, service: Service) -> bool:
+        return (
+            not service.needs or next(server for server in self.servers if server.service.name == service.needs).is_up
+        )
+
+    # -- registration -------------------------------------------------------------------------------------------
+
+    def _register(self) -> None:
+        folder = Path(self.options.deployments or ROOT / "deployments")
+        request = Request(
+            root=str(folder.parent), pool=self.options.pool, gpu_slots=self.options.gpu_slots,
+            deployments=str(folder / "prefect.yaml"), automations=str(folder / "automations.yaml"),
+        )  # fmt: skip
+        asked = self.places.folder / "request.json"
+        write_json_atomic(asked, dataclasses.asdict(request))
+        self.places.registration.unlink(missing_ok=True)
+        self.state.registration = {}
+        environment = client_environment(self.output, "registration", self.options, self.mlflow)
+        command = [sys.executable, "-m", "flows.operations.registration", str(asked), str(self.places.registration)]
+        self._registration = spawn(command, environment, ROOT, self.places.log("registration"))
+
+    def _look_at_registration(self) -> None:
+        if self._registration is None or self._registration.poll() is None:
+            return
+        code, self._registration = self._registration.returncode, None
+        try:
+            self.state.registration = json.loads(self.places.registration.read_text())
+        except (OSError, ValueError):
+            problem = f"the registration ended with exit code {code}; see {self.places.log('registration')}"
+            self.state.registration = {"at": time.time(), "problem": problem}
+
+    @property
+    def mlflow(self) -> str:
+        """The MLflow server that runs use."""
+        return self._mlflow_elsewhere or mlflow_url(self.options)
+
+    # -- the end ------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        """End the registration, the worker with its runs, then the servers that these report to."""
+        self.state.phase = "stopping"
+        self._write()
+        if self._registration is not None and self._registration.poll() is None:
+            self._registration.terminate()
+            self._registration.wait()
+        self._registration = None
+        for group in ([s for s in self.servers if s.service.needs], [s for s in self.servers if not s.service.needs]):
+            stops = self._stops
+            for server in group:
+                server.signal(signal.SIGTERM)
+            deadline = time.monotonic() + STOP_SECONDS
+            for server in group:
+                while not server.stop(time.time(), 0.2) and time.monotonic() < deadline:
+                    if self._stops > stops:  # once more: no waiting for runs to save
+                        stops = self._stops
+                        for impatient in group:
+                            impatient.signal(signal.SIGTERM)
+            self._write()
+        end_all(mark_of(self.output), grace=0.0)
+        self.places.state.unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        now = dataclasses.asdict(self.state)
+        if now != self._written and self.servers:
+            write_state(self.places, self.state)
+            self._written = now
+
+
+class _Patient(FolderLock):
+    """Tries for a second: whoever asks `is_running` holds the lock for a moment."""
+
+    def __enter__(self) -> FolderLock:
+        for _ in range(10):
+            try:
+                return super().__enter__()
+            except FolderBusy:
+                time.sleep(0.1)
+        return super().__enter__()

@@ -1,0 +1,61 @@
+"""`posttrain up` over servers of the test's own, which need no second to start: what stays real is the supervision.
+
+`python fake_servers.py OUTPUT PORT PORT [OPTIONS OF up]`
+"""
+
+from __future__ import annotations
+
+import sys
+
+from flows import cli
+from flows.operations import commands, report, supervisor
+from flows.operations.processes import MARK, mark_of
+from flows.operations.services import Service, ask
+
+# Answers with its process id; has a child in a session of its own, as a worker has.
+SERVER = """
+import http.server, os, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(str(os.getpid()).encode())
+if os.path.exists(sys.argv[2]):
+    print("Address already in use", flush=True)
+    sys.exit(4)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+REGISTRATION = (
+    "import json, sys; json.dump({'at': 0, 'problem': '', 'pool': 'made', 'gpu_slots': 1}, open(sys.argv[-1], 'w'))"
+)
+
+
+def fake_services(output, options, databases, elsewhere):
+    def service(name: str, port: int, needs: str = "") -> Service:
+        environment = {MARK: mark_of(output, name)}
+        url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-c", SERVER, str(port), str(output / f"{name}.breaks")]
+
+        def works() -> bool:
+            try:
+                ask(url)
+            except OSError:
+                return False
+            return True
+
+        return Service(name, tuple(command), environment, output, url, works, "--x-port", port, needs=needs, soft=0.2)
+
+    return [service("mlflow", options.mlflow_port), service("prefect", options.prefect_port, needs="mlflow")]
+
+
+def fake_spawn(command, environment, folder, log, **seconds):
+    return spawn([command[0], "-c", REGISTRATION, *command[3:]], environment, folder, log, **seconds)
+
+
+if __name__ == "__main__":
+    spawn = supervisor.spawn
+    supervisor.services, supervisor.spawn = fake_services, fake_spawn
+    report._pool_problem = lambda state: ""
+    commands.COMMAND = (sys.executable, __file__)  # what a start in the background runs
+    sys.exit(cli.main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""`up`, `down`, `status` without servers, and how runs find those that are up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from flows.cli import main
+from flows.operations import commands, connect, database
+from flows.operations.checks import SettingsError
+from flows.operations.commands import down, status, up
+from flows.operations.processes import MARK, ProcessId, mark_of
+from flows.operations.registration import declared
+from flows.operations.services import ROOT, services
+from flows.operations.state import Options, Places, ServiceState, State, write_state
+from rl_core.errors import BackendError, DataError
+from rl_core.folders import FolderLock, write_json_atomic
+
+
+@pytest.fixture(autouse=True)
+def local(monkeypatch, tmp_path):
+    for name in (
+        "MLFLOW_TRACKING_URI",
+        "PREFECT_API_URL",
+        "PREFECT_PROFILE",
+        "POSTTRAIN_DATABASE",
+        "POSTTRAIN_GPU_LIMIT",
+    ):
+        monkeypatch.setenv(name, "x")  # so that what a test sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def running(tmp_path):
+    """A state file and a held lock, as of a supervisor that is up on other ports."""
+    own = ProcessId.of(os.getpid())
+    assert own is not None
+    options = Options(prefect_port=4301, mlflow_port=5101)
+    found = [ServiceState("mlflow", "http://127.0.0.1:5101", "up"), ServiceState("prefect", "p", "up")]
+    write_state(Places(tmp_path), State(own, options, "up", found, registration={"problem": ""}))
+    with FolderLock(Places(tmp_path).lock):
+        yield tmp_path
+
+
+def test_nothing_is_running(tmp_path, capsys):
+    assert status(tmp_path) == (f"not running for {tmp_path}; start it: posttrain up --output {tmp_path}", False)
+    assert down(tmp_path) == f"nothing was running for {tmp_path}"
+    assert main(["status", "--output", str(tmp_path)]) == 1
+    assert main(["down", "--output", str(tmp_path)]) == 0
+
+
+def test_a_stale_state_file_with_a_reused_process_id_harms_nobody(tmp_path):
+    own = ProcessId.of(os.getpid())
+    assert own is not None
+    write_state(Places(tmp_path), State(own, Options(), "up"))  # without the lock: that supervisor is dead
+    assert "not running" in status(tmp_path)[0]
+    assert "nothing was running" in down(tmp_path)  # and this process lives
+    assert not Places(tmp_path).state.exists()
+
+
+def test_what_a_dead_supervisor_left_is_named_and_ended(tmp_path):
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import time; time.sleep(100)"], env={**os.environ, MARK: mark_of(tmp_path)}
+    )
+    try:
+        assert f"1 of its processes are (first: {child.pid})" in status(tmp_path)[0]
+        assert "ended 1 processes" in down(tmp_path)
+        assert child.wait(10) != 0
+    finally:
+        child.kill()
+
+
+def test_a_further_up_with_other_options_is_refused(running):
+    with pytest.raises(SettingsError, match=r"--prefect-port: .* run with 4301, not 4200; `posttrain down` first"):
+        up(running, {"prefect_port": 4200})
+
+
+def test_a_further_up_reports_what_was_not_registered(running, monkeypatch):
+    def repaired(self, number):
+        state = commands.read_state(Places(running))
+        state.repairs, state.registration = (
+            1,
+            {"problem": "prefect.yaml: deployment 'x': parameter 'fresh': not a boolean"},
+        )
+        write_state(Places(running), state)
+        return True
+
+    monkeypatch.setattr(ProcessId, "signal", repaired)
+    with pytest.raises(DataError, match="parameter 'fresh': not a boolean"):
+        up(running, {})
+
+
+def test_another_database_than_last_time_is_refused(tmp_path):
+    Places(tmp_path).folder.mkdir()
+    write_json_atomic(Places(tmp_path).last, {"database": "postgresql://me@db/team"})
+    with pytest.raises(SettingsError, match=r"were last on postgresql://me@db/team, now sqlite is asked for"):
+        up(tmp_path, {})
+
+
+def test_an_environment_that_points_elsewhere_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "http://team:4200/api")
+    with pytest.raises(SettingsError, match=r"PREFECT_API_URL is http://team:4200/api, but .* unset PREFECT_API_URL"):
+        up(tmp_path, {})
+    monkeypatch.delenv("PREFECT_API_URL")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////x.db")
+    with pytest.raises(SettingsError, match="MLFLOW_TRACKING_URI names a database; unset it"):
+        up(tmp_path, {})
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(BackendError, match=r"no MLflow server answers at http://127\.0\.0\.1:9"):
+        up(tmp_path, {})
+
+
+def test_commands_point_at_the_servers_that_are_up(running, monkeypatch):
+    asked = []
+    monkeypatch.setattr(connect, "check_api", lambda url, origin: asked.append((url, origin)) or "")
+    connect.connect(running)
+    assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4301/api" == asked[0][0]
+    assert os.environ["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:5101"
+
+
+def test_what_the_user_set_stays_and_is_warned_of(running, monkeypatch, capsys):
+    monkeypatch.setattr(connect, "check_api", lambda url, origin: "")
+    monkeypatch.setenv("PREFECT_API_URL", "http://team:4200/api")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team:5000")
+    connect.connect(running)
+    assert os.environ["PREFECT_API_URL"] == "http://team:4200/api"
+    assert os.environ["MLFLOW_TRACKING_URI"] == "http://team:5000"
+    assert "tracked by Prefect at http://team:4200/api (from PREFECT_API_URL)" in capsys.readouterr().err
+
+
+def test_without_servers_nothing_is_set(tmp_path):
+    connect.connect(tmp_path)
+    assert "PREFECT_API_URL" not in os.environ and "MLFLOW_TRACKING_URI" not in os.environ
+
+
+def test_a_server_that_is_up_but_does_not_answer_is_an_error_with_a_next_step(running, monkeypatch):
+    def silent(url, origin):
+        raise BackendError("connection refused")
+
+    monkeypatch.setattr(connect, "check_api", silent)
+    with pytest.raises(BackendError, match=r"of `posttrain up` does not answer \(up\).*`posttrain status` says why"):
+        connect.connect(running)
+    connect.connect(running, prefect=False)  # MLflow alone: the tracker keeps what it cannot deliver
+
+
+def test_a_shell_that_points_at_nobody_stops_a_run_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    with pytest.raises(BackendError, match="no Prefect server answers at"):
+        connect.connect(tmp_path)
+
+
+def test_servers_see_neither_the_users_profile_nor_the_worker_the_database(tmp_path, monkeypatch):
+    monkeypatch.setenv("PREFECT_PROFILE", "cloud")
+    monkeypatch.setenv("PREFECT_API_KEY", "secret")
+    monkeypatch.setenv("POSTTRAIN_DATABASE", "postgresql://me:secret@db/team")
+    mlflow, prefect, worker = services(
+        tmp_path, Options(runs=2), database.Databases("postgresql+asyncpg://a", "postgresql://b")
+    )
+    for service in (mlflow, prefect, worker):
+        assert not {"PREFECT_PROFILE", "PREFECT_API_KEY", "POSTTRAIN_DATABASE"} & service.environment.keys()
+        assert service.environment[MARK] == mark_of(tmp_path, service.name)
+        assert not any("postgresql" in part for part in service.command)  # commands can be read by everybody
+    assert mlflow.environment["MLFLOW_BACKEND_STORE_URI"] == "postgresql://b"
+    assert "127.0.0.1:5000,localhost:5000" in mlflow.command
+    assert prefect.environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://a"
+    assert not any("postgresql" in value for value in worker.environment.values())
+    assert worker.environment["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
+    assert worker.environment["MLFLOW_TRACKING_URI"] == "http://127.0.0.1:5000"
+    assert worker.command[-2:] == ("--limit", "2") and worker.folder == ROOT
+
+
+def test_an_mlflow_that_runs_elsewhere_is_used_and_not_started(tmp_path):
+    prefect, worker = services(tmp_path, Options(), database.Databases(), "http://team:5000")
+    assert (prefect.name, worker.name) == ("prefect", "worker")
+    assert worker.environment["MLFLOW_TRACKING_URI"] == "http://team:5000"
+
+
+def test_the_deployments_of_the_checkout_are_read(tmp_path):
+    assert "demo" in declared(ROOT / "deployments" / "prefect.yaml")
+    (tmp_path / "x.yaml").write_text("deployments: 3")
+    assert declared(tmp_path / "x.yaml") == [] == declared(tmp_path / "absent.yaml")
+
+
+# ------------------------------------------------------------------------------------------------------------- database
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("sqlite", "sqlite"),
+        ("postgresql://me:secret@db:5433/team", "postgresql://me@db:5433/team"),
+        ("postgresql+psycopg2://me:secret@db/team?sslmode=require", "postgresql://me@db/team?sslmode=require"),
+        ("postgresql://me@/team?host=/run/pg&password=secret", "postgresql://me@/team?host=%2Frun%2Fpg"),
+    ],
+)
+def test_a_database_is_shown_without_its_password(address, expected):
+    assert database.shown(address) == expected
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["mysql://me:secret@db/team", "postgresql://me:secret@db", "me:secret", "postgresql://me:secret@db:x/team"],
+)
+def test_other_databases_are_refused_without_showing_the_password(address):
+    with pytest.raises(SettingsError, match="--database: ") as caught:
+        database.shown(address)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_missing_driver_names_the_extra(monkeypatch):
+    monkeypatch.setattr(database.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"psycopg2 and asyncpg is not installed; pip install .*\[postgres\]"):
+        database.prepare("postgresql://me@db/team")
+
+
+def test_asyncpg_has_its_own_word_for_ssl():
+    url = database._for_asyncpg(database._parse("postgresql://me@db/team?sslmode=require&connect_timeout=3"))
+    assert dict(url.query) == {"ssl": "require"}

@@ -1,0 +1,37 @@
+"""Who waits for a slot of the limit `gpu`, and who does not."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from tasks import gpu_slot
+
+
+@pytest.mark.parametrize(
+    ("stage", "limit", "gpus", "held"),
+    [
+        ("policy", "gpu", True, ["gpu"]),
+        ("policy", "gpu", False, []),
+        ("policy", "", True, []),
+        ("prepare_data", "gpu", True, []),
+        ("promote", "gpu", True, []),  # it may wait for a person
+    ],
+)
+def test_a_slot_is_held_where_there_are_gpus_and_a_limit(monkeypatch, stage, limit, gpus, held):
+    holding, seen = [], []
+
+    @contextmanager
+    def concurrency(name, lease_duration, strict):
+        assert (lease_duration, strict) == (60.0, False)
+        holding.append(name)
+        yield
+        holding.remove(name)
+
+    monkeypatch.setattr(gpu_slot, "concurrency", concurrency)
+    monkeypatch.setattr(gpu_slot.torch.cuda, "is_available", lambda: gpus)
+    monkeypatch.setenv("POSTTRAIN_GPU_LIMIT", limit)
+    with gpu_slot.gpu_slot(stage):
+        seen += holding
+    assert seen == held and holding == []
