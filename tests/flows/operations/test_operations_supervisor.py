@@ -48,7 +48,7 @@ class World:
     def start(self, command: str, *options: str) -> subprocess.Popen:
         return subprocess.Popen(
             [sys.executable, str(SCRIPT), command, "--output", str(self.output), *options],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.environment,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.environment, preexec_fn=_heed_signals,
         )  # fmt: skip
 
     def up(self, *options: str) -> subprocess.Popen:
@@ -72,6 +72,12 @@ def world(tmp_path):
     world = World(tmp_path)
     yield world
     world.call("down")
+
+
+def _heed_signals() -> None:
+    """What these tests were started with may ignore them: nohup, or a shell in the background."""
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def read_until(child: subprocess.Popen, start: str) -> str:
