@@ -156,7 +156,7 @@ def profile(arguments: argparse.Namespace) -> int:
     """Say where a stage's time goes."""
     settings = _load(arguments)
     _prepare(settings)
-    from flows.profile import profile_stage
+    from flows.time_profile import profile_stage
 
     print(profile_stage(settings, arguments.stage, arguments.iterations, quiet=arguments.quiet))
     return 0
@@ -268,7 +268,7 @@ def resume(arguments: argparse.Namespace) -> int:
 def gc(arguments: argparse.Namespace) -> int:
     """Say what nothing needs any more, or remove it."""
     settings = _optional(arguments)
-    from flows.gc import collect
+    from flows.garbage import collect
 
     output = _connect_mlflow(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None

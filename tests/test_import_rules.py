@@ -121,3 +121,9 @@ def test_no_trainer_imports_another():
         if name.startswith("rl_core.trainers.") and name.split(".")[2] in trainers - {path.stem}
     ]
     assert wrong == []
+
+
+def test_no_module_of_a_flow_hides_one_of_python():
+    """A Prefect worker loads a flow as a script, with its folder first on the path: `flows/profile.py` broke torch."""
+    names = {path.stem if path.suffix else path.name for path in (ROOT / "flows").iterdir()}
+    assert "post_training" in names and names & set(sys.stdlib_module_names) == set()

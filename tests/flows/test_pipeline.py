@@ -147,7 +147,7 @@ def metric_value(result, stage, name):
 
 
 def test_every_second_of_an_iteration_is_accounted_for(first):
-    from flows.profile import time_parts
+    from flows.time_profile import time_parts
     from tasks.tracking.journal import read_metrics
 
     records = read_metrics(Path(first[1].results["policy"].folder))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.profile import profile_table, shortened, time_parts
+from flows.time_profile import profile_table, shortened, time_parts
 from rl_core.errors import SettingsError
 from tasks.config import load, resolve
 
@@ -82,7 +82,7 @@ def test_shortened_settings_are_valid_and_make_no_version_of_the_real_model():
 
 
 def test_unknown_stages(tmp_path):
-    from flows.profile import profile_stage
+    from flows.time_profile import profile_stage
 
     settings = load("configs/dpo.yaml")
     with pytest.raises(SettingsError, match="no stage 'policy' to profile, only sft, preference"):
