@@ -268,7 +268,9 @@ class Session:
         parent = self._start_of(stage)
         if parent is not None:
             tags["parent_version"] = str(parent.summary.get("model_version", ""))
-        version = tracker.log_model(folder, kind, name, metrics=numbers, tags=tags)
+        start = f" from version {tags['parent_version']}" if tags.get("parent_version") else ""
+        story = f"{stage.replace('_', ' ')}{start}: {summary['note']}" if summary.get("note") else ""
+        version = tracker.log_model(folder, kind, name, metrics=numbers, tags=tags, description=story)
         return {"registered_model": name, "model_version": version}
 
     def ensure_version(self, result: StageResult) -> int:

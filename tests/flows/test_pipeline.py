@@ -115,6 +115,8 @@ def test_registered_versions_hold_the_stages_weights_and_the_champion_is_the_pol
     champion = tracking.champion("test")
     assert champion.version == result.results["policy"].summary["model_version"]
     assert champion.tags["parent_version"] == str(result.results["sft"].summary["model_version"])
+    told = tracking.store.client.get_model_version("test", str(champion.version)).description
+    assert told == f"policy from version 1: {result.results['policy'].summary['note']}"
     folder = tracking.download("test", champion.version, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     expected = AutoModelForCausalLM.from_pretrained(result.results["policy"].model).state_dict()
