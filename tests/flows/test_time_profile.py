@@ -81,6 +81,14 @@ def test_shortened_settings_are_valid_and_make_no_version_of_the_real_model():
         assert from_dict(resolve(changed)) == changed
 
 
+def test_a_shortened_stage_never_stops_early():
+    settings = load("configs/thoughts.yaml")
+    assert settings.stages.thoughts.patience is not None and settings.stages.thoughts.require_genuine
+    short = shortened(settings, "thoughts", 5).stages.thoughts
+    assert short.patience is None and not short.require_genuine and short.iterations == 5
+    assert shortened(load("configs/demo.yaml"), "sft", 7).stages.sft.max_steps == 7
+
+
 def test_unknown_stages(tmp_path):
     from flows.time_profile import profile_stage
 

@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from rl_core.errors import DataError
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
+from rl_core.rollouts import decoder, layers
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.engine import Engine, make_backend
 from rl_core.rollouts.transformers_backend import TransformersBackend
@@ -22,9 +23,28 @@ EOS = list(range(1, VOCAB, 5))  # often enough for several turns
 ROOM = 24  # tokens after the prompt
 
 
+@pytest.fixture(params=["packed", "in place"])
+def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the engine reads weights: packed copies, as small float32 models on a CPU, or where they are, as on a GPU."""
+    if request.param == "in place":
+        monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    return str(request.param)
+
+
 @pytest.fixture(params=list(MODELS))
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+def model(request: pytest.FixtureRequest, weights: str) -> PreTrainedModel:
     return model_named(request.param)
+
+
+def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = make_model("llama")
+    assert layers.can_pack(small) and layers.can_pack(make_model("llama").double())
+    assert not layers.can_pack(make_model("llama").bfloat16())
+    size = 4 * sum(parameter.numel() for parameter in small.parameters())
+    monkeypatch.setattr(layers, "_PACKED_BYTES", size)
+    assert layers.can_pack(small)
+    monkeypatch.setattr(layers, "_PACKED_BYTES", size - 1)
+    assert not layers.can_pack(small)
 
 
 def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSession]:

@@ -502,6 +502,18 @@ def test_metrics_are_logged_at_the_updaters_step_and_bad_ones_counted(caplog):
     assert (tracker.done, tracker.total, tracker.message) == (3, 3, "train/loss 0.3333")
 
 
+def test_the_time_of_a_checkpoint_is_told_by_the_next_iteration(tmp_path):
+    tracker = MemoryTracker()
+    settings = LoopSettings(eval_every=0, checkpoint_every=2)
+    run_loop(
+        ScriptedTrainer([0.1] * 6), settings, iterations=5, tracker=tracker, checkpoints=CheckpointStore(tmp_path),
+        clock=iter(range(1000)).__next__,
+    )  # fmt: skip
+    steps = [row for _, row in tracker.metrics if "perf/step_seconds" in row]
+    assert [row.get("perf/checkpoint_seconds") for row in steps] == [None, None, 1.0, None, 1.0]
+    assert [row.get("perf/tracking_seconds") for row in steps] == [None, 1.0, 1.0, 1.0, 1.0]
+
+
 def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
     """As under LoRA: only what trains is saved; the rest comes with the model that is built again."""
 
