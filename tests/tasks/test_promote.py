@@ -123,21 +123,30 @@ def stage_result(folder):
     return StageResult("policy", str(folder), "d", "k", False, 1.0, "r", {})
 
 
-@pytest.mark.parametrize(("wins", "decision", "alias"), [(8, "promoted", "champion"), (2, "rejected", "challenger")])
-def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, decision, alias):
+@pytest.mark.parametrize(
+    ("wins", "approve", "decision", "alias"),
+    [
+        (8, "auto", "promoted", "champion"),
+        (2, "auto", "rejected", "challenger"),
+        (8, "manual", "awaiting approval", "challenger"),  # it passed, and a person has the last word
+        (2, "manual", "rejected", "challenger"),  # nobody is asked about what did not pass
+    ],
+)
+def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve, decision, alias):
     monkeypatch.setattr(promote, "read_evaluation", lambda folder, name: evaluation([1] * wins + [0] * (10 - wins)))
     monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)  # what a reviewer reads
     registry = Registry()
     session = SimpleNamespace(registered_model="m", tracking=registry, ensure_version=lambda challenger: 4)
     tracker = SimpleNamespace(log_metrics=lambda *a: None, set_tag=lambda *a: None)
     context = StageContext(
-        name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5), session=session, tracker=tracker,
+        name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5, approve=approve), session=session, tracker=tracker,
         pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
         inputs={"evaluation": tmp_path}, seed=0, fingerprint={}, stop=None,
     )  # fmt: skip
     summary = promote._gate(context, "policy", stage_result(tmp_path), None, None)
     assert (summary["decision"], summary["model_version"], summary["champion_before"]) == (decision, 4, None)
     assert registry.done == [(decision, "m", 4), (alias, "m", 4)]
+    assert ("approval_timeout_seconds" in summary) is (decision == "awaiting approval")
     assert json.loads((tmp_path / "decision.json").read_text())["metrics"] == {"promotion/success_rate": wins / 10}
 
 
