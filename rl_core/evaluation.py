@@ -19,6 +19,7 @@ from rl_core.analysis.statistics import (
     paired_bootstrap,
     sign_test,
 )
+from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
@@ -222,12 +223,14 @@ def evaluate(
     sampling: SamplingSettings,
     seed: int,
     policy_version: int = 0,
+    workers: Workers = ALONE,
 ) -> Evaluation:
     """Play every requested episode `samples` times and summarise.
 
     Args:
         requests: from `heldout_requests`. samples: rollouts of each, at least 1.
         sampling: temperature 0 plays greedily. seed: of the sampling.
+        workers: processes that each play a share of the episodes.
     Raises: DataError without requests; SettingsError for samples below 1.
     """
     if not requests:
@@ -238,6 +241,7 @@ def evaluate(
     groups = collect(
         environment, backend, renderer, requests,
         group_size=samples, sampling=sampling, seed=seed, policy_version=policy_version,
+        workers=workers,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     rollouts = [rollout for group in groups for rollout in group.rollouts]

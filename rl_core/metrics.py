@@ -71,9 +71,17 @@ class MetricHistory:
         self._check(window)
         return self.count(name) >= window
 
+    def points(self, name: str, window: int | None = None) -> list[tuple[float, float]]:
+        """The newest `window` observations (all that are kept) as (step, value), oldest first."""
+        if window is not None:
+            self._check(window)
+        with self._lock:
+            points = list(self._series.get(name, ()))
+        return points if window is None else points[-window:]
+
     def values(self, name: str, window: int | None = None) -> list[float]:
         """The newest `window` values (all that are kept), oldest first; [] for a metric never observed."""
-        return [value for _, value in self._window(name, window)]
+        return [value for _, value in self.points(name, window)]
 
     def mean(self, name: str, window: int) -> float | None:
         """Moving average; None for a metric never observed."""
@@ -85,7 +93,7 @@ class MetricHistory:
 
         sum (s - mean s)(v - mean v) / sum (s - mean s)^2.
         """
-        points = self._window(name, window)
+        points = self.points(name, window)
         if not points:
             return None
         steps, values = np.array(points, dtype=np.float64).T
@@ -153,13 +161,6 @@ class MetricHistory:
                 for name, points in state["series"].items()
             }
             self._counts = {name: int(count) for name, count in state["counts"].items()}
-
-    def _window(self, name: str, window: int | None) -> list[tuple[float, float]]:
-        if window is not None:
-            self._check(window)
-        with self._lock:
-            points = list(self._series.get(name, ()))
-        return points if window is None else points[-window:]
 
     def _check(self, window: int) -> None:
         if not 1 <= window <= self.limit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = ["MemoryTracker", "Tracker"]
 
@@ -21,6 +21,9 @@ class Tracker(Protocol):
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """Keep a copy of a finished file or folder."""
+
+    def log_dict(self, values: Mapping[str, Any], name: str) -> None:
+        """Keep a structure as a JSON artifact of that name; a later one takes its place."""
 
     def set_tag(self, name: str, value: str) -> None:
         """Attach a short text to the run."""
@@ -35,6 +38,7 @@ class MemoryTracker:
 
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     artifacts: list[tuple[Path, str]] = field(default_factory=list)
+    dicts: dict[str, dict[str, Any]] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     done: int = 0
     total: int = 0
@@ -47,6 +51,10 @@ class MemoryTracker:
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """Remember the path."""
         self.artifacts.append((Path(path), folder))
+
+    def log_dict(self, values: Mapping[str, Any], name: str) -> None:
+        """Remember the structure."""
+        self.dicts[name] = dict(values)
 
     def set_tag(self, name: str, value: str) -> None:
         """Remember the tag."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from rl_core.environments.base import Environment
 from rl_core.evaluation import evaluate, heldout_requests, validation_requests
+from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.record import RecentRollouts, RewardRecord, record_all
@@ -19,7 +20,6 @@ from tasks.evaluate import episodes_seed
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
 from tasks.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
-from tasks.tracking import read_metrics
 
 __all__ = ["optimise_policy"]
 
@@ -64,20 +64,28 @@ def _body(context: StageContext) -> dict[str, Any]:
         record=record_all(
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
         ),
+        workers=context.workers,
     )
-    trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
+    if context.workers.is_first:
+        trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = context.train(
         trainer, settings.iterations, best_metric="eval/success_rate" if settings.patience is not None else None
     )
-    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    context.save_model(
+        trainer.updater,
+        policy.model,
+        policy.tokenizer,
+        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
+    )
     history = trainer.curriculum.history_json()
-    _show_curriculum(context, history)
+    if context.workers.is_first:
+        _show_curriculum(context, history)
     return {
         "steps": outcome.steps,
         "iterations": outcome.iterations,
         "stop_reason": outcome.stop_reason,
         "curriculum": history,
-        "metrics": {**_recent_metrics(context), **outcome.metrics},
+        "metrics": {**_recent_metrics(outcome.history), **outcome.metrics},
         "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); curriculum: {_curriculum_note(history)}",
     }
 
@@ -96,7 +104,14 @@ def _evaluator(context: StageContext, policy: Policy, environment: Environment) 
         backend.refresh()
         sampling = settings.sampling
         result = evaluate(
-            environment, backend, policy.renderer, requests, samples=1, sampling=sampling, seed=context.seed
+            environment,
+            backend,
+            policy.renderer,
+            requests,
+            samples=1,
+            sampling=sampling,
+            seed=context.seed,
+            workers=context.workers,
         )
         timed = ("eval/seconds", "eval/tokens_per_second")  # the loop times evaluations itself
         return {name: value for name, value in result.metrics().items() if name not in timed}
@@ -104,13 +119,13 @@ def _evaluator(context: StageContext, policy: Policy, environment: Environment) 
     return play
 
 
-def _recent_metrics(context: StageContext) -> dict[str, float]:
+def _recent_metrics(history: MetricHistory) -> dict[str, float]:
     """Means over the last iterations of what training measured."""
-    context.tracker.flush()
-    rows = [row for _, row in read_metrics(context.tracker.folder) if "reward/mean" in row][-RECENT:]
-    names = {name for row in rows for name in row if name.split("/")[0] in ("train", "reward", "policy", "tool")}
-    values = {name: [row[name] for row in rows if name in row] for name in sorted(names)}
-    return {name: sum(found) / len(found) for name, found in values.items()}
+    iterations = history.points("reward/mean", RECENT)
+    begun = iterations[0][0] if iterations else 0.0
+    names = [name for name in history.names if name.split("/")[0] in ("train", "reward", "policy", "tool")]
+    values = {name: [v for step, v in history.points(name, RECENT) if step >= begun] for name in names}
+    return {name: sum(found) / len(found) for name, found in values.items() if found}
 
 
 def _show_curriculum(context: StageContext, history: list[dict[str, Any]]) -> None:

@@ -40,6 +40,10 @@ class EventTracker:
         """A short text."""
         self.send("tag", name=name, value=value)
 
+    def log_dict(self, values: Mapping[str, Any], name: str) -> None:
+        """A structure as a JSON artifact."""
+        self.send("dict", values=dict(values), name=name)
+
     def progress(self, done: int, total: int, message: str = "") -> None:
         """How far the work is."""
         self.send("progress", done=done, total=total, message=message)
@@ -84,6 +88,8 @@ class Events:
                 tracker.log_metrics(event["metrics"], event["step"])
             case "tag":
                 tracker.set_tag(event["name"], event["value"])
+            case "dict":
+                tracker.log_dict(event["values"], event["name"])
             case "artifact":
                 tracker.log_artifact(Path(event["path"]), event["folder"])
             case "progress" if not replay:

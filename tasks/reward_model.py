@@ -38,7 +38,8 @@ def _body(context: StageContext) -> dict[str, Any]:
         trainer, trainer.total_steps, best_metric="eval/accuracy" if settings.patience is not None else None
     )
     context.save_model(
-        trainer,
+        trainer.updater,
+        model,
         tokenizer,
         lambda pipeline: heads.reward_model_from(context.inputs["model"], pipeline.model, seed=context.seed)[0],
     )

@@ -44,7 +44,12 @@ def _body(context: StageContext) -> dict[str, Any]:
         best_metric="eval/loss" if settings.patience is not None else None,
         larger_is_better=False,
     )
-    context.save_model(trainer, policy.tokenizer, lambda pipeline: load_policy(context.inputs["model"], pipeline).model)
+    context.save_model(
+        trainer.updater,
+        policy.model,
+        policy.tokenizer,
+        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
+    )
     tokens = sum(len(ids) for ids, _ in train)
     loss = outcome.metrics["eval/loss"]
     return {

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from rl_core.distributed import Workers
     from rl_core.trainers.loop import LoopOutcome, Trainer
+    from rl_core.trainers.update import Updater
     from tasks.session import Session
 
 __all__ = [
@@ -144,7 +145,8 @@ class StageContext:
 
     def save_model(
         self,
-        trainer: Trainer,
+        updater: Updater,
+        model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         load: Callable[[PipelineSettings], PreTrainedModel],
     ) -> None:
@@ -154,14 +156,14 @@ class StageContext:
         CPU: no GPU need hold them all.
 
         Args:
+            updater: that has trained the model.
             load: gives the model that training started from, for settings with another device.
         """
         from rl_core.models import causal_lm
         from rl_core.trainers.resume import load_trainable_weights, trainable_weights
 
-        model: Any = trainer.model
         if self.workers.size > 1:
-            weights = trainer.updater.whole(trainable_weights(model))
+            weights = updater.whole(trainable_weights(model))
             if not self.workers.is_first:
                 return
             on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from rl_core.analysis.thoughts import ThoughtVerdict, judge_thoughts
 from rl_core.errors import CheckFailed
 from rl_core.evaluation import heldout_requests
 from rl_core.folders import write_json_atomic
-from rl_core.models import causal_lm
 from rl_core.rewards.record import RecentRollouts
 from rl_core.rollouts.thought_controls import measure_gains
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
@@ -47,13 +47,20 @@ def _body(context: StageContext) -> dict[str, Any]:
         policy.backend(),
         heldout=heldout_requests(environment, episodes, context.seed),
         record=RecentRollouts(context.folder / RECENT_ROLLOUTS),
+        workers=context.workers,
     )
     outcome = context.train(trainer, settings.iterations, best_metric=f"eval/{settings.select_by}")
-    causal_lm.save(policy.model, policy.tokenizer, context.folder / "model")
+    context.save_model(
+        trainer.updater,
+        policy.model,
+        policy.tokenizer,
+        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
+    )
     verdict = _examine(context, trainer, policy)
     context.tracker.log_metrics(verdict.metrics(), outcome.steps + 1)
-    write_json_atomic(context.folder / "thoughts.json", verdict.to_json())
-    context.tracker.log_artifact(context.folder / "thoughts.json")
+    if context.workers.is_first:
+        write_json_atomic(context.folder / "thoughts.json", verdict.to_json())
+        context.tracker.log_artifact(context.folder / "thoughts.json")
     logger.info("thoughts: %s", verdict.note())
     if settings.require_genuine and not verdict.genuine:
         raise CheckFailed(
@@ -78,7 +85,8 @@ def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) ->
     settings: ThoughtsSettings = context.settings
     choice = EvaluationSettings(episodes=settings.check_episodes, levels=settings.levels)
     requests = heldout_requests(trainer.environment, choice, context.seed + 1)
-    gains = measure_gains(
+    examine = functools.partial(
+        measure_gains,
         policy.model,
         trainer.reader,
         trainer.heldout_episodes(requests),
@@ -90,7 +98,7 @@ def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) ->
         max_tokens=settings.micro_batch_tokens,
     )
     return judge_thoughts(
-        gains,
+        trainer.updater.run_freely(examine),
         min_dependence=settings.min_dependence,
         bootstrap_samples=settings.bootstrap_samples,
         seed=context.seed,

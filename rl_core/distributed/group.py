@@ -60,13 +60,19 @@ class Workers:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
 
+    def total(self, own: torch.Tensor) -> torch.Tensor:
+        """Sum over the processes of a tensor that has one shape in all of them."""
+        if self.size == 1:
+            return own
+        total = own.clone()
+        dist.all_reduce(total)
+        return total
+
     def norm(self, own: torch.Tensor) -> torch.Tensor:
         """Euclidean norm of a vector of which `own` is the norm of this process's part."""
         if self.size == 1:
             return own
-        total = own.float().square()
-        dist.all_reduce(total)
-        return total.sqrt()
+        return self.total(own.float().square()).sqrt()
 
     def of_first(self, make: Callable[[], T]) -> T:
         """What `make` gives in the first process, for all of them: for what must not be done, or decided, twice.

@@ -84,6 +84,27 @@ class Shards:
             self.shell.reshard()  # type: ignore[operator]  # FSDP made it an FSDPModule
         return result
 
+    @torch.no_grad()
+    def run_freely(self, compute: Callable[[], T]) -> T:
+        """What `compute` gives, with the weights of every block in place until it ends; without gradient.
+
+        Unlike in `run`, the processes need not call the blocks equally often: nothing is exchanged meanwhile.
+        """
+        blocks = [module for module in self.shell.model.modules() if isinstance(module, FSDPModule)]
+
+        def freely() -> T:
+            for block in blocks:
+                block.set_reshard_after_forward(False, recurse=False)
+                block.unshard()
+            try:
+                return compute()
+            finally:
+                for block in blocks:
+                    block.reshard()
+                    block.set_reshard_after_forward(True, recurse=False)
+
+        return self.run(freely)
+
     def run_loss(
         self, compute: Callable[[], tuple[torch.Tensor, Mapping[str, Any]]], weight: float = 1.0
     ) -> tuple[torch.Tensor, Mapping[str, Any], str | None]:

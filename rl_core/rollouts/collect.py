@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
@@ -50,6 +51,7 @@ def collect(
     sampling: SamplingSettings,
     seed: int,
     policy_version: int = 0,
+    workers: Workers = ALONE,
 ) -> list[RolloutGroup]:
     """Play every requested episode `group_size` times and record everything.
 
@@ -61,6 +63,7 @@ def collect(
     Args:
         seed: of the sampling; give another one at every iteration.
         policy_version: kept in each rollout: optimizer steps behind the sampling weights.
+        workers: processes that each play a share of the requests; all of them get all groups.
     Returns: one group per request, in order; its reward is the episode's.
     Raises: EnvironmentFault naming environment, level and seed when an environment raises, hangs or breaks its
         protocol; DataError when a prompt leaves no room in the context.
@@ -71,9 +74,12 @@ def collect(
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
         groups: list[list[_EpisodeSession]] = []
         times_seen: dict[EpisodeRequest, int] = {}
-        for request in requests:
+        mine = set(workers.share([1] * len(requests)))
+        for index, request in enumerate(requests):
             first = times_seen.get(request, 0) * group_size
             times_seen[request] = times_seen.get(request, 0) + 1
+            if index not in mine:
+                continue
             keys = [
                 session_seed(seed, environment.name, request.level, request.seed, sample)
                 for sample in range(first, first + group_size)
@@ -87,10 +93,13 @@ def collect(
                         f"{session.place}: two episodes of the same seed began with different messages"
                     )
         backend.run([session for group in groups for session in group], sampling)
-    return [
+    played = [
         RolloutGroup([session.rollout(sample, policy_version) for sample, session in enumerate(group)])
         for group in groups
     ]
+    shares = workers.everyone(dict(zip(sorted(mine), played, strict=True)))
+    of_all = {index: group for share in shares for index, group in share.items()}
+    return [of_all[index] for index in range(len(requests))]
 
 
 class _EpisodeSession:

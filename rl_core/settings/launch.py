@@ -41,11 +41,3 @@ class LaunchSettings(Settings):
                 f"kind: in_process is one process, but {self.processes} on {self.nodes} nodes are asked for; "
                 "use kind: torchrun"
             )
-
-    def refuse_torchrun(self, stage: str) -> None:
-        """SettingsError where a stage cannot be trained by several processes."""
-        if self.kind == "torchrun":
-            raise SettingsError(
-                f"launch.kind: torchrun trains sft, reward_model and preference; {stage} samples from the very weights "
-                "that it trains, which have to be whole in one process; remove `launch` here"
-            )

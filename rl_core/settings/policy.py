@@ -166,7 +166,6 @@ class PolicySettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Combinations that cannot learn, or of which one part would be ignored."""
-        self.launch.refuse_torchrun("policy")
         if self.group_size == 1 and self.algorithm in GROUP_ALGORITHMS:
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
@@ -255,6 +254,5 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """The entropy weight falls towards its floor."""
-        self.launch.refuse_torchrun("thoughts")
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

@@ -6,12 +6,14 @@ Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, P 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.distributed import ALONE, Idle, Workers
 from rl_core.errors import DataError
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
@@ -76,10 +78,18 @@ class Experience:
 
     # Batches
 
-    def batches(self, indices: Sequence[int]) -> list[TrainBatch]:
-        """Micro-batches of these rows; `rows` refers to all rows of the iteration."""
+    def batches(self, indices: Sequence[int]) -> list[TrainBatch | Idle[TrainBatch]]:
+        """Micro-batches of this process's share of these rows; `rows` refers to all rows of the iteration."""
+        workers = self.learner.updater.workers
+        if workers.size > 1:  # a share without a loss token would leave a process without a micro-batch
+            has_loss = self.mask_RS.any(1).tolist()
+            indices = [index for index in indices if has_loss[index]]
         if not indices:
             return []
+        rows = [self.samples[index].row for index in indices]
+        return workers.batches(indices, [len(row.prompt_ids) + len(row.completion_ids) for row in rows], self._build)
+
+    def _build(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
         batches = make_batches(rows, self.settings.micro_batch_tokens, self.learner.pad_id)
         for batch in batches:
@@ -120,9 +130,10 @@ class Experience:
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
-        with span("measure"), evaluating(critic), self.learner.updater.autocast():
-            self._each_batch(plan, measure)
-        self.values_RS, self.value_after_R = values_RS, after_R
+        updater = self.learner.critic_updater or self.learner.updater
+        with span("measure"), evaluating(critic), updater.autocast():
+            updater.run_freely(lambda: self._each_batch(plan, measure))
+        self.values_RS, self.value_after_R = updater.workers.total(values_RS), updater.workers.total(after_R)
 
     def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
         logprobs_RS = torch.zeros(self.shape, device=self.device)
@@ -131,14 +142,16 @@ class Experience:
             logprobs_BS, _ = completion_logprobs(model, batch)
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
-        with evaluating(model), self.learner.updater.autocast():
-            self._each_batch(plan, measure)
-        return logprobs_RS
+        updater = self.learner.updater
+        with evaluating(model), updater.autocast():
+            updater.run_freely(lambda: self._each_batch(plan, measure))
+        return updater.workers.total(logprobs_RS)  # each process has filled in its own rows
 
     def _each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
         for indices in plan:
             for batch in self.batches(indices):
-                function(batch.to(self.device))
+                if not isinstance(batch, Idle):
+                    function(batch.to(self.device))
 
     # Credit
 
@@ -208,26 +221,33 @@ class Experience:
 
 
 def make_learner(
-    model: PreTrainedModel, reference: PreTrainedModel | None, settings: PolicySettings, pad_id: int
+    model: PreTrainedModel,
+    reference: PreTrainedModel | None,
+    settings: PolicySettings,
+    pad_id: int,
+    workers: Workers = ALONE,
 ) -> Learner:
     """Policy, critic and their optimizers, as the algorithm needs them."""
-    total_steps = settings.iterations * settings.epochs * settings.minibatches
+    updater_of = functools.partial(
+        Updater,
+        total_steps=settings.iterations * settings.epochs * settings.minibatches,
+        max_nonfinite=settings.max_nonfinite,
+        workers=workers,
+    )
     chosen = settings.value_function
     if chosen is None:
-        updater = Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite)
-        return Learner(model, updater, pad_id, reference)
+        return Learner(model, updater_of(model, settings), pad_id, reference)
     if chosen.kind == "shared":
         head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
         joined = PolicyWithCritic(model, head)
-        updater = Updater(joined, settings, total_steps, max_nonfinite=settings.max_nonfinite)
-        return Learner(model, updater, pad_id, reference, joined)
+        return Learner(model, updater_of(joined, settings), pad_id, reference, joined)
     critic = SeparateCritic(model)
     own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
     return Learner(
         model,
-        Updater(model, settings, total_steps, max_nonfinite=settings.max_nonfinite),
+        updater_of(model, settings),
         pad_id,
         reference,
         PolicyWithCritic(model, critic),
-        Updater(critic, own, total_steps, max_nonfinite=settings.max_nonfinite),
+        updater_of(critic, own),
     )

@@ -96,6 +96,7 @@ class LoopOutcome:
     best_iteration: int | None = None  # the iteration whose weights were restored or kept
     resumed_iteration: int = 0  # 0 = from the start
     seconds: float = 0.0  # of this process
+    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))  # the newest values of every metric
 
 
 @dataclass
@@ -210,6 +211,7 @@ class _Loop:
             best_iteration=self.state.best_iteration,
             resumed_iteration=resumed,
             seconds=self.clock() - started,
+            history=self.history,
         )
 
     def _stop_reason(self) -> str | None:
@@ -361,7 +363,7 @@ class _Loop:
         if self.checkpoints is None:
             return
         state = self.checkpoints.load_latest() if self.workers.is_first else None
-        state = self.trainer.updater.received(state)
+        state = self.trainer.updater.received(state, self.trainer.model)
         if state is None:
             return
         saved_by = state.get("workers", {"size": 1, "rng": [state["rng"]]})

@@ -8,6 +8,7 @@ Suffixes: P prompts, G rollouts per prompt.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.data.batches import DataOrder
+from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment
 from rl_core.errors import SettingsError
 from rl_core.losses.advantages import overlong_penalty
@@ -67,6 +69,7 @@ class PolicyGradientTrainer:
         pad_id: int | None = None,
         evaluator: Callable[[], Mapping[str, float]] | None = None,
         record: Callable[[int, Sequence[Rollout]], None] | None = None,
+        workers: Workers = ALONE,
     ) -> None:
         """Build everything; nothing is drawn or played yet.
 
@@ -76,6 +79,8 @@ class PolicyGradientTrainer:
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
             record: is given every iteration's number and scored rollouts.
+            workers: the processes that train this model together. Each plays a share of the episodes; the first one
+                scores them all.
         Raises: SettingsError for a level that the environment has not got, or a KL term without a reference.
         """
         if settings.kl_coef > 0 and reference_model is None:
@@ -105,7 +110,8 @@ class PolicyGradientTrainer:
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
         pad = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
-        self.learner = make_learner(model, reference_model, settings, pad)
+        self.workers = workers
+        self.learner = make_learner(model, reference_model, settings, pad, workers)
         updaters = [updater for updater in (self.learner.updater, self.learner.critic_updater) if updater is not None]
         self._entries = StageEntries(self.model, updaters)
 
@@ -143,7 +149,7 @@ class PolicyGradientTrainer:
         played, self.groups, metrics = self._play_and_score(rng)
         metrics |= rollout_metrics(played)
         rollouts = [rollout for group in played for rollout in group.rollouts]
-        if self.record is not None:
+        if self.record is not None and self.workers.is_first:
             self.record(self.iteration, rollouts)
         updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
@@ -158,6 +164,7 @@ class PolicyGradientTrainer:
             "perf/rollout_tokens_per_second": sampled / max(playing, 1e-9),
         }
         self.iteration += 1
+        metrics = self.workers.of_first(functools.partial(dict, metrics))  # the curriculum decides alike everywhere
         left = self.curriculum.index
         target = self.curriculum.observe(metrics, known=[f"train/success_rate_by_level/{lv}" for lv in self.levels])
         if target is not None:
@@ -166,8 +173,10 @@ class PolicyGradientTrainer:
 
     def evaluate(self) -> dict[str, float]:
         """Metrics of the evaluator on the present weights."""
+        if self.evaluator is None:
+            return {}
         self.backend.refresh()
-        return dict(self.evaluator()) if self.evaluator is not None else {}
+        return dict(self.updater.run_freely(self.evaluator))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything besides weights and the policy's optimizer."""
@@ -236,7 +245,8 @@ class PolicyGradientTrainer:
             started = time.perf_counter()
             groups = self._play(rng, wanted - len(kept), attempt)
             seconds += time.perf_counter() - started
-            scored.append(self.rewards.score(groups, embed=self._embed) | self._punish_length(groups))
+            groups, rewarded = self._score(groups)
+            scored.append(rewarded)
             played += groups
             kept += [g for g in groups if not tries or max(g.rewards) - min(g.rewards) > SAME_REWARD]
             if len(kept) == wanted:
@@ -245,7 +255,7 @@ class PolicyGradientTrainer:
         metrics = {name: statistics.fmean(part[name] for part in scored if name in part) for name in names}
         totals = [rollout.reward for group in played for rollout in group.rollouts if not rollout.is_masked]
         metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
-        metrics |= self.rewards.observe(played, self.curriculum.stage.name)
+        metrics |= self.workers.of_first(lambda: self.rewards.observe(played, self.curriculum.stage.name))
         if tries:
             metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
         return played, kept, metrics | {"perf/rollout_seconds": seconds}
@@ -257,7 +267,8 @@ class PolicyGradientTrainer:
             requests.append(EpisodeRequest(level=level, seed=self._draw_seed(level, rng)))
         self.backend.refresh()
         parts = ("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration)
-        return collect(
+        play = functools.partial(
+            collect,
             self.environment,
             self.backend,
             self.renderer,
@@ -266,14 +277,27 @@ class PolicyGradientTrainer:
             sampling=self.practised.sampling,
             seed=session_seed(self.seed, *parts),
             policy_version=self.updater.step,
+            workers=self.workers,
         )
+        return self.updater.run_freely(play)
 
-    def _embed(self, rollouts: Sequence[Rollout]) -> list[TurnStates]:
-        """The policy's states at the turns of these rollouts, as it is before this iteration's update."""
+    def _score(self, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """The groups with their rewards, and metrics; several processes get what the first one made of them."""
+        states = self._states(groups) if self.rewards.needs_states else []
+
+        def score() -> tuple[list[RolloutGroup], dict[str, float]]:
+            return groups, self.rewards.score(groups, embed=lambda _: states) | self._punish_length(groups)
+
+        return self.workers.of_first(score)
+
+    def _states(self, groups: Sequence[RolloutGroup]) -> list[TurnStates]:
+        """The policy's states at the turns of all rollouts, in order, as it is before this iteration's update."""
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        embed = functools.partial(
+            turn_states, self.policy, pad_id=self.learner.pad_id, max_tokens=self.settings.micro_batch_tokens
+        )
         with span("states"), self.updater.autocast():
-            return turn_states(
-                self.policy, rollouts, pad_id=self.learner.pad_id, max_tokens=self.settings.micro_batch_tokens
-            )
+            return self.updater.shared(rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed)
 
     def _punish_length(self, groups: list[RolloutGroup]) -> dict[str, float]:
         """DAPO's penalty for completions that come near the limit, added to the reward."""

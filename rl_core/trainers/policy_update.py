@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rl_core.distributed import Idle
 from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
@@ -27,6 +28,8 @@ from rl_core.trainers.rollout_metrics import mean_metrics
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]
+
+Batches = Sequence[TrainBatch | Idle[TrainBatch]]
 
 
 class PolicyUpdate:
@@ -127,7 +130,7 @@ class PolicyUpdate:
         metrics: dict[str, float] = {}
         batches = [] if self.critic_only else self.experience.batches(self._picked(indices))
         if batches:
-            self.counts = self._count(indices, batches)
+            self.counts = self._count(indices)
             guard = self._guard() if self.settings.kl_max is not None else None
             metrics = self.learner.updater.apply(batches, self.loss)
             if "policy/importance_mean" in metrics:
@@ -139,14 +142,14 @@ class PolicyUpdate:
             metrics |= self._apply_critic(indices)
         return metrics
 
-    def _count(self, indices: Sequence[int], batches: Sequence[TrainBatch]) -> StepCounts:
+    def _count(self, indices: Sequence[int]) -> StepCounts:
         """Rows of advantage 0 that are not run count as well: their loss is 0, not absent."""
-        mask_RS = self.experience.mask_RS[list(indices)]
+        mask_RS, run_RS = self.experience.mask_RS[list(indices)], self.experience.mask_RS[self._picked(indices)]
         return StepCounts(
             num_loss_tokens=int(mask_RS.sum()),
-            num_run_tokens=sum(batch.num_loss_tokens for batch in batches),
+            num_run_tokens=int(run_RS.sum()),
             num_sequences=int(mask_RS.any(1).sum()),
-            num_run_sequences=sum(int(batch.loss_mask_BS.any(1).sum()) for batch in batches),
+            num_run_sequences=int(run_RS.any(1).sum()),
             num_rollouts=len(indices),
         )
 
@@ -223,7 +226,7 @@ class PolicyUpdate:
         batches = self.experience.batches(indices)
         if not batches:
             return {}
-        count = sum(batch.num_loss_tokens for batch in batches)
+        count = int(self.experience.mask_RS[list(indices)].sum())
 
         def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             batch = batch.to(self.learner.device)
@@ -237,14 +240,14 @@ class PolicyUpdate:
             "value/skipped_steps": metrics["train/skipped_steps"],
         }
 
-    def _guard(self) -> Callable[[Sequence[TrainBatch]], dict[str, float]]:
+    def _guard(self) -> Callable[[Batches], dict[str, float]]:
         """The hard KL limit: remembers everything; what is returned measures the step, and takes it back if too far."""
         updater, limit = self.learner.updater, self.settings.kl_max
         assert limit is not None
         weights = {name: tensor.clone() for name, tensor in trainable_weights(updater.model).items()}
         state = copy.deepcopy(updater.state_dict())
 
-        def measure(batches: Sequence[TrainBatch]) -> dict[str, float]:
+        def measure(batches: Batches) -> dict[str, float]:
             kl = self._distance(batches)
             if kl <= limit:
                 return {"policy/kl_after_max": kl}
@@ -254,14 +257,21 @@ class PolicyUpdate:
 
         return measure
 
-    @torch.no_grad()
-    def _distance(self, batches: Sequence[TrainBatch]) -> float:
-        """Mean KL(old || policy) per loss token of the batches, k3, as the policy is now."""
-        total = 0.0
-        with evaluating(self.learner.policy), self.learner.updater.autocast():
+    def _distance(self, batches: Batches) -> float:
+        """Mean KL(old || policy) per loss token of the step, k3, as the policy is now."""
+
+        def own() -> float:
+            total = 0.0
             for batch in batches:
+                if isinstance(batch, Idle):
+                    continue
                 batch = batch.to(self.learner.device)
                 logprobs_BS, _ = completion_logprobs(self.learner.policy, batch)
                 old_BS = self.experience.of(self.experience.old_logprobs_RS, batch)
                 total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
-        return total / self.counts.num_run_tokens
+            return total
+
+        updater = self.learner.updater
+        with evaluating(self.learner.policy), updater.autocast():
+            total = updater.run_freely(own)
+        return sum(updater.workers.everyone(total)) / self.counts.num_run_tokens

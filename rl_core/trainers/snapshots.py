@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rl_core.errors import CheckpointError
 from rl_core.trainers.resume import load_trainable_weights, restore_rng, rng_state, trainable_weights
@@ -75,7 +76,9 @@ class StageEntries:
 
 
 def _copied(value: Any) -> Any:
-    """The same nested state with every tensor copied to the CPU."""
+    """The same nested state with every tensor copied to the CPU; one that is shared out stays so."""
+    if isinstance(value, DTensor):  # this process's rows, where they are
+        return value.detach().clone()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):

@@ -17,6 +17,7 @@ Suffixes: B rows of a micro-batch or episodes, K questions of an episode, S sequ
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.data.batches import attention_mask, micro_batches, pad_rows
+from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment
 from rl_core.errors import SettingsError
 from rl_core.losses.advantages import gae
@@ -42,6 +44,7 @@ from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.thoughts import (
     AnswerRows,
+    Span,
     ThoughtEpisode,
     ThoughtReader,
     ThoughtRenderer,
@@ -87,6 +90,7 @@ class ThoughtsTrainer:
         heldout: Sequence[EpisodeRequest] = (),
         pad_id: int | None = None,
         record: Callable[[int, Sequence[Rollout]], None] | None = None,
+        workers: Workers = ALONE,
     ) -> None:
         """Build everything; nothing is played yet.
 
@@ -96,6 +100,7 @@ class ThoughtsTrainer:
             pad_id: None = the renderer's.
             record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean of the
                 episode's turns.
+            workers: the processes that train this model together; each plays and scores a share of the episodes.
         Raises: SettingsError for a level that the environment has not got, or that has no training episodes.
         """
         self.model = model
@@ -117,7 +122,9 @@ class ThoughtsTrainer:
         self.episodes_played = 0  # what the entropy coefficient depends on
         self.device = next(model.parameters()).device
         self.baseline = Baseline(model.config.hidden_size, settings.baseline_learning_rate, self.device)
-        self.updater = Updater(model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite)
+        self.updater = Updater(
+            model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite, workers=workers
+        )
         self._counts = (0, 0)  # thought and answer tokens of the optimizer step at hand
         self._entropy_coef = settings.entropy_coef
 
@@ -194,7 +201,8 @@ class ThoughtsTrainer:
         self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int | None = None
     ) -> list[RolloutGroup]:
         self.backend.refresh()
-        return collect(
+        play = functools.partial(
+            collect,
             self.environment,
             self.backend,
             self.renderer,
@@ -203,7 +211,9 @@ class ThoughtsTrainer:
             sampling=self.settings.sampling,
             seed=session_seed(self.seed, purpose, self.iteration if iteration is None else iteration),
             policy_version=self.updater.step,
+            workers=self.updater.workers,
         )
+        return self.updater.run_freely(play)
 
     def _read(self, groups: Sequence[RolloutGroup]) -> list[ThoughtEpisode]:
         return [read_episode(self.environment, self.reader, group.rollouts[0]) for group in groups]
@@ -214,9 +224,7 @@ class ThoughtsTrainer:
         """One reward for each turn: its thought's gain; minus the clip where no answer was given."""
         settings = self.settings
         spans = [*plan.with_thought, *plan.without]
-        logprobs = span_logprobs(
-            self.model, plan.rows, spans, pad_id=self.pad_id, max_tokens=settings.micro_batch_tokens
-        )
+        logprobs = self._span_logprobs(plan.rows, spans)
         with_thought, without = logprobs[: len(plan.steps)], logprobs[len(plan.steps) :]
         gains = thought_gain(with_thought, without, kind=settings.reward, clip=settings.gain_clip)
         rewards = [[-settings.gain_clip] * len(episode.steps) for episode in episodes]
@@ -236,18 +244,47 @@ class ThoughtsTrainer:
             "thoughts/unanswered_rate": 1 - len(plan.steps) / len(steps),
         }
 
+    def _span_logprobs(self, rows: Sequence[Sequence[int]], spans: Sequence[Span]) -> torch.Tensor:
+        """`span_logprobs`, of which each process computes some rows."""
+        of_row: dict[int, list[int]] = {}
+        for index, place in enumerate(spans):
+            of_row.setdefault(place.row, []).append(index)
+        used = sorted(of_row)
+
+        def compute(some: list[int]) -> list[list[float]]:
+            here = [spans[index]._replace(row=place) for place, row in enumerate(some) for index in of_row[row]]
+            values = span_logprobs(
+                self.model,
+                [rows[row] for row in some],
+                here,
+                pad_id=self.pad_id,
+                max_tokens=self.settings.micro_batch_tokens,
+            )
+            found = iter(values.tolist())
+            return [[next(found) for _ in of_row[row]] for row in some]
+
+        logprobs_N = torch.zeros(len(spans), dtype=torch.float64)
+        for row, values in zip(used, self.updater.shared(used, [len(rows[r]) for r in used], compute), strict=True):
+            logprobs_N[of_row[row]] = torch.tensor(values, dtype=torch.float64)
+        return logprobs_N
+
+    def _pooled(self, episodes: Sequence[ThoughtEpisode]) -> list[torch.Tensor]:
+        """The baseline's view of each episode: [turns + 1, H], mean states of what precedes each turn, and of all."""
+
+        def compute(some: list[ThoughtEpisode]) -> list[torch.Tensor]:
+            ends = [[step.start for step in episode.steps] + [len(episode.ids)] for episode in some]
+            ids = [episode.ids for episode in some]
+            limit = self.settings.micro_batch_tokens
+            return [t.cpu() for t in pooled_states(self.model, ids, ends, pad_id=self.pad_id, max_tokens=limit)]
+
+        found = self.updater.shared(episodes, [len(episode.ids) for episode in episodes], compute)
+        return [states.to(self.device) for states in found]
+
     def _advantages(
         self, episodes: Sequence[ThoughtEpisode], rewards: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], dict[str, float]]:
         """GAE over the turns of each episode; the baseline then learns their returns."""
-        ends = [[step.start for step in episode.steps] + [len(episode.ids)] for episode in episodes]
-        pooled = pooled_states(
-            self.model,
-            [episode.ids for episode in episodes],
-            ends,
-            pad_id=self.pad_id,
-            max_tokens=self.settings.micro_batch_tokens,
-        )
+        pooled = self._pooled(episodes)
         counts = [len(episode.steps) for episode in episodes]
         values_N = self.baseline.values(torch.cat(pooled)).cpu()
         by_episode = values_N.split([count + 1 for count in counts])
@@ -276,7 +313,7 @@ class ThoughtsTrainer:
         }
 
     def _record(self, groups: Sequence[RolloutGroup], rewards: Sequence[Sequence[float]]) -> None:
-        if self.record is None:
+        if self.record is None or not self.updater.workers.is_first:
             return
         rollouts = [group.rollouts[0] for group in groups]
         for rollout, gains in zip(rollouts, rewards, strict=True):
@@ -301,19 +338,21 @@ class ThoughtsTrainer:
                 answer[span.row][span.start : span.stop] = [True] * (span.stop - span.start)
         used = [i for i in range(len(plan.rows)) if any(thought[i]) or any(answer[i])]
         self._counts = (sum(map(sum, thought)), sum(map(sum, answer)))
-        lengths = [len(plan.rows[i]) for i in used]
-        batches = []
-        for group in micro_batches(lengths, self.settings.micro_batch_tokens):
-            picked = [used[i] for i in group]
-            batches.append(
+
+        def build(some: list[int]) -> list[_Batch]:
+            groups = micro_batches([len(plan.rows[i]) for i in some], self.settings.micro_batch_tokens)
+            return [
                 _Batch(
-                    input_ids_BS=pad_rows([plan.rows[i] for i in picked], self.pad_id),
-                    lengths_B=torch.tensor([len(plan.rows[i]) for i in picked]),
-                    thought_mask_BS=pad_rows([thought[i] for i in picked], False, dtype=torch.bool),
-                    answer_mask_BS=pad_rows([answer[i] for i in picked], False, dtype=torch.bool),
-                    advantages_BS=pad_rows([weights[i] for i in picked], 0.0, dtype=torch.float32),
+                    input_ids_BS=pad_rows([plan.rows[some[i]] for i in group], self.pad_id),
+                    lengths_B=torch.tensor([len(plan.rows[some[i]]) for i in group]),
+                    thought_mask_BS=pad_rows([thought[some[i]] for i in group], False, dtype=torch.bool),
+                    answer_mask_BS=pad_rows([answer[some[i]] for i in group], False, dtype=torch.bool),
+                    advantages_BS=pad_rows([weights[some[i]] for i in group], 0.0, dtype=torch.float32),
                 )
-            )
+                for group in groups
+            ]
+
+        batches = self.updater.workers.batches(used, [len(plan.rows[i]) for i in used], build)
         return self.updater.apply(batches, self.loss)
 
     def loss(self, batch: _Batch) -> tuple[torch.Tensor, dict[str, Any]]:

@@ -75,8 +75,13 @@ def received(state: Any, model: nn.Module, shards: Shards | None, workers: Worke
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
     def is_shared(path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-        if path[0] == "updater":  # all that has a shape there has that of a weight; Muon's are whole everywhere
-            return len(shape) > 0 and path[1:3] != ("optimizer", "muon")
+        if path[:2] == ("trainer", "critic_updater"):
+            path = path[1:]
+        elif path[:2] == ("trainer", "entries"):  # ... of a stage: its model, or which of its updaters
+            path = path[4:] if path[3:4] == ("updaters",) else path[3:]
+            path = ("updater", *path[1:]) if path and isinstance(path[0], int) else path
+        if path[0] in ("updater", "critic_updater"):  # what has a shape there has that of a weight
+            return len(shape) > 0 and path[1:3] != ("optimizer", "muon")  # Muon's are whole everywhere
         return path[0] in ("model", "best_model") and path[1] in names
 
     return spread(state, workers, mesh=shards.mesh if shards else None, is_shared=is_shared)

@@ -18,6 +18,7 @@ from torch import nn
 from rl_core.distributed import ALONE, Idle, Shards, Workers, gathered, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.critic import PolicyWithCritic
 from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
@@ -38,6 +39,7 @@ __all__ = ["LossFn", "Updater"]
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
+Row = TypeVar("Row")
 Result = TypeVar("Result")
 LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
 
@@ -73,7 +75,8 @@ class Updater:
         self.max_tokens: int | None = None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
         self._shards: Shards | None = None
         if workers.size > 1:
-            probe_head(model)  # runs the model, which has to be whole for that
+            policy = model.policy if isinstance(model, PolicyWithCritic) else model
+            probe_head(policy)  # runs the model, which has to be whole for that
             self._shards = Shards(model, workers)
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -198,13 +201,41 @@ class Updater:
         """`compute()`, with whole weights in the model: a trainer's own passes run in it where weights are shared."""
         return compute() if self._shards is None else self._shards.run(compute)
 
+    def run_freely(self, compute: Callable[[], Result]) -> Result:
+        """`compute()` with whole weights in the model, which each worker may run as often as it likes; no gradient.
+
+        For rollouts, and for passes over a worker's own share of some rows.
+        """
+        if self._shards is not None:
+            return self._shards.run_freely(compute)
+        with torch.no_grad():
+            return compute()
+
+    def shared(
+        self, rows: Sequence[Row], lengths: Sequence[int], compute: Callable[[list[Row]], Sequence[Result]]
+    ) -> list[Result]:
+        """What `compute` gives for each row, without gradient; each worker does its share, and all get everything.
+
+        Args:
+            lengths: tokens of each row.
+            compute: one result a row, in order; results travel between processes, so their tensors lie on the CPU.
+        """
+        mine = self.workers.share(lengths)
+        own = self.run_freely(lambda: compute([rows[index] for index in mine]))
+        shares = self.workers.everyone(dict(zip(mine, own, strict=True)))
+        results = {index: result for share in shares for index, result in share.items()}
+        return [results[index] for index in range(len(rows))]
+
     def whole(self, state: Any) -> Any:
         """A nested state as one process would have it: complete in the first worker, for whom it is written."""
         return gathered(state, self.workers)
 
-    def received(self, state: Any) -> Any:
-        """A checkpoint that the first worker has read, in all of them; weights and moments are shared out again."""
-        return received(state, self.model, self._shards, self.workers)
+    def received(self, state: Any, model: nn.Module | None = None) -> Any:
+        """A checkpoint that the first worker has read, in all of them; weights and moments are shared out again.
+
+        model: all that the checkpoint holds, where that is more than this updater's.
+        """
+        return received(state, self.model if model is None else model, self._shards, self.workers)
 
     def _grad_norm(self) -> torch.Tensor:
         grads = [local(master.grad) for master in self._masters if master.grad is not None]

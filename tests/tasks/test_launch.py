@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped, WorkerFailed
-from rl_core.settings import LaunchSettings, PolicySettings, SFTSettings, ThoughtsSettings
+from rl_core.settings import LaunchSettings, SFTSettings
 from rl_core.tracking import MemoryTracker
-from tasks.config import ConfigError, from_dict
+from tasks.config import from_dict
 from tasks.launch import _result, recover_events, run_in_workers, torchrun_command
 from tasks.processes import wait_until_gone
 from tasks.relay import Events, EventTracker, RelayHandler
@@ -41,15 +41,6 @@ TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
 def test_settings_that_cannot_work_are_refused(options, message):
     with pytest.raises(SettingsError, match=message):
         LaunchSettings(**options)
-
-
-@pytest.mark.parametrize(("settings", "stage"), [(PolicySettings, "policy"), (ThoughtsSettings, "thoughts")])
-def test_stages_that_sample_from_what_they_train_are_refused_at_load(settings, stage):
-    with pytest.raises(SettingsError, match=rf"launch.kind: torchrun trains sft, .*; {stage} samples"):
-        settings(launch=TORCHRUN)
-    stages = {"sft": {}, "prepare_data": {}, stage: {"launch": {"kind": "torchrun", "processes": 2}}}
-    with pytest.raises(ConfigError, match=rf"stages\.{stage}\.launch\.kind"):
-        from_dict({"name": "x", "stages": stages}, check_files=False)
 
 
 def test_the_key_of_a_stage_does_not_depend_on_its_processes(tmp_path):
@@ -85,11 +76,13 @@ def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
         file.write(b', "step": 2}\n')
     writer.progress(3, 9, "loss 1")
     writer.set_tag("k", "v")
+    writer.log_dict({"history": [1]}, "curriculum.json")
     writer.send("training", on=True)
     RelayHandler(writer).emit(logging.makeLogRecord({"name": "rl_core.x", "levelno": 30, "msg": "50 % of %s"}))
     reader.forward(tracker)
     assert tracker.metrics[1:] == [(2, {"a": 1})]
     assert (tracker.done, tracker.total, tracker.message, tracker.tags) == (3, 9, "loss 1", {"k": "v"})
+    assert tracker.dicts == {"curriculum.json": {"history": [1]}}
     assert reader.training
     assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [("rl_core.x", 30, "50 % of %s")]
 

@@ -2,55 +2,98 @@
 
 import json
 import threading
+from types import SimpleNamespace
+
+import pytest
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
 from rl_core.models import causal_lm
-from rl_core.settings import ModelSettings, PolicySettings, RewardSettings, SamplingSettings
+from rl_core.settings import ModelSettings
 from rl_core.tracking import MemoryTracker
 from tasks import policy
 from tasks.config import from_dict
+from tasks.launch import run_in_workers
 from tasks.stage import REWARD_RECORD, StageContext, _clear_leftovers
 
 PARTS = ("task", "curiosity", "coherence", "tool_use", "format", "length")
 
 
-class Tracker(MemoryTracker):
-    def log_dict(self, value, name):
-        pass
-
-
-def test_every_part_of_every_rollout_is_on_disk(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
     texts = [m["content"] for seed in range(50) for m in make("arithmetic").demonstration(seed, "easy").messages]
-    tokenizer = train_tokenizer(texts, 300)
-    base, folder = tmp_path / "base", tmp_path / "stage"
-    causal_lm.save(causal_lm.create(ModelSettings(preset="nano", context=128), tokenizer, 0), tokenizer, base)
+    tokenizer, folder = train_tokenizer(texts, 300), tmp_path_factory.mktemp("base")
+    causal_lm.save(causal_lm.create(ModelSettings(preset="nano", context=128), tokenizer, 0), tokenizer, folder)
+    return folder
+
+
+def context_of(base, folder, **options):
     folder.mkdir()
-    settings = PolicySettings(
-        iterations=2, prompts_per_iteration=3, group_size=2, checkpoint_every=1, patience=None, eval_every=0,
-        rewards=dict.fromkeys(PARTS, 0.5), reward_options=RewardSettings(clip=1.0),
-        sampling=SamplingSettings(max_completion_tokens=90, max_turns=3),
-    )  # fmt: skip
+    stage = {
+        "iterations": 2, "prompts_per_iteration": 3, "group_size": 2, "checkpoint_every": 1, "eval_every": 0,
+        "rewards": dict.fromkeys(PARTS, 0.5), "reward_options": {"clip": 1.0},
+        "sampling": {"max_completion_tokens": 90, "max_turns": 3}, **options,
+    }  # fmt: skip
     pipeline = from_dict(
         {
             "name": "t",
             "environment": {"name": "arithmetic"},
             "model": {"device": "cpu", "path": str(base)},
-            "stages": {"policy": {}},
+            "stages": {"policy": stage, "evaluate": {"episodes": 6}},
         }
     )
-    monkeypatch.setattr(policy, "_recent_metrics", lambda context: {})
-    context = StageContext(
-        name="policy", settings=settings, inputs={"model": base}, pipeline=pipeline, seed=1, tracker=Tracker(),
-        folder=folder, session=None, fingerprint={}, stop=threading.Event(),
+    return StageContext(
+        name="policy", settings=pipeline.stages.policy, inputs={"model": base}, pipeline=pipeline, seed=1,
+        tracker=MemoryTracker(), folder=folder, session=SimpleNamespace(threads=1), fingerprint={},
+        stop=threading.Event(),
     )  # fmt: skip
-    policy._body(context)
-    rows = [json.loads(line) for line in (folder / REWARD_RECORD).read_text().splitlines()]
+
+
+def rewards_of(folder):
+    return [json.loads(line) for line in (folder / REWARD_RECORD).read_text().splitlines()]
+
+
+def test_every_part_of_every_rollout_is_on_disk(base, tmp_path):
+    context = context_of(base, tmp_path / "stage")
+    summary = policy._body(context)
+    rows = rewards_of(context.folder)
     assert [row["iteration"] for row in rows] == [0] * 6 + [1] * 6
     for row in rows:
         assert set(row["rewards"]) == {*PARTS, *(f"weighted/{name}" for name in PARTS)}
         assert all(abs(value) <= 0.5 for name, value in row["rewards"].items() if name.startswith("weighted/"))
-    assert len(context.tracker.series("reward/curiosity")) == 2 == len(context.tracker.series("reward/alarm"))
+    curiosity = [value for _, value in context.tracker.series("reward/curiosity")]
+    assert len(curiosity) == 2 == len(context.tracker.series("reward/alarm"))
+    assert summary["metrics"]["reward/curiosity"] == pytest.approx(sum(curiosity) / 2)
+    assert "perf/step_seconds" not in summary["metrics"]
+    assert context.tracker.dicts == {"curriculum.json": {"history": []}}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_processes_leave_what_one_leaves(base, tmp_path):
+    more = {
+        "algorithm": "ppo", "kl_coef": 0.1, "learning_rate": 1e-3, "eval_every": 1, "eval_episodes": 4,
+        "curriculum": [{"name": "a", "levels": {"easy": 1}, "max_iterations": 1}, {"name": "b", "levels": {"easy": 1}}],
+    }  # fmt: skip
+    alone = context_of(base, tmp_path / "alone", **more)
+    together = context_of(base, tmp_path / "together", **more, launch={"kind": "torchrun", "processes": 2})
+    expected, found = policy._body(alone), run_in_workers(together, policy._body)
+    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-4, abs=1e-5)
+    assert {k: v for k, v in found.items() if k != "metrics"} == {k: v for k, v in expected.items() if k != "metrics"}
+    assert together.tracker.tags["launch"] == "torchrun: 1 x 2 processes"
+    assert together.tracker.dicts == alone.tracker.dicts
+    assert together.tracker.dicts["curriculum.json"]["history"][0]["to"] == "b"
+    mine, theirs = rewards_of(alone.folder), rewards_of(together.folder)
+    assert [row["success"] for row in theirs] == [row["success"] for row in mine]
+    assert [row["reward"] for row in theirs] == pytest.approx([row["reward"] for row in mine], abs=1e-5)
+    weights = [
+        causal_lm.load(folder / "model", ModelSettings(device="cpu"))[0].state_dict()
+        for folder in (alone.folder, together.folder)
+    ]
+    for name, tensor in weights[0].items():
+        assert (weights[1][name] - tensor).abs().max() < 1e-5, name
+    start = causal_lm.load(base, ModelSettings(device="cpu"))[0].state_dict()
+    assert any(not tensor.equal(start[name]) for name, tensor in weights[0].items())
 
 
 def test_an_interrupted_stage_keeps_checkpoints_and_record(tmp_path):

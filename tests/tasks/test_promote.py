@@ -139,7 +139,8 @@ def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve
     session = SimpleNamespace(registered_model="m", tracking=registry, ensure_version=lambda challenger: 4)
     tracker = SimpleNamespace(log_metrics=lambda *a: None, set_tag=lambda *a: None)
     context = StageContext(
-        name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5, approve=approve), session=session, tracker=tracker,
+        name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5, approve=approve),
+        session=session, tracker=tracker,
         pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
         inputs={"evaluation": tmp_path}, seed=0, fingerprint={}, stop=None,
     )  # fmt: skip

@@ -19,7 +19,7 @@ def results(tmp_path_factory):
     """{"alone" | "0" | "1": {scenario: result}}; a scenario that raised is its traceback."""
     folder = tmp_path_factory.mktemp("together")
     root = HERE.parents[2]
-    paths = os.pathsep.join(map(str, (root, HERE.parent)))
+    paths = os.pathsep.join(map(str, (root, HERE.parent, HERE.parent / "trainers")))
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, HERE / "together.py", folder], env=environment, check=True, timeout=600)
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in ("alone", "0", "1")}
@@ -35,6 +35,9 @@ def same(one, other, tolerance):
         {name: value for name, value in side["metrics"].items() if name != REFUSED or "train/loss 2" in side["metrics"]}
         for side in (one, other)
     ]
+    # 1 - a ratio of two small sums, which has fewer digits than they have
+    ratios = [{name: side.pop(name) for name in list(side) if "explained_variance" in name} for side in metrics]
+    assert ratios[0] == pytest.approx(ratios[1], abs=100 * tolerance)
     assert metrics[0] == pytest.approx(metrics[1], rel=tolerance, abs=tolerance)
     assert one["weights"] == pytest.approx(other["weights"], rel=tolerance)
 
@@ -43,6 +46,30 @@ def same(one, other, tolerance):
 def test_two_processes_give_the_numbers_of_one(results, stage):
     same(results["0"][stage], results["alone"][stage], 1e-5)
     assert len(results["alone"][stage]["metrics"]) > 20
+
+
+POLICIES = ["grpo", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards", "policy adapters"]
+
+
+@pytest.mark.parametrize("name", [*POLICIES, "thoughts", "whole policy"])
+def test_two_processes_play_and_learn_as_one(results, name):
+    same(results["0"][name], results["alone"][name], 1e-5)
+    assert len(results["alone"][name]["metrics"]) > 100
+    assert results["1"][name]["metrics"] == {}
+
+
+def test_the_parts_of_the_policies_are_at_work(results):
+    limited, whole = (results["alone"][name]["metrics"] for name in ("limited", "whole policy"))
+    assert max(limited[name] for name in limited if name.startswith("policy/refused_steps")) == 1
+    assert whole["curriculum/rollbacks 7"] == 1 - whole["curriculum/rollbacks 3"] == 1
+    assert any(name.startswith("train/replayed_rollouts") and value for name, value in whole.items())
+    assert any(name.startswith("reward/curiosity") for name in results["alone"]["inner rewards"]["metrics"])
+
+
+def test_processes_may_generate_with_the_modules_themselves(results):
+    """One of two plays more groups, and calls each block more often, than the other."""
+    same(results["0"]["by layer grpo"], results["alone"]["grpo"], 1e-5)
+    same(results["0"]["by layer other backend"], results["alone"]["grpo"], 1e-5)
 
 
 def test_the_extras_are_at_work(results):
@@ -76,9 +103,9 @@ def test_muon_and_low_precision_are_near(results):
     same(results["0"]["bfloat16"], results["alone"]["bfloat16"], 2e-2)
 
 
-@pytest.mark.parametrize("optimizer", ["plain", "muon"])
-def test_resume_is_exact_to_the_bit(results, optimizer):
-    whole, cut, rest = (results["0"][f"{name} {optimizer}"] for name in ("whole", "cut", "rest"))
+@pytest.mark.parametrize("run", ["plain", "muon", "policy"])
+def test_resume_is_exact_to_the_bit(results, run):
+    whole, cut, rest = (results["0"][f"{name} {run}"] for name in ("whole", "cut", "rest"))
     assert isinstance(rest, dict), rest
     assert {**cut["metrics"], **rest["metrics"]} == {**cut["metrics"], **whole["metrics"]}
     assert rest["weights"] == whole["weights"]

@@ -14,6 +14,7 @@ import threading
 import traceback
 from pathlib import Path
 
+import policies
 import torch
 from tiny import PAD, VOCABULARY, nano
 from transformers import LlamaForSequenceClassification
@@ -77,11 +78,11 @@ def preference_trainer(workers, **changes):
     return PreferenceTrainer(model_of(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, workers=workers)
 
 
-def numbers(trainer, workers, *, folder=None, **options):
+def numbers(trainer, workers, *, folder=None, iterations=None, **options):
     """The loop's metrics by step, and the sum of the absolute weights that it leaves."""
     tracker = MemoryTracker()
     store = CheckpointStore(folder) if folder else None
-    options = {"iterations": trainer.total_steps, **options}
+    options["iterations"] = iterations or trainer.total_steps
     outcome = run_loop(trainer, trainer.settings, tracker=tracker, checkpoints=store, **options)
     weights = trainer.updater.whole(trainable_weights(trainer.model))
     kept = {
@@ -154,6 +155,7 @@ def scenarios(workers, folder):
         yield f"cut {name}", functools.partial(long, 3, ours / name)
         yield f"rest {name}", functools.partial(long, 7, ours / name)
         yield f"whole {name}", functools.partial(long, 7)
+    yield from policies.scenarios(workers, folder, numbers)
     if workers.size == 1:
         yield "taken over", lambda: long_run(workers, 7, folder / "of two")
         return
@@ -162,6 +164,7 @@ def scenarios(workers, folder):
     update.Shards = functools.partial(Shards, by_layer=True)
     yield "by layer", lambda: numbers(sft_trainer(workers), workers)
     yield "by layer refused", lambda: numbers(refusing(sft_trainer(workers)), workers)
+    yield from policies.by_layer(workers, numbers)
     yield "by layer recomputed", lambda: numbers(sft_trainer(workers, activation_checkpointing=True), workers)
 
 

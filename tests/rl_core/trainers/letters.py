@@ -3,6 +3,7 @@
 import torch
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.distributed import ALONE
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.models import causal_lm
@@ -42,7 +43,9 @@ class FewLetters(Letters):
         return range(5) if split == "train" else range(5, 8)
 
 
-def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, model=None, model_seed=0, **options):
+def make_trainer(
+    tokenizer, environment=None, *, rewards=None, reference=None, model=None, model_seed=0, workers=ALONE, **options
+):
     options = {
         "iterations": 50,
         "prompts_per_iteration": 6,
@@ -67,6 +70,7 @@ def make_trainer(tokenizer, environment=None, *, rewards=None, reference=None, m
         7,
         rewards,
         backend,
+        workers=workers,
     )
 
 
