@@ -3,10 +3,11 @@
 transformers computes every layer on the padded rectangle and builds norms, rotary embeddings and gated activations from
 many small kernels, each with a pass over memory of its own. On a CPU that costs more than the matrix products. For
 Llama, Qwen2 and Qwen3 in float32, `hidden_states` runs the same layers, calling the same linear modules (adapters
-included), on the N real tokens laid end to end; only attention sees rows, those of
-similar length together. Everything else goes to transformers.
+included), on the real tokens laid end to end, and on what rows have in common from their beginning only once; only
+attention sees rows, those of similar length together. Everything else goes to transformers.
 
-B rows, S sequence, N real tokens, H hidden, h heads, D head size, I width of the MLP.
+B rows, S sequence, T real tokens, N of them of which no two have the same beginning, H hidden, h heads, D head size,
+I width of the MLP.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
+from rl_core.models.prefixes import SharedPrefixes, shared_prefixes
 from rl_core.types import TrainBatch
 
 __all__ = ["STATIC_ROPES", "hidden_states", "model_inputs"]
@@ -30,6 +33,7 @@ _FAMILIES = ("LlamaModel", "Qwen2Model", "Qwen3Model")
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the sequence's length
 _LEAST_FILLED = 0.85  # a row shorter than this share of its rectangle's width opens the next rectangle,
 _LEAST_ROWS = 8  # if there are this many rows in it: a call of the attention kernel has a price of its own
+_LEAST_SHARED = 0.05  # sharing less than this share of the tokens costs about what it saves
 
 
 def hidden_states(model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Tensor | None = None) -> torch.Tensor:
@@ -95,15 +99,16 @@ def _checkpoints_activations(trunk: Any) -> bool:
 
 @dataclass(slots=True)
 class _Rows:
-    """The rectangles in which attention sees the N real tokens: rows of similar length together."""
+    """The rectangles in which attention sees the real tokens: rows of similar length together."""
 
     shapes: list[tuple[int, int]]  # rows and width of each rectangle
-    tokens_P: torch.Tensor  # int64, real token that stands at each place of all rectangles; at padding, some real token
-    places_N: torch.Tensor  # int64, place of each real token
+    tokens_P: torch.Tensor  # int64, which of the N stands at each place of all rectangles; at padding, any of them
+    places_N: torch.Tensor  # int64, one place of each
+    repeated: tuple[torch.Tensor, torch.Tensor] | None = None  # int64, the other places of some, and which they are
 
     def spread(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
         """[N, h, D] -> [rows, h, width, D] of each rectangle; no gradient comes back from padding."""
-        padded_PhD: torch.Tensor = _Spread.apply(x_NhD, self.tokens_P, self.places_N)
+        padded_PhD: torch.Tensor = _Spread.apply(x_NhD, self.tokens_P, self.places_N, self.repeated)
         parts = padded_PhD.split([rows * width for rows, width in self.shapes])
         return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
 
@@ -114,7 +119,7 @@ class _Rows:
         return joined_NE
 
 
-def _rows_of(lengths: list[int]) -> _Rows:
+def _rows_of(lengths: list[int], shared: SharedPrefixes | None = None) -> _Rows:
     """Rectangles for rows of these lengths, whose tokens lie end to end: sorted, cut where much would be padding."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     groups: list[list[int]] = []
@@ -132,10 +137,14 @@ def _rows_of(lengths: list[int]) -> _Rows:
         places_W = torch.arange(width)
         tokens.append((starts_R1 + places_W.minimum(last_R1)).reshape(-1))
         is_real.append((places_W <= last_R1).reshape(-1))
-    tokens_P, real_places_N = torch.cat(tokens), torch.cat(is_real).nonzero().squeeze(1)
-    places_N = torch.empty_like(real_places_N)
-    places_N[tokens_P[real_places_N]] = real_places_N
-    return _Rows(shapes, tokens_P, places_N)
+    tokens_P, real_places_T = torch.cat(tokens), torch.cat(is_real).nonzero().squeeze(1)
+    places_T = torch.empty_like(real_places_T)
+    places_T[tokens_P[real_places_T]] = real_places_T
+    if shared is None:
+        return _Rows(shapes, tokens_P, places_T)
+    repeated_R = shared.repeated_R
+    repeated = places_T[repeated_R], shared.unique_T[repeated_R]
+    return _Rows(shapes, shared.unique_T[tokens_P], places_T[shared.first_N], repeated)
 
 
 def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch.Tensor:
@@ -144,8 +153,12 @@ def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch
         raise DataError(
             "attention_mask is False where a hidden state is needed: its rows are not those of the loss mask"
         )
-    rows = _rows_of(mask_BS.sum(1).tolist())
-    flat_N = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
+    lengths = mask_BS.sum(1).tolist()
+    shared = None if _drops_out(trunk) else shared_prefixes(ids_BS, lengths, least=_LEAST_SHARED)
+    rows = _rows_of(lengths, shared)
+    flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
+    flat_N = flat_T if shared is None else flat_T[shared.first_N]
+    out_T, from_T = flat_T, None if shared is None else shared.unique_T  # where the result goes, and which goes there
     x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
     cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
     cos_N1D, sin_N1D = cos_1ND[0][:, None], sin_1ND[0][:, None]
@@ -153,15 +166,26 @@ def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch
     for index, layer in enumerate(layers):
         attended_NE = _attend(layer, rows, x_NH, cos_N1D, sin_N1D)
         if index + 1 == len(layers) and needed_BS is not None:  # the other tokens' states have been read for good
-            needed_n = needed_BS.reshape(-1)[flat_N].nonzero().squeeze(1)
+            needed_T = needed_BS.reshape(-1)[flat_T]
+            out_T = flat_T[needed_T]
+            if from_T is None:
+                needed_n = needed_T.nonzero().squeeze(1)
+            else:
+                needed_n, from_T = torch.unique(from_T[needed_T], return_inverse=True)
             attended_NE, x_NH = _Join.apply(attended_NE, needed_n), _Join.apply(x_NH, needed_n)
-            flat_N = flat_N[needed_n]
         x_NH = x_NH + layer.self_attn.o_proj(attended_NE)
         mlp = layer.mlp
         normed_NH = _norm(layer.post_attention_layernorm, x_NH)
         x_NH = x_NH + mlp.down_proj(_GatedSilu.apply(mlp.gate_proj(normed_NH), mlp.up_proj(normed_NH)))
+    normed_NH = _norm(trunk.norm, x_NH)
+    states_TH = normed_NH if from_T is None else normed_NH.index_select(0, from_T)
     flat_PH = x_NH.new_zeros(ids_BS.numel(), x_NH.shape[1])
-    return flat_PH.index_copy(0, flat_N, _norm(trunk.norm, x_NH)).unflatten(0, ids_BS.shape)
+    return flat_PH.index_copy(0, out_T, states_TH).unflatten(0, ids_BS.shape)
+
+
+def _drops_out(trunk: Any) -> bool:
+    """Whether equal tokens get different noise (adapters with dropout)."""
+    return trunk.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in trunk.layers[0].modules())
 
 
 def _attend(layer: Any, rows: _Rows, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
@@ -261,18 +285,28 @@ class _GatedSilu(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """Rows of real tokens to their places in the rectangles; gradients come back from real places alone."""
+    """Tokens to their places in the rectangles; gradients come back from real places alone."""
 
     @staticmethod
-    def forward(ctx: Any, x_N: torch.Tensor, tokens_P: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places_N)
+    def forward(
+        ctx: Any,
+        x_N: torch.Tensor,
+        tokens_P: torch.Tensor,
+        places_N: torch.Tensor,
+        repeated: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(places_N, *(repeated or ()))
         return x_N.index_select(0, tokens_P)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
-        (places_N,) = ctx.saved_tensors
-        return grad_P.index_select(0, places_N), None, None
+        places_N, *repeated = ctx.saved_tensors
+        grad_N = grad_P.index_select(0, places_N)
+        if repeated:
+            places_R, tokens_R = repeated
+            grad_N.index_add_(0, tokens_R, grad_P.index_select(0, places_R))
+        return grad_N, None, None, None
 
 
 class _Join(torch.autograd.Function):

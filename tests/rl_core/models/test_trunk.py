@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     LlamaConfig,
@@ -19,6 +21,7 @@ from transformers import (
 from rl_core.errors import DataError
 from rl_core.models import trunk
 from rl_core.models.lora import add_adapter, unwrap
+from rl_core.models.prefixes import shared_prefixes
 from rl_core.models.trunk import hidden_states
 from rl_core.settings import LoraSettings
 from rl_core.types import TrainBatch
@@ -149,6 +152,87 @@ def test_padding_costs_nothing_but_attention(monkeypatch):
     hidden_states(model, batch, batch.loss_mask_BS)
     real, needed = sum(LENGTHS), int(batch.loss_mask_BS.sum())
     assert seen == {"q_proj": [real] * 3, "down_proj": [real, real, needed]}
+
+
+def alike(lengths=(20, 23, 18, 9, 9, 30, 4, 1, 12, 20)) -> TrainBatch:
+    """Rows of which some begin alike, some hold all of another, and two are equal; row 6 has nothing of the others."""
+    batch = batch_of(list(lengths))
+    ids_BS = batch.input_ids_BS
+    ids_BS[1, :15] = ids_BS[0, :15]
+    ids_BS[2, :11] = ids_BS[0, :11]
+    ids_BS[3, :9] = ids_BS[0, :9]
+    ids_BS[4] = ids_BS[3]
+    ids_BS[5, :19] = ids_BS[1, :19]
+    ids_BS[7, :1] = ids_BS[0, :1]
+    ids_BS[8, :3], ids_BS[9, :5] = ids_BS[0, :3], ids_BS[8, :5]
+    return batch
+
+
+def beginnings(batch) -> list[tuple[int, ...]]:
+    """What each real token is: itself and all before it."""
+    rows = zip(batch.input_ids_BS.tolist(), batch.attention_mask_BS.sum(1).tolist(), strict=True)
+    return [tuple(ids[: end + 1]) for ids, length in rows for end in range(length)]
+
+
+def test_what_rows_have_in_common_is_found():
+    batch = alike()
+    known = beginnings(batch)
+    shared = shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist())
+    assert len(shared.first_N) == len(set(known)) < len(known) - 50
+    assert [known[shared.first_N[number]] for number in shared.unique_T] == known
+    assert sorted([*shared.first_N.tolist(), *shared.repeated_R.tolist()]) == list(range(len(known)))
+    assert shared_prefixes(batch.input_ids_BS, batch.attention_mask_BS.sum(1).tolist(), least=0.5) is None
+    assert shared_prefixes(batch_of([5, 5]).input_ids_BS, [5, 5]) is None
+    padded = torch.tensor([[1, 2, 3, 0], [1, 2, 0, 0], [1, 2, 3, 4]])  # padding is nobody's beginning
+    one, two, three, four = shared_prefixes(padded, [3, 2, 4]).unique_T[5:].tolist()  # of the last row
+    assert shared_prefixes(padded, [3, 2, 4]).unique_T.tolist()[:5] == [one, two, three, one, two]
+    assert sorted([one, two, three, four]) == [0, 1, 2, 3]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=2, max_size=7))
+def test_every_common_beginning_is_found(rows):
+    ids_BS = nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    known = [tuple(row[: end + 1]) for row in rows for end in range(len(row))]
+    shared = shared_prefixes(ids_BS, [len(row) for row in rows])
+    if len(set(known)) == len(known):
+        assert shared is None
+    else:
+        assert [known[shared.first_N[number]] for number in shared.unique_T] == known
+        assert len(shared.first_N) == len(set(known))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("is_partial", [False, True])
+def test_common_beginnings_are_computed_once(family, is_partial):
+    model, batch = model_of(family), alike()
+    seen = {"q_proj": [], "down_proj": []}
+    for name, module in model.named_modules():
+        key = name.rsplit(".", 1)[-1]
+        if key in seen:
+            module.register_forward_pre_hook(lambda module, args, key=key: seen[key].append(len(args[0])))
+    needed_BS = batch.loss_mask_BS if is_partial else None
+    read_BS = batch.loss_mask_BS if is_partial else batch.attention_mask_BS
+    hidden_states(model, batch, needed_BS)
+    known = beginnings(batch)
+    is_read = read_BS[batch.attention_mask_BS].tolist()
+    unique = len(set(known))
+    needed = len({beginning for beginning, read in zip(known, is_read, strict=True) if read})
+    assert needed < int(read_BS.sum())  # some of what is read stands in several rows
+    assert seen == {"q_proj": [unique] * 3, "down_proj": [unique, unique, needed]}
+    compare(model, batch, needed_BS, read_BS)
+
+
+def test_rows_get_noise_of_their_own_from_adapters_that_drop_out():
+    torch.manual_seed(0)
+    model = unwrap(add_adapter(model_of(), LoraSettings(rank=4, dropout=0.5)))
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                weight.normal_(std=0.5)
+    batch = alike()
+    assert not torch.allclose(*hidden_states(model.train(), batch)[3:5, :9])
+    assert torch.equal(*hidden_states(model.eval(), batch)[3:5, :9])
 
 
 def test_rectangles_hold_rows_of_similar_length():

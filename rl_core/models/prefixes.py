@@ -1,0 +1,54 @@
+"""Tokens that rows of a batch have in common from their beginning: prompts of a group, of a pair, of a whole task.
+
+What a causal model makes of a token depends on it and on those before it, so rows that begin alike share everything up
+to where they part, and it is enough to compute it once.
+
+B rows, S sequence, T real tokens, N tokens of which no two have the same beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["SharedPrefixes", "shared_prefixes"]
+
+
+@dataclass(slots=True)
+class SharedPrefixes:
+    """Which real tokens, laid end to end row by row, are the same token with the same tokens before it."""
+
+    unique_T: torch.Tensor  # int64, index in 0..N-1 of what each real token is
+    first_N: torch.Tensor  # int64, ascending: one real token for each of them
+    repeated_R: torch.Tensor  # int64, the T - N real tokens that are in no `first_N`
+
+
+def shared_prefixes(ids_BS: torch.Tensor, lengths: Sequence[int], *, least: float = 0.0) -> SharedPrefixes | None:
+    """Find them; None where fewer than the share `least` of all real tokens would be saved, or none.
+
+    Args:
+        ids_BS: right-padded token ids on the CPU. lengths: real tokens of each row.
+    """
+    if len(lengths) < 2:
+        return None
+    ids_BS = ids_BS.contiguous()
+    # Rows of bytes in order: those that begin alike stand together, and each shares most with its neighbour.
+    order = sorted(range(len(lengths)), key=lambda row: ids_BS[row, : lengths[row]].numpy().tobytes())
+    before, after = ids_BS[order[:-1]], ids_BS[order[1:]]
+    lengths_B = torch.tensor(lengths)
+    limits = torch.minimum(lengths_B[order[:-1]], lengths_B[order[1:]])
+    common = (before == after).to(torch.int64).cumprod(1).sum(1).minimum(limits).tolist()
+    if sum(common) <= least * sum(lengths) or not sum(common):
+        return None
+    starts = [0] * len(lengths)
+    for row in range(1, len(lengths)):
+        starts[row] = starts[row - 1] + lengths[row - 1]
+    origins_T = torch.arange(sum(lengths))  # a real token that stands for each
+    for place, count in enumerate(common, start=1):
+        here, there = starts[order[place]], starts[order[place - 1]]
+        origins_T[here : here + count] = origins_T[there : there + count]
+    is_first_T = origins_T == torch.arange(len(origins_T))
+    numbers_T = is_first_T.cumsum(0) - 1
+    return SharedPrefixes(numbers_T[origins_T], is_first_T.nonzero().squeeze(1), (~is_first_T).nonzero().squeeze(1))
