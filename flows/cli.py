@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = build_parser().parse_args(argv)
     _raise_on_sigterm()
+    _find_own_code()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -73,6 +74,16 @@ def _raise_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, stop)
     except ValueError:  # not the main thread: whoever started it handles signals
         return
+
+
+def _find_own_code() -> None:
+    """What a config names by import path may lie in the folder that the command is called from, as with `python -m`.
+
+    Last on the path: a file there hides nothing that is installed.
+    """
+    with contextlib.suppress(FileNotFoundError):  # the folder is gone
+        if (here := os.getcwd()) not in sys.path:
+            sys.path.append(here)
 
 
 # ------------------------------------------------------------------------------------------------------------ commands

@@ -48,7 +48,9 @@ def _model_at(path: str) -> str | None:
 
 
 def _name_of(source: str) -> str:
-    """A short name that may stand in a file's name."""
+    """A short name that may stand in a file's name; a version number alone names nothing: models:/demo/3 is demo-v3."""
+    if source.startswith("models:/") and (parts := source.removeprefix("models:/").rsplit("/", 1))[-1].isdecimal():
+        return re.sub(r"[^\w.@-]+", "_", "-v".join(parts))
     parts = source.removeprefix("models:/").rstrip("/").split("/")
     if len(parts) > 1 and parts[-1] == "model":
         parts.pop()

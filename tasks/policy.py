@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.record import RecentRollouts, RewardRecord, record_all
-from rl_core.settings import EvaluationSettings, PolicySettings
+from rl_core.settings import CurriculumStage, EvaluationSettings, PolicySettings
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from tasks.evaluate import episodes_seed
 from tasks.policy_model import Policy, load_policy, make_environment
@@ -86,7 +86,8 @@ def _body(context: StageContext) -> dict[str, Any]:
         "stop_reason": outcome.stop_reason,
         "curriculum": history,
         "metrics": {**_recent_metrics(outcome.history), **outcome.metrics},
-        "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); curriculum: {_curriculum_note(history)}",
+        "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); "
+        f"curriculum: {_curriculum_note(history, settings.curriculum)}",
     }
 
 
@@ -135,11 +136,13 @@ def _show_curriculum(context: StageContext, history: list[dict[str, Any]]) -> No
     stages = context.settings.curriculum
     present = history[-1]["to"] if history else (stages[0].name if stages else "all")
     context.tracker.set_tag("curriculum.stage", present)
-    context.tracker.set_tag("curriculum.moves", _curriculum_note(history)[:4000])
+    context.tracker.set_tag("curriculum.moves", _curriculum_note(history, stages)[:4000])
     context.tracker.set_tag("curriculum.rollbacks", str(rollbacks))
 
 
-def _curriculum_note(history: list[dict[str, Any]]) -> str:
+def _curriculum_note(history: list[dict[str, Any]], stages: Sequence[CurriculumStage]) -> str:
+    if not history and len(stages) > 1:
+        return f"still in '{stages[0].name}', the first of {len(stages)} stages"
     return ", ".join(_move_note(row) for row in history) or "one stage"
 
 

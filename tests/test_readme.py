@@ -1,6 +1,9 @@
 """What README shows works: its environment and its reward run, its commands and files exist."""
 
+import os
 import re
+import subprocess
+import sys
 import types
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from rl_core.types import Trajectory
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+YAML = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
 
 
 def module_of(block, name, monkeypatch):
@@ -43,6 +47,22 @@ def test_the_environment_is_short_and_plays(monkeypatch, tmp_path):
         assert (step.reward, step.terminated, step.success) == (reward, True, reward == 1.0)
 
 
+def test_the_command_finds_both_in_the_folder_that_it_is_called_from(tmp_path):
+    """As files beside the config; nothing is installed, and PYTHONPATH names this checkout alone."""
+    (tmp_path / "my_package").mkdir()
+    for name, part in (("echo", "class Echo("), ("rewards", "def brevity")):
+        (tmp_path / "my_package" / f"{name}.py").write_text(next(block for block in BLOCKS if part in block))
+    rewards = next(block for block in YAML if "my_package.rewards:brevity" in block)
+    shown = re.search(r"\(`(environment: \{name: .*?\})`\)", README)[1]
+    (tmp_path / "mine.yaml").write_text(f"name: mine\nmodel: {{path: a/b}}\n{shown}\n{rewards}")
+    command = "import sys; from flows.cli import main; sys.exit(main(['validate', 'mine.yaml']))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_reward_is_called_as_shown(monkeypatch):
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.types import Rollout, RolloutGroup
@@ -60,7 +80,7 @@ def test_the_curriculum_is_read_as_shown():
 
     from tasks.config import from_dict
 
-    block = next(block for block in re.findall(r"```yaml\n(.*?)```", README, re.DOTALL) if "rollback:" in block)
+    block = next(block for block in YAML if "rollback:" in block)
     settings = from_dict({"name": "x", "model": {"path": "a/b"}, **yaml.safe_load(block)}, check_files=False)
     policy = settings.stages.policy
     assert [stage.name for stage in policy.curriculum] == ["easy", "hard"] and policy.rollback.margin == 0.2

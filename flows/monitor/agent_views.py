@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -19,6 +20,8 @@ __all__ = ["OUTCOMES", "curriculum", "rewards", "tools", "trajectories"]
 Runs = Sequence[tuple[RunView, StageView]]
 
 MAX_EPISODES = 60  # in the list of trajectories
+
+_WATCHED = (("curriculum/watched", "watched for a rollback"), ("curriculum/entry_level", "level at entry"))
 
 OUTCOMES: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "all": lambda row: True,
@@ -135,7 +138,7 @@ def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
              percent(row["error_rate"]), percent(row["success_rate"])]
             for row in found
         ]  # fmt: skip
-        columns = ("tool", "#calls", "#per episode", "#episodes that call it", "#misuse", "#success when called")
+        columns = ("tool", "#calls", "#per episode", "episodes that call it", "#misuse", "#success when called")
         note = f"The newest {len(rows):,} trajectories."
         blocks.append(table(f"tools:{source}", source[0].upper() + source[1:], columns, cells, note))
     return blocks or _nothing("No tool was called yet: neither training nor evaluation has played an episode.")
@@ -160,7 +163,7 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
     charts: list[dict[str, Any] | None] = [_stage_chart(run, stage, names, choice)]
     levels = _names(stage, "train/success_rate_by_level/")
     charts.append(family("levels", "Success by level", levels, pairs, choice.drawn, unit="share", span=(0.0, 1.0)))
-    averages = [(name, label) for name, label in _names(stage, "curriculum/average/")]
+    averages = [*_names(stage, "curriculum/average/"), *_WATCHED]
     charts.append(
         family("average", "Averages that decide", averages, pairs, choice.drawn, unit="over their own windows")
     )
@@ -188,14 +191,14 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
 
 def _tiles(stage: StageView, names: Sequence[str], now: int) -> dict[str, Any]:
     series = stage.table.series
-    rollbacks = sum(move.get("kind") == "rollback" for move in stage.curriculum)
+    kinds = Counter(str(move.get("kind", "")) for move in stage.curriculum)
     here = series.get("curriculum/stage_iterations")
     filled = series.get("curriculum/window_filled")
     items = [
         {"label": "stage of the curriculum", "value": names[now], "sub": f"{now + 1} of {len(names)}"},
         {"label": "iterations in it", "value": number(here.last, 0) if here else NONE, "sub": ""},
-        {"label": "moves", "value": str(len(stage.curriculum)), "sub": "advances and rollbacks"},
-        {"label": "rollbacks", "value": str(rollbacks), "sub": ""},
+        {"label": "advances", "value": str(kinds["advance"]), "sub": "to the next stage"},
+        {"label": "rollbacks", "value": str(kinds["rollback"]), "sub": ""},
     ]
     if filled is not None:
         items.append({"label": "window filled", "value": percent(filled.last), "sub": "nothing is judged before 100 %"})
@@ -224,7 +227,7 @@ def _plan(
             conditions.append(f"{_condition(early, stage, index == now)} (ends the training)")
         joined = f" {'or' if row.get('require') == 'any' else 'and'} ".join(conditions)
         status = "info" if index == now else "good" if index < now else "none"
-        word = ("last" if is_over else "now") if index == now else "passed" if index < now else "to come"
+        word = ("ended here" if is_over else "now") if index == now else "passed" if index < now else "to come"
         rows.append(
             [str(row.get("name", index)), {"t": word, "badge": status}, mix, joined or "the end of the iterations"]
         )

@@ -122,7 +122,7 @@ class CurriculumManager:
             if status.value is not None:
                 kind = "slope" if status.condition.statistic == "slope" else "average"
                 values[f"curriculum/{kind}/{status.condition.metric}"] = status.value
-        return values | self.watch.metrics(self.index)
+        return values | self.watch.metrics(self.index, self._window)
 
     def history_json(self) -> list[dict[str, Any]]:
         """Every move and rollback: at which iteration, from and to which stage, why, and the values at that moment."""

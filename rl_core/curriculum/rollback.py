@@ -106,8 +106,8 @@ class RollbackWatch:
             return Verdict("stop", index, f"{why}, {after}", metrics)
         return Verdict("unwatched", index, f"{why}, {after}: going on", metrics)
 
-    def metrics(self, index: int) -> dict[str, float]:
-        """What a page shows; {} for a curriculum that is never rolled back."""
+    def metrics(self, index: int, history: MetricHistory) -> dict[str, float]:
+        """What a page shows; {} for a curriculum that is never rolled back. `history`: as for `judge`."""
         if not any(self.settings):
             return {}
         values = {
@@ -117,6 +117,11 @@ class RollbackWatch:
         }
         if index in self.levels:
             values["curriculum/entry_level"] = self.levels[index]
+        settings = self.settings[index]
+        if settings is not None and index not in self.unwatched:
+            value = history.mean(metric_name(settings.metric), settings.window)
+            if value is not None:
+                values["curriculum/watched"] = value
         return values
 
     def state_dict(self) -> dict[str, Any]:

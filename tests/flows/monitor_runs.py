@@ -88,7 +88,7 @@ def make_run(output: Path, started: str = "2027-01-15 08:00:00", *, status: str 
     played = home / "stages/policy/bbbb.tracking"
     rows = [
         (i, 2.0 * i, {"reward/mean": 0.1 * i, "train/success_rate": 0.2 * i, "curriculum/stage": float(i in (3, 4)),
-                      "tool/calls": 1.0, "reward/alarm": 0.0})
+                      "curriculum/watched": 0.25 * i, "tool/calls": 1.0, "reward/alarm": 0.0})
         for i in range(1, 6)
     ]  # fmt: skip
     moves = {"op": "text", "name": "curriculum.json", "text": json.dumps({"history": MOVES})}

@@ -26,7 +26,8 @@ def test_tags_and_artifact():
     context = SimpleNamespace(tracker=Tracker(), settings=PolicySettings(curriculum=stages))
     _show_curriculum(context, [])
     assert context.tracker.tags == {
-        "curriculum.stage": "one", "curriculum.moves": "one stage", "curriculum.rollbacks": "0",
+        "curriculum.stage": "one", "curriculum.moves": "still in 'one', the first of 2 stages",
+        "curriculum.rollbacks": "0",
     }  # fmt: skip
     history = [move("advance", 3, "one", "two"), move("rollback", 9, "two", "two"), move("unwatched", 20, "two", "two")]
     _show_curriculum(context, history)
@@ -36,4 +37,4 @@ def test_tags_and_artifact():
         "curriculum.rollbacks": "1",
     }
     assert context.tracker.files == {"curriculum.json": {"history": history}}
-    assert _curriculum_note([]) == "one stage"
+    assert _curriculum_note([], ()) == _curriculum_note([], stages[:1]) == "one stage"

@@ -19,9 +19,10 @@ def test_stages_and_folders_name_their_models(tmp_path):
 
 
 def test_registered_models_and_hub_names():
-    found = given_models(["models:/demo@champion", "models:/demo/3", "Qwen/Qwen2.5-0.5B"])
+    found = given_models(["models:/demo@champion", "models:/demo/3", "models:/maze/3", "Qwen/Qwen2.5-0.5B"])
     assert found == {
-        "demo@champion": "models:/demo@champion", "3": "models:/demo/3", "Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B"
+        "demo@champion": "models:/demo@champion", "demo-v3": "models:/demo/3", "maze-v3": "models:/maze/3",
+        "Qwen2.5-0.5B": "Qwen/Qwen2.5-0.5B",
     }  # fmt: skip
 
 

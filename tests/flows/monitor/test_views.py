@@ -130,7 +130,10 @@ def test_curriculum_with_its_moves_and_the_present_condition(tmp_path):
     ]  # fmt: skip
     assert texts(blocks["plan"])[0] == ["easy", "now", "easy 75%, hard 25%", "success_rate >= 0.75 over 2"]
     assert texts(blocks["moves"])[0][:5] == ["4", "rollback", "hard", "easy", "0.1 below 0.6"]
-    assert {item["label"]: item["value"] for item in blocks["where"]["items"]}["rollbacks"] == "1"
+    tiles = {item["label"]: item["value"] for item in blocks["where"]["items"]}
+    assert (tiles["advances"], tiles["rollbacks"]) == ("1", "1")
+    (watched,) = charts_of(blocks["curriculum"])["Averages that decide"]["lines"]
+    assert (watched["name"], watched["y"]) == ("watched for a rollback", [0.25, 0.5, 0.75, 1.0, 1.25])
     run = Reader(tmp_path).run("")
     assert [mark["x"] for mark in marks(run.stage("policy"), Drawn(by_time=True), START)] == pytest.approx(
         [0.25, 19 / 60]
@@ -226,7 +229,7 @@ def test_export_holds_every_value_and_can_be_read_back(tmp_path):
     rows = list(csv.DictReader(io.StringIO("".join(metrics_csv(run)))))
     rewards = [(int(r["step"]), float(r["time"]), float(r["value"])) for r in rows if r["metric"] == "reward/mean"]
     assert rewards == [(i, START + 11 + 2.0 * i, 0.1 * i) for i in range(1, 6)]
-    assert len(rows) == 4 * 2 + 5 * 5
+    assert len(rows) == 4 * 2 + 5 * 6
     found = json.loads(run_json(run))
     assert found["stages"][1]["metrics"]["reward/mean"]["last"] == pytest.approx(0.5)
     assert found["settings"]["environment"]["name"] == "pixel_grid"

@@ -46,6 +46,19 @@ def test_fires_when_too_far_below_the_first_full_window_for_its_patience():
     assert manager.stage_iterations == 0 and manager.iteration == 6 and manager.finished is None
 
 
+def test_what_a_page_shows_of_the_watch():
+    manager = make()
+    feed(manager, 0.4)
+    watch = {"curriculum/rollbacks": 0.0, "curriculum/below_entry": 0.0, "curriculum/cooldown": 0.0}
+    assert manager.watch.metrics(0, manager._window) == watch | {"curriculum/watched": 0.4}
+    feed(manager, 0.6, 0.0)
+    assert manager.watch.metrics(0, manager._window) == watch | {
+        "curriculum/entry_level": 0.5, "curriculum/watched": 0.3,
+    }  # fmt: skip
+    manager.watch.unwatched.append(0)
+    assert "curriculum/watched" not in manager.metrics()
+
+
 def test_the_patience_is_in_a_row():
     manager = make(patience=3)
     # level .5; means .25, .2 (two below), .4 (not), .25, .2, .2 (three)
