@@ -21,7 +21,7 @@ from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_ser
 from flows.repair import crash_flow_runs
 from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
-from rl_core.folders import FolderLock
+from rl_core.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 
 __all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "say", "watched"]
@@ -44,7 +44,7 @@ from tasks.promote import promote  # noqa: E402
 from tasks.reward_model import reward_model  # noqa: E402
 from tasks.session import Session  # noqa: E402
 from tasks.sft import sft  # noqa: E402
-from tasks.stage import StageResult  # noqa: E402
+from tasks.stage_result import StageResult  # noqa: E402
 from tasks.thoughts import learn_thoughts  # noqa: E402
 from tasks.tracking.store import without_password  # noqa: E402
 

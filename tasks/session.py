@@ -24,12 +24,14 @@ from typing import Any, Literal
 from uuid import UUID
 
 from rl_core.errors import Stopped
-from rl_core.folders import FolderLock, digest_folder, write_json_atomic
+from rl_core.folders import digest_folder, write_json_atomic
+from rl_core.locks import FolderLock
 from tasks.approval import Request
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.data_record import Records, record_sources, tags_of_records
 from tasks.repair import GoneRun, bury
-from tasks.stage import StageResult, code_version
+from tasks.stage_key import code_version
+from tasks.stage_result import StageResult
 from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
 __all__ = ["ProgressCallback", "Session", "git_commit"]

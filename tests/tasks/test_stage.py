@@ -8,9 +8,11 @@ import pytest
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.trainers import loop
-from tasks import stage
+from tasks import stage_key as keys
 from tasks.config import from_dict
-from tasks.stage import StageContext, content_digest, input_digest, run_stage, stage_key, stage_seed
+from tasks.stage import StageContext, run_stage
+from tasks.stage_key import input_digest, stage_key, stage_seed
+from tasks.stage_result import content_digest
 
 PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
 
@@ -36,7 +38,7 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     same = key()
     assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
     assert key(made=pipeline(name="other", output="elsewhere")) == same  # where it lies changes no number
-    monkeypatch.setattr(stage, "code_version", lambda: "other")
+    monkeypatch.setattr(keys, "code_version", lambda: "other")
     assert key() != same
 
 
