@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flows import stopping
 from flows.display import Display
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.picture import draw_pipeline
@@ -149,6 +150,7 @@ def execute(
         tags=tags,
         lock=lock,
         on_progress=_display.get(),
+        stop=stopping.asked,
     ) as session:
         crash_flow_runs(run.flow_run_id for run in session.gone)
         _run_stages(session, models or {})

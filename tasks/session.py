@@ -74,6 +74,7 @@ class Session:
         tags: Mapping[str, str] | None = None,
         lock: FolderLock | None = None,
         on_progress: ProgressCallback | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         """`fresh` runs stages again though they are finished: all of them, or the one that `only` names.
 
@@ -82,6 +83,7 @@ class Session:
             started: go on with the run of this pipeline that began then; "" = decide by settings (`_previous`).
             tags: go to every run and model version that this makes.
             lock: the folder's, where the caller holds it.
+            stop: when set, no further stage begins, and training saves and stops.
         """
         self.settings = settings
         self.fresh = fresh
@@ -97,7 +99,7 @@ class Session:
         self.home = self.output / settings.name
         self.stages = self.home / "stages"
         self.threads = settings.threads or os.cpu_count() or 1
-        self.stop = threading.Event()
+        self.stop = stop or threading.Event()
         self.keys_run: set[str] = set()  # keys that this run has computed: --fresh does not compute them twice
         self.results: dict[str, StageResult] = {}
         self.resumed = False

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import logging
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -149,8 +150,10 @@ def run_stage(
         settings: the stage's own settings.
         inputs: by name, what the stage reads; its content decides the key.
         label: name of the tracking run, where it differs from the stage's.
-    Raises: FolderBusy when another process runs the same stage; whatever the body raises.
+    Raises: FolderBusy when another process runs the same stage; Stopped; whatever the body raises.
     """
+    if session.stop.is_set():
+        raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
     session.tag_data(digests)
     key = stage_key(name, settings, session.settings, digests)

@@ -1,6 +1,7 @@
 """The contract of a stage: what its key depends on, what its content digest leaves out, what training is given."""
 
 import dataclasses
+import os
 import threading
 
 import pytest
@@ -162,6 +163,14 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     assert play(session, body).digest == first.digest and len(seen) == 2
     assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
     assert play(session, body, number=2).key != first.key and len(seen) == 3
+
+
+def test_no_stage_begins_after_a_request_to_stop(tmp_path):
+    session = Session(tmp_path)
+    session.stop.set()
+    with pytest.raises(Stopped, match="between two stages") as stopped:
+        play(session, lambda context: {})
+    assert stopped.value.signum == 15 and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(
