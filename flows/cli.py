@@ -18,9 +18,10 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from flows.cli_parser import build_parser
+from flows.stopping import Terminated, unwind_on_sigterm
 from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = build_parser().parse_args(argv)
-    _raise_on_sigterm()
+    unwind_on_sigterm()
     _find_own_code()
     try:
         code = _run(arguments)
@@ -49,8 +50,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return COMMANDS[arguments.command](arguments)
     except Stopped as stopped:
         return _failed(arguments, str(stopped), 128 + stopped.signum)
-    except KeyboardInterrupt:
-        return _failed(arguments, "stopped by Ctrl-C; the same command goes on from the last checkpoint", 130)
+    except KeyboardInterrupt as error:
+        how, number = ("SIGTERM", signal.SIGTERM) if isinstance(error, Terminated) else ("Ctrl-C", signal.SIGINT)
+        return _failed(arguments, f"stopped by {how}; the same command goes on from the last checkpoint", 128 + number)
     except (SettingsError, DataError) as error:
         return _failed(arguments, str(error), 2)
     except PosttrainError as error:
@@ -62,18 +64,6 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
         traceback.print_exc()
     print(f"posttrain: {message}", file=sys.stderr)
     return code
-
-
-def _raise_on_sigterm() -> None:
-    """Outside a training loop, which saves and stops by itself, SIGTERM unwinds like Ctrl-C and closes what is open."""
-
-    def stop(signum: int, frame: Any) -> NoReturn:
-        raise Stopped("stopped by SIGTERM; the same command goes on from the last checkpoint", signum)
-
-    try:
-        signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: whoever started it handles signals
-        return
 
 
 def _find_own_code() -> None:

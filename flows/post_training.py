@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flows import stopping
 from flows.display import Display
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.picture import draw_pipeline
@@ -21,7 +22,7 @@ from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_ser
 from flows.repair import crash_flow_runs
 from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
-from rl_core.folders import FolderLock
+from rl_core.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 
 __all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "say", "watched"]
@@ -44,7 +45,7 @@ from tasks.promote import promote  # noqa: E402
 from tasks.reward_model import reward_model  # noqa: E402
 from tasks.session import Session  # noqa: E402
 from tasks.sft import sft  # noqa: E402
-from tasks.stage import StageResult  # noqa: E402
+from tasks.stage_result import StageResult  # noqa: E402
 from tasks.thoughts import learn_thoughts  # noqa: E402
 from tasks.tracking.store import without_password  # noqa: E402
 
@@ -149,6 +150,7 @@ def execute(
         tags=tags,
         lock=lock,
         on_progress=_display.get(),
+        stop=stopping.asked,
     ) as session:
         crash_flow_runs(run.flow_run_id for run in session.gone)
         _run_stages(session, models or {})

@@ -84,6 +84,9 @@ def start_embedded_server() -> None:
     try:
         with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
             server.start()
+    except KeyboardInterrupt:  # or SIGTERM
+        server.stop()
+        raise
     except Exception as error:  # RuntimeError, or whatever its client raises while the server is busy with its start
         server.stop()
         limit = settings.server.ephemeral.startup_timeout_seconds

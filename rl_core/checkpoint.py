@@ -26,36 +26,20 @@ import torch
 from rl_core.errors import CheckpointError, CorruptError, NonFiniteError
 from rl_core.faults import fault
 from rl_core.folders import (
-    FolderLock,
     clear_leftovers,
     digest_bytes,
-    digest_file,
-    digest_folder,
     publish_folder,
     read_manifest,
     read_verified,
     remove_folder,
-    seal_folder,
     sync,
-    verify_folder,
     write_bytes,
-    write_json_atomic,
     write_text_atomic,
 )
+from rl_core.locks import FolderLock
 from rl_core.state_codec import Decoder, Encoder
 
-__all__ = [
-    "CheckpointStore",
-    "FolderLock",
-    "clear_leftovers",
-    "digest_file",
-    "digest_folder",
-    "publish_folder",
-    "remove_folder",
-    "seal_folder",
-    "verify_folder",
-    "write_json_atomic",
-]
+__all__ = ["CheckpointStore"]
 
 logger = logging.getLogger(__name__)
 

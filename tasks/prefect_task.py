@@ -26,7 +26,7 @@ from rl_core.errors import BackendError, StageTimeout
 from tasks.gpu_slot import gpu_slot
 from tasks.review import REVIEW
 from tasks.session import Session
-from tasks.stage import StageResult
+from tasks.stage_result import StageResult
 
 __all__ = ["is_transient", "stage_task"]
 

@@ -13,7 +13,8 @@ from tasks.policy_model import load_policy
 from tasks.preference_pairs import stage_pairs
 from tasks.reference_cache import cached_references
 from tasks.session import Session
-from tasks.stage import StageContext, StageResult, code_version, run_stage
+from tasks.stage import StageContext, StageResult, run_stage
+from tasks.stage_key import code_version
 
 __all__ = ["optimise_preferences"]
 

@@ -24,12 +24,14 @@ from typing import Any, Literal
 from uuid import UUID
 
 from rl_core.errors import Stopped
-from rl_core.folders import FolderLock, digest_folder, write_json_atomic
+from rl_core.folders import digest_folder, write_json_atomic
+from rl_core.locks import FolderLock
 from tasks.approval import Request
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.data_record import Records, record_sources, tags_of_records
 from tasks.repair import GoneRun, bury
-from tasks.stage import StageResult, code_version
+from tasks.stage_key import code_version
+from tasks.stage_result import StageResult
 from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
 __all__ = ["ProgressCallback", "Session", "git_commit"]
@@ -72,6 +74,7 @@ class Session:
         tags: Mapping[str, str] | None = None,
         lock: FolderLock | None = None,
         on_progress: ProgressCallback | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         """`fresh` runs stages again though they are finished: all of them, or the one that `only` names.
 
@@ -80,6 +83,7 @@ class Session:
             started: go on with the run of this pipeline that began then; "" = decide by settings (`_previous`).
             tags: go to every run and model version that this makes.
             lock: the folder's, where the caller holds it.
+            stop: when set, no further stage begins, and training saves and stops.
         """
         self.settings = settings
         self.fresh = fresh
@@ -95,7 +99,7 @@ class Session:
         self.home = self.output / settings.name
         self.stages = self.home / "stages"
         self.threads = settings.threads or os.cpu_count() or 1
-        self.stop = threading.Event()
+        self.stop = stop or threading.Event()
         self.keys_run: set[str] = set()  # keys that this run has computed: --fresh does not compute them twice
         self.results: dict[str, StageResult] = {}
         self.resumed = False

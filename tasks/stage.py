@@ -16,12 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-import hashlib
-import importlib.util
-import json
 import logging
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,9 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import CorruptError, PosttrainError, SettingsError, Stopped
-from rl_core.folders import FolderLock, digest_file, digest_folder, seal_folder, verify_folder, write_json_atomic
+from rl_core.errors import PosttrainError, Stopped
+from rl_core.folders import seal_folder, write_json_atomic
+from rl_core.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
+from tasks.stage_key import input_digest, stage_key, stage_seed
+from tasks.stage_result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
@@ -42,52 +42,12 @@ if TYPE_CHECKING:
     from rl_core.trainers.update import Updater
     from tasks.session import Session
 
-__all__ = [
-    "RECENT_ROLLOUTS",
-    "REWARD_RECORD",
-    "StageContext",
-    "StageResult",
-    "code_version",
-    "input_digest",
-    "run_stage",
-    "stage_key",
-    "stage_seed",
-]
+# what a file with a stage's body needs; keys and finished folders have modules of their own
+__all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
 
 logger = logging.getLogger(__name__)
 
-METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
 REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
-
-RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
-
-# Files that hold timings, or what a resumed run has less of: they are part of a stage's folder but not of its content
-# digest, so that a stage that was run again to the same result does not make the ones after it run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS})
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """What a finished stage hands over: a path and digests, never a model."""
-
-    stage: str
-    folder: str
-    digest: str  # of the folder's content
-    key: str
-    cached: bool  # True = an earlier run's folder was used
-    seconds: float  # this time; 0 when cached
-    run_id: str  # MLflow run that produced it
-    summary: dict[str, Any]  # numbers for people, from summary.json
-
-    @property
-    def path(self) -> Path:
-        """The finished folder."""
-        return Path(self.folder)
-
-    @property
-    def model(self) -> Path:
-        """The model folder that the stage wrote."""
-        return self.path / "model"
 
 
 def _alone() -> Workers:
@@ -172,99 +132,6 @@ class StageContext:
         causal_lm.save(model, tokenizer, self.folder / "model")
 
 
-@functools.cache
-def code_version() -> str:
-    """Short SHA-256 of the source of rl_core and tasks: what decides a stage's numbers."""
-    root = Path(__file__).resolve().parent.parent
-    digest = hashlib.sha256()
-    for package in ("rl_core", "tasks"):
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-def stage_seed(seed: int, name: str) -> int:
-    """A stage's own seed, derived from the pipeline's, in [0, 2^31)."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:4], "big") >> 1
-
-
-def input_digest(value: StageResult | Path | str) -> str:
-    """Digest of one input: a finished stage's, a folder's or file's content, or a hub name as it is written."""
-    if isinstance(value, StageResult):
-        return value.digest
-    path = Path(value)
-    if path.is_dir():
-        return digest_folder(path)
-    if path.is_file():
-        return digest_file(path)
-    if isinstance(value, Path):
-        raise SettingsError(f"input {value} does not exist")
-    return value
-
-
-def _environment_digests(settings: PipelineSettings) -> dict[str, str]:
-    """Content of what the environment is made from: its data file, and its source where it is the user's own."""
-    digests = {}
-    option = settings.environment.options.get("path")
-    if isinstance(option, str) and Path(option).is_file():
-        digests["path"] = digest_file(Path(option))
-    if ":" in settings.environment.name:
-        spec = importlib.util.find_spec(settings.environment.name.split(":")[0])
-        if spec and spec.origin and Path(spec.origin).is_file():
-            digests["source"] = digest_file(Path(spec.origin))
-    return digests
-
-
-def stage_key(name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]) -> str:
-    """The cache key: 16 hex digits of the SHA-256 of everything that decides the stage's result."""
-    decisive = dataclasses.asdict(stage_settings) if stage_settings is not None else None
-    if decisive is not None:
-        decisive.pop("launch", None)  # another number of processes gives the same numbers, to rounding
-    payload = {
-        "stage": name,
-        "settings": decisive,
-        "environment": dataclasses.asdict(pipeline.environment),
-        "environment_content": _environment_digests(pipeline),
-        "model": dataclasses.asdict(pipeline.model),
-        "inputs": dict(digests),
-        "seed": pipeline.seed,
-        "code": code_version(),
-    }
-    return hashlib.sha256(json.dumps(payload, sort_keys=True, default=str).encode()).hexdigest()[:16]
-
-
-def content_digest(manifest: Mapping[str, Any]) -> str:
-    """SHA-256 over names and digests of a finished folder's files, those that hold timings left out."""
-    lines = [
-        f"{name} {entry['sha256']}" for name, entry in sorted(manifest["files"].items()) if name not in TIMED_FILES
-    ]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def load_finished(folder: Path, name: str, key: str) -> StageResult | None:
-    """The finished stage in `folder`, or None. A folder that fails verification is set aside, with a warning."""
-    if not folder.is_dir():
-        return None
-    try:
-        manifest = verify_folder(folder)
-    except CorruptError as error:
-        aside = folder.with_name(f"{folder.name}.corrupt-{time.time_ns()}")
-        folder.rename(aside)
-        logger.warning("%s: the finished folder is damaged (%s); set aside as %s, running again", name, error, aside)
-        return None
-    summary = json.loads((folder / "summary.json").read_text())
-    return StageResult(
-        stage=name,
-        folder=str(folder),
-        digest=content_digest(manifest),
-        key=key,
-        cached=True,
-        seconds=0.0,
-        run_id=summary.get("run_id", ""),
-        summary=summary,
-    )
-
-
 def run_stage(
     session: Session,
     name: str,
@@ -283,8 +150,10 @@ def run_stage(
         settings: the stage's own settings.
         inputs: by name, what the stage reads; its content decides the key.
         label: name of the tracking run, where it differs from the stage's.
-    Raises: FolderBusy when another process runs the same stage; whatever the body raises.
+    Raises: FolderBusy when another process runs the same stage; Stopped; whatever the body raises.
     """
+    if session.stop.is_set():
+        raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
     session.tag_data(digests)
     key = stage_key(name, settings, session.settings, digests)

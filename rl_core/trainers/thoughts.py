@@ -53,6 +53,7 @@ from rl_core.rollouts.thoughts import (
     span_logprobs,
 )
 from rl_core.settings import ThoughtsSettings
+from rl_core.timing import span
 from rl_core.trainers.rollout_metrics import rollout_metrics
 from rl_core.trainers.update import Updater
 from rl_core.types import Rollout, RolloutGroup, TrainBatch
@@ -134,14 +135,16 @@ class ThoughtsTrainer:
         rng = np.random.default_rng([self.seed, self.iteration])  # nothing to save: the iteration says it all
         groups = self._play([self._draw(rng) for _ in range(self.settings.episodes_per_iteration)], "rollouts")
         played = time.perf_counter()
-        episodes = self._read(groups)
-        plan = answer_rows(episodes)
-        rewards, metrics = self._rewards(episodes, plan)
-        advantages, more = self._advantages(episodes, rewards)
-        metrics |= more | rollout_metrics(groups)
+        with span("reward"):
+            episodes = self._read(groups)
+            plan = answer_rows(episodes)
+            rewards, metrics = self._rewards(episodes, plan)
+        metrics |= rollout_metrics(groups)
         self._record(groups, rewards)
         self._entropy_coef = self.entropy_coef
-        metrics |= {"train/entropy_coef": self._entropy_coef} | self._update(episodes, plan, advantages)
+        with span("update"):
+            advantages, more = self._advantages(episodes, rewards)
+            metrics |= more | {"train/entropy_coef": self._entropy_coef} | self._update(episodes, plan, advantages)
         self.iteration += 1
         self.episodes_played += len(episodes)
         seconds = max(time.perf_counter() - started, 1e-9)
@@ -284,9 +287,10 @@ class ThoughtsTrainer:
         self, episodes: Sequence[ThoughtEpisode], rewards: Sequence[Sequence[float]]
     ) -> tuple[list[list[float]], dict[str, float]]:
         """GAE over the turns of each episode; the baseline then learns their returns."""
-        pooled = self._pooled(episodes)
+        with span("measure"):
+            pooled = self._pooled(episodes)
+            values_N = self.baseline.values(torch.cat(pooled)).cpu()
         counts = [len(episode.steps) for episode in episodes]
-        values_N = self.baseline.values(torch.cat(pooled)).cpu()
         by_episode = values_N.split([count + 1 for count in counts])
         mask_BK = attention_mask(counts)
         values_BK = pad_rows([values[:-1].tolist() for values in by_episode], 0.0, dtype=torch.float32)
@@ -334,8 +338,8 @@ class ThoughtsTrainer:
                 for place in step.choices:
                     thought[index][place], weights[index][place] = True, advantage
         if self.settings.answer_coef > 0:
-            for span in (*plan.with_thought, *plan.without):
-                answer[span.row][span.start : span.stop] = [True] * (span.stop - span.start)
+            for tokens in (*plan.with_thought, *plan.without):
+                answer[tokens.row][tokens.start : tokens.stop] = [True] * (tokens.stop - tokens.start)
         used = [i for i in range(len(plan.rows)) if any(thought[i]) or any(answer[i])]
         self._counts = (sum(map(sum, thought)), sum(map(sum, answer)))
 

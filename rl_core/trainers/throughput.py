@@ -48,10 +48,10 @@ def step_flops(model: nn.Module, lengths: list[int]) -> float:
     """Operations of forward and backward over sequences of these lengths, without any recomputation.
 
     Per token 2 N forward and 2 N backward to activations, for every parameter that multiplies (the input embedding is
-    looked up, unless it is the head as well), and 2 N for the gradients of trainable ones; a token that is computed once
-    for several rows (`models/prefixes.py`) counts in each, as it does in the definition of MFU; causal attention adds
-    6 layers width S, width = heads times head size. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which
-    counts attention twice as much, as if it were not causal.
+    looked up, unless it is the head as well), and 2 N for the gradients of trainable ones. A token that is computed
+    once for several rows (`models/prefixes.py`) counts in each, as MFU is defined. Causal attention adds 6 layers
+    width S, width = heads times head size. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts
+    attention twice as much, as if it were not causal.
     """
     fixed = trainable = 0
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}

@@ -1,6 +1,8 @@
 """The command line: exit codes, messages, help, and what is imported when."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from flows import cli
 from flows.cli_parser import STAGE_NAMES, build_parser
 from rl_core.errors import BackendError, DataError, SettingsError, Stopped
-from tasks.config import STAGES
+from tasks.config import STAGES, from_dict
 
 ROOT = Path(__file__).parents[2]
 GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
@@ -288,11 +290,13 @@ def test_what_nobody_expected_is_shown_in_full(config, flow, monkeypatch):
 
 
 def test_sigterm_unwinds_and_exits_with_143(tmp_path):
+    """Also where something catches every Exception, as imports of large packages and their start-ups do."""
     code = (
         "import os, signal, sys, types\n"
         "from flows import cli\n"
         "def run_pipeline(settings, **_):\n"
         "    try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "    except Exception: print('goes on')\n"
         "    finally: print('closed')\n"
         "sys.modules['flows.post_training'] = types.SimpleNamespace(run_pipeline=run_pipeline)\n"
         "sys.exit(cli.main(sys.argv[1:]))"
@@ -301,6 +305,35 @@ def test_sigterm_unwinds_and_exits_with_143(tmp_path):
     done = python(code, "run", "good.yaml", cwd=tmp_path)
     assert done.returncode == 143 and done.stdout == "closed\n"
     assert done.stderr.startswith("posttrain: stopped by SIGTERM") and "Traceback" not in done.stderr
+
+
+def test_a_sigterm_that_something_swallowed_stops_the_run_at_its_next_stage(monkeypatch):
+    from flows import post_training, stopping
+
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def session(*arguments, stop, **options):
+        seen.append(stop.is_set())
+        raise Stopped("here", 15)
+
+    monkeypatch.setattr(post_training, "Session", session)
+    monkeypatch.setattr(post_training, "flow_run_url", lambda: "")
+    settings = from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}})
+    try:
+        stopping.unwind_on_sigterm()
+        for _ in range(2):
+            with pytest.raises(Stopped):
+                post_training.execute(settings)
+            with contextlib.suppress(stopping.Terminated):
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+        assert seen == [False, True]
+        stopping.unwind_on_sigterm()  # another command in this process
+        assert not stopping.asked.is_set()
+    finally:
+        stopping.asked.clear()
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_reader_that_goes_away(tmp_path):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
 from rl_core.folders import digest_file, digest_folder, verify_folder
 from tasks.config import load
-from tasks.stage import StageResult
+from tasks.stage_result import StageResult
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs/test.yaml"

@@ -1,4 +1,4 @@
-"""Publishing: locks, manifests, digests, verification, and what a hostile or damaged folder does."""
+"""Publishing: manifests, digests, verification, and what a hostile or damaged folder does."""
 
 import contextlib
 import json
@@ -13,7 +13,6 @@ from rl_core import faults
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.folders import (
     MANIFEST,
-    FolderLock,
     clear_leftovers,
     digest_bytes,
     digest_file,
@@ -173,36 +172,6 @@ def test_read_verified_gives_the_bytes_it_checked(tmp_path):
         read_verified(tmp_path / "model", "b.txt", manifest)
 
 
-def test_lock_refuses_a_second_writer_and_names_the_first(tmp_path):
-    with FolderLock(tmp_path):
-        with pytest.raises(FolderBusy, match=f"process {os.getpid()}"), FolderLock(tmp_path):
-            pass
-        code = "import sys; from rl_core.folders import FolderLock\nwith FolderLock(sys.argv[1]): pass"
-        child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
-        assert child.returncode == 1
-        assert f"locked by process {os.getpid()}" in child.stderr
-    with FolderLock(tmp_path):
-        pass
-
-
-def test_lock_of_a_killed_holder_is_free(tmp_path):
-    code = (
-        "import os, sys, signal; from rl_core.folders import FolderLock\n"
-        "FolderLock(sys.argv[1]).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)])
-    assert child.returncode == -9
-    with FolderLock(tmp_path):
-        pass
-
-
-def test_lock_path_is_a_folder_unless_it_ends_in_lock(tmp_path):
-    with FolderLock(tmp_path / "new"):
-        assert (tmp_path / "new" / ".lock").is_file()
-    with FolderLock(tmp_path / "stages" / "key.lock"):
-        assert (tmp_path / "stages" / "key.lock").is_file()
-
-
 def test_leftovers_of_the_dead_are_cleared_and_those_of_the_living_kept(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -252,14 +221,3 @@ def test_write_json_atomic_keeps_the_old_file_on_error(tmp_path):
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": 1}
     assert os.listdir(tmp_path) == ["x.json"]
     assert digest_file(tmp_path / "x.json") == digest_bytes((tmp_path / "x.json").read_bytes())
-
-
-def test_a_lock_waits_for_its_holder_and_no_longer(tmp_path):
-    first = FolderLock(tmp_path).__enter__()
-    assert first.held
-    threading.Timer(0.3, first.__exit__, (None, None, None)).start()
-    with FolderLock(tmp_path, wait_s=60.0) as second:
-        assert second.held and not first.held
-        with pytest.raises(FolderBusy), FolderLock(tmp_path, wait_s=0.1):
-            pass
-    assert not second.held

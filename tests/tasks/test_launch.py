@@ -21,7 +21,7 @@ from tasks.config import from_dict
 from tasks.launch import _result, recover_events, run_in_workers, torchrun_command
 from tasks.processes import wait_until_gone
 from tasks.relay import Events, EventTracker, RelayHandler
-from tasks.stage import stage_key
+from tasks.stage_key import stage_key
 
 HERE = Path(__file__).parent
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)

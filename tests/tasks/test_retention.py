@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.folders import FolderLock, read_manifest, seal_folder
+from rl_core.folders import read_manifest, seal_folder
+from rl_core.locks import FolderLock
 from tasks.needed import model_digest
 from tasks.retention import make_plan
-from tasks.stage import content_digest
+from tasks.stage_result import content_digest
 from tasks.tracking import Tracking
 
 SIZE = 1000  # bytes of every model file and checkpoint made here

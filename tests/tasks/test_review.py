@@ -7,7 +7,7 @@ from rl_core.evaluation import summarize
 from rl_core.types import Trajectory, Turn
 from tasks.review import Side, regressions, spark, write_report, write_review
 from tasks.settings import PromotionSettings
-from tasks.stage import StageResult
+from tasks.stage_result import StageResult
 
 
 def episode(seed, won, level="easy", reward=None, text="look"):

@@ -1,6 +1,7 @@
 """The contract of a stage: what its key depends on, what its content digest leaves out, what training is given."""
 
 import dataclasses
+import os
 import threading
 
 import pytest
@@ -8,9 +9,11 @@ import pytest
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.trainers import loop
-from tasks import stage
+from tasks import stage_key as keys
 from tasks.config import from_dict
-from tasks.stage import StageContext, content_digest, input_digest, run_stage, stage_key, stage_seed
+from tasks.stage import StageContext, run_stage
+from tasks.stage_key import input_digest, stage_key, stage_seed
+from tasks.stage_result import content_digest
 
 PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
 
@@ -36,7 +39,7 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     same = key()
     assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
     assert key(made=pipeline(name="other", output="elsewhere")) == same  # where it lies changes no number
-    monkeypatch.setattr(stage, "code_version", lambda: "other")
+    monkeypatch.setattr(keys, "code_version", lambda: "other")
     assert key() != same
 
 
@@ -160,6 +163,14 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     assert play(session, body).digest == first.digest and len(seen) == 2
     assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
     assert play(session, body, number=2).key != first.key and len(seen) == 3
+
+
+def test_no_stage_begins_after_a_request_to_stop(tmp_path):
+    session = Session(tmp_path)
+    session.stop.set()
+    with pytest.raises(Stopped, match="between two stages") as stopped:
+        play(session, lambda context: {})
+    assert stopped.value.signum == 15 and os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import urllib.request
 from pathlib import Path
 
 import pytest
 import yaml
-from test_operations_up import ROOT, Team, now, wait_for
+from team import ROOT, Team, wait_for
 
 from tasks.retraining import read_records
 from tasks.tracking import ModelVersion, Tracking
@@ -84,18 +83,7 @@ class Week(Team):
 
     def tell(self, number: int) -> None:
         """Emit the event that the check of the champion emits."""
-        event = {
-            "event": "posttrain.champion.regressed", "resource": {"prefect.resource.id": "posttrain.model.test"},
-            "occurred": now(), "id": f"00000000-0000-4000-8000-00000000000{number}", "payload": {}, "related": [],
-        }  # fmt: skip
-        urllib.request.urlopen(
-            urllib.request.Request(
-                f"http://127.0.0.1:{self.prefect}/api/events",
-                json.dumps([event]).encode(),
-                {"Content-Type": "application/json"},
-            ),
-            timeout=60,
-        )
+        self.emit("posttrain.champion.regressed", "posttrain.model.test", number)
 
 
 @pytest.fixture

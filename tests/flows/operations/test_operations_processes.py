@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import wait_for
 
 from flows.operations.keeper import descendants
 from flows.operations.ports import check_port, holder, is_free
@@ -26,15 +26,6 @@ child.stdout.readline()
 print(os.getpid(), child.pid, flush=True)
 """
 STUBBORN = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-
-
-def wait_for(condition, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("it did not come about")
 
 
 def ids_in(log: Path) -> list[ProcessId]:

@@ -8,33 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from waiting import free_ports, wait_for
 
 from flows.operations.processes import leftovers, mark_of
 from flows.operations.services import ask
 
 SCRIPT = Path(__file__).with_name("fake_servers.py")
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def wait_for(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if value := condition():
-            return value
-        time.sleep(0.05)
-    raise AssertionError("it did not come about")
 
 
 class World:

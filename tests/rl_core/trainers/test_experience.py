@@ -1,5 +1,6 @@
 """What an iteration learns from, by hand: values and advantages of cut rows, the replay buffer, the limits' meaning."""
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,9 +8,12 @@ import pytest
 import torch
 from letters import make_trainer
 
+from rl_core import timing
 from rl_core.data.tokenizer import train_tokenizer
+from rl_core.distributed import ALONE
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
+from rl_core.timing import collected
 from rl_core.trainers import policy_gradient
 from rl_core.trainers.experience import Experience
 from rl_core.trainers.replay import ReplayBuffer, Sample
@@ -96,3 +100,32 @@ def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, o
     with pytest.raises(InterruptedError):
         trainer.step()
     assert asked == [expected]
+
+
+def test_what_is_measured_counts_under_its_own_name(monkeypatch):
+    """The reference's pass costs 100 seconds of this clock, the policy's 10, the critic's 1."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def takes(seconds):
+        now[0] += seconds
+        return torch.zeros(1, 5)
+
+    critic = torch.nn.Linear(1, 1)
+    updater = SimpleNamespace(autocast=contextlib.nullcontext, run_freely=lambda work: work(), workers=ALONE)
+    learner = SimpleNamespace(
+        device=torch.device("cpu"), policy="policy", reference="reference", critic=critic, updater=updater,
+        critic_updater=None,
+    )  # fmt: skip
+    experience = Experience(learner, PolicySettings(algorithm="ppo"), [sample()])
+    monkeypatch.setattr(experience, "_logprobs", lambda model, plan: takes({"policy": 10, "reference": 100}[model]))
+    monkeypatch.setattr(experience, "_each_batch", lambda plan, function: takes(1))
+    with collected() as seconds:
+        experience.measure_old([[0]])
+    assert seconds == {"measure": 10}
+    with collected() as seconds:
+        experience.measure_values([[0]])
+    assert seconds == {"measure": 1}
+    with collected() as seconds:
+        experience.measure_reference([[0]])
+    assert seconds == {"reference": 100}

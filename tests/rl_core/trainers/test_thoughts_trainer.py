@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from thinkers import make_trainer, renderer_of_texts, teach
 
+from rl_core import timing
 from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import SettingsError
 from rl_core.losses.supervised import entropy_coef_at
@@ -14,6 +16,7 @@ from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.thoughts import ThoughtEpisode, ThoughtStep, answer_rows
 from rl_core.settings import ModelSettings, ThoughtsSettings
+from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 
@@ -212,6 +215,34 @@ def test_metrics_and_validation(renderer, taught):
         assert name in metrics
     trainer.heldout = []
     assert trainer.evaluate() == {}
+
+
+def test_the_time_of_an_iteration_is_shared_out(renderer, taught, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(ticks)))  # a second at every look at the clock
+    trainer = make_trainer(renderer, taught)
+    seen = {}
+    for name in ("_play", "_rewards", "_advantages", "_update"):
+        monkeypatch.setattr(trainer, name, looks(getattr(trainer, name), ticks, name, seen))
+    with collected() as seconds:
+        metrics = trainer.step()
+    # the clock is read at a span's beginning and end, so that a span around a thing lasts a second more than the thing
+    assert metrics["perf/rollout_seconds"] == seen["_play"] + 1
+    assert seconds["reward"] == seen["_rewards"] + 1
+    assert seconds["update"] == seen["_advantages"] + seen["_update"] + 1
+    assert seconds["measure"] == 1 and 0 < seconds["optimizer"] < seen["_update"]  # both within the update
+
+
+def looks(function, ticks, name, seen):
+    """`function`, which notes how often the clock was read within it."""
+
+    def run(*arguments, **options):
+        before = next(ticks)
+        value = function(*arguments, **options)
+        seen[name] = next(ticks) - before + 1
+        return value
+
+    return run
 
 
 def test_settings_are_checked(renderer, taught):

@@ -273,6 +273,20 @@ def test_close_is_bounded_and_the_thread_ends(tmp_path):
     run.kill()
 
 
+def test_close_tries_again_while_there_is_time(tmp_path):
+    """What was recorded last is lost to no short outage at the very end."""
+    store = FakeStore()
+    run = Run(tmp_path, store)
+    run.shipper._interval_s = 1000.0  # it delivers when it is told to
+    run.shipper.start()
+    run.shipper.wait_started(10)
+    run.log(0, loss=1.0)
+    store.fail_at_call = 1
+    assert run.shipper.close(30) and store.fail_at_call == 0
+    assert stored(store) == {("loss", 0): 1}
+    run.kill()
+
+
 def test_the_thread_delivers_while_the_run_goes_on(tmp_path):
     store = FakeStore()
     run = Run(tmp_path, store)

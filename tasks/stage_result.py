@@ -1,0 +1,83 @@
+"""What a finished stage hands over, and how its folder is read and verified."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import CorruptError
+from rl_core.folders import verify_folder
+
+__all__ = ["METRICS_HISTORY", "RECENT_ROLLOUTS", "StageResult", "content_digest", "load_finished"]
+
+logger = logging.getLogger(__name__)
+
+METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
+
+RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
+
+# Files that hold timings, or what a resumed run has less of: they are part of a stage's folder but not of its content
+# digest, so that a stage that was run again to the same result does not make the ones after it run again.
+TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS})
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What a finished stage hands over: a path and digests, never a model."""
+
+    stage: str
+    folder: str
+    digest: str  # of the folder's content
+    key: str
+    cached: bool  # True = an earlier run's folder was used
+    seconds: float  # this time; 0 when cached
+    run_id: str  # MLflow run that produced it
+    summary: dict[str, Any]  # numbers for people, from summary.json
+
+    @property
+    def path(self) -> Path:
+        """The finished folder."""
+        return Path(self.folder)
+
+    @property
+    def model(self) -> Path:
+        """The model folder that the stage wrote."""
+        return self.path / "model"
+
+
+def content_digest(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 over names and digests of a finished folder's files, those that hold timings left out."""
+    lines = [
+        f"{name} {entry['sha256']}" for name, entry in sorted(manifest["files"].items()) if name not in TIMED_FILES
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def load_finished(folder: Path, name: str, key: str) -> StageResult | None:
+    """The finished stage in `folder`, or None. A folder that fails verification is set aside, with a warning."""
+    if not folder.is_dir():
+        return None
+    try:
+        manifest = verify_folder(folder)
+    except CorruptError as error:
+        aside = folder.with_name(f"{folder.name}.corrupt-{time.time_ns()}")
+        folder.rename(aside)
+        logger.warning("%s: the finished folder is damaged (%s); set aside as %s, running again", name, error, aside)
+        return None
+    summary = json.loads((folder / "summary.json").read_text())
+    return StageResult(
+        stage=name,
+        folder=str(folder),
+        digest=content_digest(manifest),
+        key=key,
+        cached=True,
+        seconds=0.0,
+        run_id=summary.get("run_id", ""),
+        summary=summary,
+    )

@@ -1,0 +1,26 @@
+"""What tests of servers wait for, and where they listen."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def wait_for(condition: Callable[[], Any], what: str = "it", seconds: float = 60.0, every: float = 0.05) -> Any:
+    """What the condition gives as soon as that counts as true."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(every)
+    raise AssertionError(f"{what}: did not come about")
