@@ -222,17 +222,22 @@ class _SelectedLogprobs(torch.autograd.Function):
             if count <= chunk and any(ctx.needs_input_grad[:3]):
                 kept = log_p_CV
         ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N, kept)
-        ctx.with_entropy, ctx.chunk = with_entropy, chunk
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
         if not with_entropy:
             ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs_N: torch.Tensor, grad_entropy_N: torch.Tensor) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[Any, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, entropy_N, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accurate = _accurate(hidden_NH.dtype)
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(targets_N, dtype=accurate)
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
@@ -241,7 +246,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             part = slice(start, start + ctx.chunk)
             log_p_CV = kept if kept is not None else _log_softmax(hidden_NH[part], weight_VH, bias_V)
             grad_CV = log_p_CV.exp()
-            if ctx.with_entropy:
+            if grad_entropy_N is not None:
                 # -p (g + e (log p + S)); log p is finite, so p = 0 gives 0
                 factor_CV = (log_p_CV + entropy_N[part, None]).mul_(grad_entropy_N[part, None])
                 grad_CV.mul_(factor_CV.add_(grad_logprobs_N[part, None]).neg_())

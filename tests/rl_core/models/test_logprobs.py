@@ -145,6 +145,27 @@ def test_gradcheck(with_entropy: bool, chunk: int) -> None:
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
 
 
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_each_output_alone_has_its_gradient(chunk: int) -> None:
+    """The gradient is linear in both: what is only looked at adds nothing, to the bit."""
+    generator = torch.Generator().manual_seed(1)
+    weight, targets = torch.randn(7, 3, generator=generator, dtype=torch.float64), torch.tensor([0, 6, 3, 3, 1])
+    start = torch.randn(5, 3, generator=generator, dtype=torch.float64)
+
+    def gradient(*names: str, with_entropy: bool = True) -> torch.Tensor:
+        hidden = start.clone().requires_grad_()
+        got = selected_logprobs(hidden, weight, None, targets, with_entropy=with_entropy, chunk_tokens=chunk)
+        values = {"logprobs": got[0], "entropy": got[1]}
+        torch.stack([(values[name] ** 2).sum() for name in names]).sum().backward()
+        assert hidden.grad is not None
+        return hidden.grad
+
+    assert torch.equal(gradient("logprobs"), gradient("logprobs", with_entropy=False))
+    both = gradient("logprobs", "entropy")
+    torch.testing.assert_close(gradient("logprobs") + gradient("entropy"), both)
+    assert gradient("entropy").abs().max() > 0.01
+
+
 def test_values_by_hand() -> None:
     """Logits (0, ln 3) give p = (1/4, 3/4); entropy 1/4 ln 4 + 3/4 ln 4/3 = 0.5623."""
     hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
