@@ -34,6 +34,20 @@ def text(page, selector):
     return page.run(f"(document.querySelector({selector!r}) || {{innerText: ''}}).innerText")
 
 
+def choose(page, label, option):
+    """Choose from one of Gradio's lists as a person does: click into it, click what it offers."""
+
+    def click(x, y):
+        for kind in ("mousePressed", "mouseReleased"):
+            page.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    middle = "(e => { const b = e.getBoundingClientRect(); return [b.left + 20, b.top + b.height / 2]; })"
+    found = f"[...document.querySelectorAll('[role=option]')].find(e => e.textContent.includes({option!r}))"
+    click(*page.run(f"{middle}(document.querySelector('input[aria-label={json.dumps(label)}]'))"))
+    page.wait(f"!!{found}")
+    click(*page.run(f"{middle}({found})"))
+
+
 @pytest.fixture
 def monitor(tmp_path):
     output = tmp_path / "out"
@@ -94,6 +108,26 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
                             ("curriculum", "medium"), ("system", "Throughput"), ("export", "metrics.csv")):  # fmt: skip
             tab(page, name)
             assert words in text(page, f".pt-panel[data-tab={name}]")
+
+        again = [*command, "--set", "stages.policy.iterations=20"]
+        subprocess.run(
+            [sys.executable, "-m", "flows.cli", *again], cwd=output, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
+            check=True, timeout=240,
+        )  # fmt: skip
+        first, second = (
+            f"{folder.name[:10]} {folder.name[11:].replace('-', ':')}"
+            for folder in sorted((output / "test/runs").iterdir())
+        )
+        tab(page, "overview")
+        page.wait(f"document.querySelector('.pt-header .pt-name').textContent == 'test · {second}'")
+        choose(page, "Compare with", first)
+        lines = (
+            "[...document.querySelectorAll('.pt-chart')].filter(c => c.querySelector('.pt-title b').textContent"
+            " == 'reward/mean').flatMap(c => [...c.querySelectorAll('.pt-key span')].map(e => e.textContent))"
+        )
+        page.wait(f"{lines}.length == 2")
+        assert page.run(lines) == [f"test {second}", f"test {first}"]
+
         assert page.errors == []
         outside = [address for address in page.requests if not address.startswith((url, "data:", "blob:"))]
         assert outside == []
