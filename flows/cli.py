@@ -52,7 +52,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return _failed(arguments, str(stopped), 128 + stopped.signum)
     except KeyboardInterrupt as error:
         how, number = ("SIGTERM", signal.SIGTERM) if isinstance(error, Terminated) else ("Ctrl-C", signal.SIGINT)
-        return _failed(arguments, f"stopped by {how}; the same command goes on from the last checkpoint", 128 + number)
+        more = "; the same command goes on from the last checkpoint" if arguments.command in TRAINING else ""
+        return _failed(arguments, f"stopped by {how}{more}", 128 + number)
     except (SettingsError, DataError) as error:
         return _failed(arguments, str(error), 2)
     except PosttrainError as error:
@@ -383,6 +384,7 @@ _ALL = (
     run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui, monitor,
     runs, gc, doctor,
 )  # fmt: skip
+TRAINING = ("run", "resume", "retrain", "stage")  # what goes on where it was stopped
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
 
 if __name__ == "__main__":
