@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -28,6 +29,18 @@ if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
 __all__ = ["main"]
+
+ELSEWHERE = "give a folder that you may write into (--output, or output: in the configuration), or mend this one"
+# What a disk or a file system says that a person can mend; anything else is an error of ours, and shown in full.
+REFUSALS = {
+    errno.EACCES: ELSEWHERE,
+    errno.EPERM: ELSEWHERE,
+    errno.EROFS: ELSEWHERE,
+    errno.EEXIST: ELSEWHERE,
+    errno.ENOTDIR: ELSEWHERE,
+    errno.ENOSPC: "make room, as with `posttrain gc`; the same command goes on from the last checkpoint",
+    errno.EDQUOT: "make room, as with `posttrain gc`; the same command goes on from the last checkpoint",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +71,11 @@ def _run(arguments: argparse.Namespace) -> int:
         return _failed(arguments, str(error), 2)
     except PosttrainError as error:
         return _failed(arguments, f"{type(error).__name__}: {error}", 1)
+    except OSError as error:
+        if error.errno not in REFUSALS or error.filename is None:
+            raise
+        what = f"{os.fsdecode(error.filename)}: {os.strerror(error.errno)}"
+        return _failed(arguments, f"{what}; {REFUSALS[error.errno]}", 1)
 
 
 def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:

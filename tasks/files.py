@@ -51,7 +51,7 @@ def resolve_files(settings: PipelineSettings, folder: Path) -> tuple[PipelineSet
         stages = _replaced(stages, prepare_data=_with_data_files(data, finder))
     environment = _with_environment_file(settings.environment, finder)
     model = _with_model_folder(settings.model, finder)
-    _check_output(settings.output, problems)
+    _check_output(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
     return _replaced(settings, stages=stages, environment=environment, model=model), problems
 
@@ -156,8 +156,8 @@ def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
     return _replaced(model, path=str(path))
 
 
-def _check_output(output: str, problems: list[Problem]) -> None:
-    """The output folder can be made and written into; nothing is made here."""
+def _check_output(output: str, name: str, problems: list[Problem]) -> None:
+    """The output folder, and what pipeline `name` writes in it, can be made and written; nothing is made here."""
     path = Path(output).expanduser().absolute()
     nearest = next((place for place in (path, *path.parents) if _exists(place)), None)
     key = ("output",)
@@ -165,8 +165,11 @@ def _check_output(output: str, problems: list[Problem]) -> None:
         problems.append(Problem(key, f"{output!r} cannot be a folder; give another path"))
     elif not nearest.is_dir():
         problems.append(Problem(key, f"{nearest} is a file; give a folder"))
-    elif not os.access(nearest, os.W_OK | os.X_OK):
-        problems.append(Problem(key, f"{nearest} cannot be written into; give another folder"))
+    else:
+        inside = [path / part for part in (name, "mlflow", "prefect")]  # somebody else may have made them
+        for place in (nearest, *filter(_exists, inside)):
+            if not os.access(place, os.W_OK | os.X_OK):
+                problems.append(Problem(key, f"{place} cannot be written into; give another folder"))
 
 
 def _check_device(model: ModelSettings, problems: list[Problem]) -> None:

@@ -72,7 +72,8 @@ def bury(tracking: Tracking, root: Path) -> list[GoneRun]:
 
 def _is_held(path: Path) -> bool:
     """Whether a living process has a journal's file locked."""
-    descriptor = os.open(path, os.O_RDWR)
+    writable = os.access(path, os.W_OK)  # else it is somebody else's, which can be locked all the same
+    descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

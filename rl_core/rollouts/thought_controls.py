@@ -35,7 +35,10 @@ def shuffle_partners(episodes: Sequence[ThoughtEpisode], seed: int) -> list[int]
     partners = list(range(len(episodes)))
     for level, members in sorted(by_level.items()):
         if len(members) < 2:
-            raise DataError(f"level '{level}' has {len(members)} episode to shuffle thoughts between; check more")
+            raise DataError(
+                f"level '{level}': of the checked episodes only {len(members)} has an answer, and thoughts "
+                "are shuffled between two at least; raise check_episodes, or train longer before"
+            )
         order = np.random.default_rng([seed, len(members)]).permutation(members).tolist()
         for place, index in enumerate(order):
             partners[index] = order[place - 1]

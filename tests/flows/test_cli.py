@@ -269,6 +269,12 @@ def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
         (Stopped("stopped after iteration 3", 15), 143, "posttrain: stopped after iteration 3\n"),
         (Stopped("stopped after iteration 3", 2), 130, "posttrain: stopped after iteration 3\n"),
         (KeyboardInterrupt(), 130, "posttrain: stopped by Ctrl-C"),
+        (
+            PermissionError(13, "no", "/else/logs"),
+            1,
+            "posttrain: /else/logs: Permission denied; give a folder",
+        ),
+        (OSError(28, "no", b"/full"), 1, "posttrain: /full: No space left on device; make room, as with"),
     ],
 )
 def test_exit_codes(error, code, message, config, flow, monkeypatch, capsys):
@@ -286,6 +292,16 @@ def test_exit_codes(error, code, message, config, flow, monkeypatch, capsys):
 def test_what_nobody_expected_is_shown_in_full(config, flow, monkeypatch):
     monkeypatch.setattr(flow, "run_pipeline", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
+        cli.main(["run", config])
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "of no file"), FileNotFoundError(2, "a file of ours", "/gone")])
+def test_only_what_a_disk_refuses_is_for_people_to_mend(config, flow, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(flow, "run_pipeline", fail)
+    with pytest.raises(type(error)):
         cli.main(["run", config])
 
 

@@ -171,6 +171,17 @@ def test_output_cannot_be_written(home):
     assert "cannot be written into" in problem_of(config(home, "stages: {sft: {}}\n"))[1]
 
 
+@pytest.mark.parametrize("part", ["x", "mlflow", "prefect"])
+def test_what_lies_in_the_output_folder_cannot_be_written(home, monkeypatch, part):
+    """Somebody else's run made it."""
+    closed = home / "work" / "outputs" / part
+    closed.mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != closed)
+    path = config(home, "stages: {sft: {}}\n")
+    assert problem_of(path) == ("output", f"{closed} cannot be written into; give another folder")
+    assert load(path, ["output=elsewhere"])
+
+
 def test_gpu_that_is_not_there(home, monkeypatch):
     import torch
 

@@ -17,6 +17,24 @@ from tasks.tracking.journal import LineLog, events_path
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+@pytest.mark.parametrize("held", [False, True])
+def test_a_journal_that_only_others_may_write_is_judged_too(tmp_path, monkeypatch, held):
+    folder = journal(tmp_path)
+    opened = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_RDWR and Path(path).name == "events.jsonl":
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *mode)
+
+    lines = LineLog(events_path(folder)) if held else None
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "open", refuse)
+    assert [gone.folder for gone in dead_runs(tmp_path)] == ([] if held else [folder])
+    if lines is not None:
+        lines.close()
+
+
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
