@@ -163,6 +163,7 @@ def execute(
     cost = session.tracking.cost
     facts = {
         "output": str(session.home),
+        "runs_url": session.tracking.runs_url(),
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }

@@ -67,6 +67,8 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
         console.print(f"{str(row['stage']).replace('_', ' ')}: {row['note']}", soft_wrap=True, highlight=False)
     console.print()
     console.print(f"MLflow run  {run_url}", soft_wrap=True)
+    if facts.get("runs_url"):
+        console.print(f"All runs    {facts['runs_url']}", soft_wrap=True)
     console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)
     if "127.0.0.1" in run_url and not os.environ.get("MLFLOW_TRACKING_URI", "").startswith("http"):
         console.print(

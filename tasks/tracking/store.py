@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import json
 import logging
 import os
 import re
@@ -49,7 +50,22 @@ _REFUSED = {
 }
 
 # What the experiment's page shows: runs and charts before prompts and judges, and how to read them.
+# What the table of runs shows, as MLflow keeps a view that someone shares: in a tag of the experiment, found by the
+# link's `viewStateShareKey`. Columns that no run has are left out by the page.
+VIEW = "posttrain"
+_MODELS = ("base", "sft", "preference", "policy", "thoughts", "champion")
+_SUCCESS = [f"metrics.`success_rate/{name}`" for name in _MODELS]
+_RESULT, _NAME = "tags.`result`", "attributes.`Run Name`"
+_VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
+_VIEW = json.dumps(
+    {
+        "selectedColumns": [*_SUCCESS, _RESULT],
+        "columnOrder": [_NAME, "attributes.`Created`", *_SUCCESS, _RESULT],
+        "columnWidths": {_NAME: 280, _RESULT: 640, **dict.fromkeys(_SUCCESS, 170)},
+    }
+)
 _EXPERIMENT = {
+    _VIEW_TAG: _VIEW,
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.note.content": """One run per pipeline, with one nested run per stage (unfold it with +).
 
@@ -187,6 +203,8 @@ class Store:
         if found.lifecycle_stage == "deleted":
             log.warning("experiment '%s' was deleted in %s; it is restored", self.experiment, self.label)
             self.client.restore_experiment(found.experiment_id)
+        if found.tags.get(_VIEW_TAG) != _VIEW:  # made by an earlier version, or by hand
+            self.client.set_experiment_tag(found.experiment_id, _VIEW_TAG, _VIEW)
         return str(found.experiment_id)
 
     @contextmanager
@@ -213,6 +231,11 @@ class Store:
         # Without the workflow the page would be laid out for prompts and judges.
         page = f"experiments/{experiment_id or self.experiment_id}/runs/{run_id}"
         return self.ui_url(f"{page}?workflowType=machine_learning")
+
+    def runs_url(self) -> str:
+        """The table of the experiment's runs, with the columns that tell how they ended."""
+        page = f"experiments/{self.experiment_id}/runs"
+        return self.ui_url(f"{page}?viewStateShareKey={VIEW}&workflowType=machine_learning")
 
     def version_url(self, name: str, version: int) -> str:
         """The page of a model version."""

@@ -60,6 +60,10 @@ class Tracking:
         """The page of a run: on the server, or where `posttrain ui` will serve a local store."""
         return self.store.run_url(run_id)
 
+    def runs_url(self) -> str:
+        """The table of this experiment's runs."""
+        return self.store.runs_url()
+
     def page_of(self, run_id: str) -> str:
         """As `run_url`, for a run of any experiment; "" where the store does not know it."""
         try:

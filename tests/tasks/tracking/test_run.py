@@ -13,6 +13,7 @@ from rl_core.errors import SettingsError, Stopped
 from rl_core.types import ToolCall, Trajectory, Turn
 from tasks.tracking import Tracking, list_runs, read_metrics
 from tasks.tracking.journal import Shipped, events_path, progress_path, shipped_path
+from tasks.tracking.store import Store
 
 
 def history(tracking, run_id, name):
@@ -246,3 +247,16 @@ def test_a_deleted_run_is_recorded_again(tracking, tmp_path):
     again.close()
     assert again.run_id != first.run_id
     assert history(tracking, again.run_id, "a") == [(0, 1.0)]
+
+
+def test_the_table_of_runs_has_columns_that_tell_how_they_ended(tracking, output):
+    """The page reads its columns from a tag of the experiment that the link names; one that lacks it gets it."""
+    store = tracking.store
+    client, other = store.client, Store(store.uri, output, "by hand")
+    client.create_experiment("by hand")
+    for url, experiment_id in ((tracking.runs_url(), tracking.experiment_id), (other.runs_url(), other.experiment_id)):
+        assert f"/#/experiments/{experiment_id}/runs?viewStateShareKey=posttrain&" in url
+        view = json.loads(client.get_experiment(experiment_id).tags["mlflow.sharedViewState.posttrain"])
+        assert {"metrics.`success_rate/policy`", "tags.`result`"} <= set(view["selectedColumns"])
+        assert set(view["selectedColumns"]) < set(view["columnOrder"])
+        assert set(view["columnWidths"]) <= set(view["columnOrder"])
