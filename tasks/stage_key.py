@@ -25,7 +25,7 @@ def code_version() -> str:
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for package in ("rl_core", "tasks"):
-        for path in sorted((root / package).rglob("*.py")):
+        for path in sorted(path for ending in ("*.py", "*.c") for path in (root / package).rglob(ending)):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

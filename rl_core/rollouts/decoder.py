@@ -20,7 +20,10 @@ from transformers import PreTrainedModel
 
 from rl_core.models.lora import is_lora, plain_linear, unwrap
 from rl_core.models.trunk import STATIC_ROPES
+from rl_core.rollouts import native
 from rl_core.rollouts.layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
+from rl_core.rollouts.native import Native, Step
+from rl_core.rollouts.sampling import draw
 
 __all__ = ["Decoder", "Extension"]
 
@@ -84,9 +87,14 @@ class Decoder:
         """Take hold of the module's parameters as they are now."""
         layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
+        self._native: Native | None = None
         if can_pack(self._base):
-            self._layers: Sequence[Layer] = [PackedLayer(layer) for layer in layers]
-            self._head: OutputHead = PackedOutputHead(self._base)
+            if self._embedding.dtype == torch.float32 and Native.can_attend(
+                head_dim=self.head_dim, query_heads=self.query_heads, kv_heads=self.kv_heads
+            ):
+                self._native = native.load()
+            self._layers: Sequence[Layer] = [PackedLayer(layer, self._native) for layer in layers]
+            self._head: OutputHead = PackedOutputHead(self._base, self._native)
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
@@ -179,6 +187,8 @@ class Decoder:
         slots_N = self._positions[:count]  # 0, 1, ...
         if extension is not None:
             slots_N = torch.cat([slots_N, extension.slots_E])
+        if self._native is not None:
+            return self._step_compiled(self._native, tokens_N, positions_N, slots_N, count)
         index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
         masked_nL = self._positions[:length] > positions_N[:count, None]
         mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
@@ -200,6 +210,28 @@ class Decoder:
                 extra_EE = self._attend_extension(layer, extension, extended_mask, qk_NhD, keys, values)
                 out_NE = torch.cat([out_NE, extra_EE])
             x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
+        return self._head(x_NH)
+
+    def draw(
+        self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `sampling.draw`."""
+        return (self._native.draw if self._native is not None else draw)(logits_nV, uniforms_n, temperature)
+
+    def _step_compiled(
+        self, compiled: Native, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor, count: int
+    ) -> torch.Tensor:
+        """As `step`: every token attends to what its slot holds up to its own position, so none needs a mask."""
+        cache = self._cache
+        assert cache is not None
+        x_NH = functional.embedding(tokens_N, self._embedding)
+        step = Step(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
+        for number, layer in enumerate(self._layers):
+            if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
+                step.rows = count
+            heads_NE = layer.heads(x_NH)
+            attended_NE = compiled.attend(step, heads_NE, cache[number], layer.q_norm, layer.k_norm, layer.scale)
+            x_NH = layer.add_mlp(layer.add_attention(x_NH[: step.rows], attended_NE))
         return self._head(x_NH)
 
     def _project(

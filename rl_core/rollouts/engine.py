@@ -26,7 +26,6 @@ from rl_core.rollouts.sampling import (
     Session,
     check_observation,
     check_prompt,
-    draw,
     uniforms,
 )
 from rl_core.rollouts.steps import PendingTurn, wait_for_any
@@ -257,7 +256,9 @@ class _Run:
             self._tensor(tokens), self._tensor(positions), n, int(positions[:n].max()) + 1, extension
         )
         drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
-        tokens_n, logprobs_n = draw(logits_nV, self._tensor(drawn), self._sampling.temperature)
+        tokens_n, logprobs_n = self._decoder.draw(logits_nV, self._tensor(drawn), self._sampling.temperature)
+        if tokens_n.device.type == "cpu":
+            return tokens_n.numpy(), logprobs_n.numpy()
         both_2n = torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()  # token ids are exact in float64
         return both_2n[0].astype(np.int64), both_2n[1]
 

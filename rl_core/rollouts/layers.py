@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from rl_core.models.lora import plain_linear
+from rl_core.rollouts.native import Native
 
 __all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
 
@@ -94,10 +95,15 @@ class Layer:
 
 
 class PackedLayer(Layer):
-    """A layer that multiplies by packed copies of the module's parameters as they are now."""
+    """A layer that multiplies by packed copies of the module's parameters as they are now.
 
-    def __init__(self, layer: Any) -> None:
+    Norms and gates are compiled code where there is some (`native`).
+    """
+
+    def __init__(self, layer: Any, native: Native | None = None) -> None:
         super().__init__(layer)
+        self._native = native
+        self._is_silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
         self._heads = _Packed(self.qkv, self.input_norm.weight)
         self._out = _Packed([self.out])
         self._gate_up = _Packed([self.gate, self.up], self.mlp_norm.weight)
@@ -105,7 +111,7 @@ class PackedLayer(Layer):
 
     def heads(self, x_NH: torch.Tensor) -> torch.Tensor:
         """As `Layer.heads`."""
-        return self._heads(self.input_norm.without_weight(x_NH))
+        return self._heads(self._without_weight(self.input_norm, x_NH))
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
         """As `Layer.add_attention`."""
@@ -113,8 +119,14 @@ class PackedLayer(Layer):
 
     def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
         """As `Layer.add_mlp`."""
-        gate_NF, up_NF = self._gate_up(self.mlp_norm.without_weight(x_NH)).chunk(2, dim=1)
+        both_NF = self._gate_up(self._without_weight(self.mlp_norm, x_NH))
+        if self._native is not None and self._is_silu:
+            return self._down.add_(x_NH, self._native.gated(both_NF))
+        gate_NF, up_NF = both_NF.chunk(2, dim=1)
         return self._down.add_(x_NH, self.act(gate_NF).mul_(up_NF))
+
+    def _without_weight(self, norm: RmsNorm, x_NH: torch.Tensor) -> torch.Tensor:
+        return norm.without_weight(x_NH) if self._native is None else self._native.normed(x_NH, norm.eps)
 
 
 class OutputHead:
@@ -132,12 +144,15 @@ class OutputHead:
 class PackedOutputHead(OutputHead):
     """The same by a packed copy."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, native: Native | None = None) -> None:
         super().__init__(base)
+        self._native = native
         self._packed = _Packed([self.head], self.norm.weight)
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V]."""
+        if self._native is not None:
+            return self._packed(self._native.normed(x_NH, self.norm.eps))
         return self._packed(self.norm.without_weight(x_NH))
 
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from rl_core.errors import DataError
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.rollouts import decoder, layers
+from rl_core.rollouts import decoder, layers, native
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.engine import Engine, make_backend
 from rl_core.rollouts.transformers_backend import TransformersBackend
@@ -23,11 +23,16 @@ EOS = list(range(1, VOCAB, 5))  # often enough for several turns
 ROOM = 24  # tokens after the prompt
 
 
-@pytest.fixture(params=["packed", "in place"])
+@pytest.fixture(params=["compiled", "packed", "in place"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the engine reads weights: packed copies, as small float32 models on a CPU, or where they are, as on a GPU."""
+    """How the engine computes: with packed copies of the weights, as for small models on a CPU, and with compiled code
+    where heads have a fitting size; or with the weights where they are, as on a GPU."""
     if request.param == "in place":
         monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    if request.param == "packed":
+        monkeypatch.setattr(native, "load", lambda: None)
+    if request.param == "compiled" and native.load() is None:
+        pytest.skip("needs a C compiler")
     return str(request.param)
 
 
@@ -45,6 +50,13 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers.can_pack(small)
     monkeypatch.setattr(layers, "_PACKED_BYTES", size - 1)
     assert not layers.can_pack(small)
+
+
+@pytest.mark.skipif(native.load() is None, reason="needs a C compiler")
+def test_what_is_compiled() -> None:
+    assert decoder.Decoder(make_model("llama", head_dim=16))._native is not None
+    for other in (make_model("llama", head_dim=8), make_model("llama", head_dim=16).double()):
+        assert decoder.Decoder(other)._native is None
 
 
 def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSession]:

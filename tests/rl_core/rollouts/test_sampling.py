@@ -8,10 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.rollouts.sampling import draw, session_seed, uniforms
+from rl_core.rollouts import native, sampling
+from rl_core.rollouts.sampling import session_seed, uniforms
 
 
-def test_inversion_by_hand() -> None:
+@pytest.fixture(params=["torch", "compiled"])
+def draw(request):
+    """Both ways to draw tokens."""
+    if request.param == "torch":
+        return sampling.draw
+    if native.load() is None:
+        pytest.skip("needs a C compiler")
+    return native.load().draw
+
+
+def test_inversion_by_hand(draw) -> None:
     """p = (.2, .5, .3): u below .2 gives token 0, below .7 token 1, else token 2; log-probs are of p."""
     logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(5, 1) + 3.0
     tokens, logprobs = draw(logits, torch.tensor([0.0, 0.199, 0.201, 0.699, 0.999], dtype=torch.float64), 1.0)
@@ -19,7 +30,7 @@ def test_inversion_by_hand() -> None:
     assert logprobs.tolist() == pytest.approx([math.log(p) for p in (0.2, 0.2, 0.5, 0.5, 0.3)], rel=1e-5)
 
 
-def test_temperature_changes_the_draw_and_not_the_logprob() -> None:
+def test_temperature_changes_the_draw_and_not_the_logprob(draw) -> None:
     """At temperature 1/2, p^2 / sum: (.04, .25, .09) / .38 has its bounds at .1053 and .7632."""
     logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(4, 1)
     tokens, logprobs = draw(logits, torch.tensor([0.104, 0.107, 0.762, 0.765], dtype=torch.float64), 0.5)
@@ -27,12 +38,12 @@ def test_temperature_changes_the_draw_and_not_the_logprob() -> None:
     assert logprobs.tolist() == pytest.approx([math.log(p) for p in (0.2, 0.5, 0.5, 0.3)], rel=1e-5)
 
 
-def test_greedy_takes_the_most_likely() -> None:
+def test_greedy_takes_the_most_likely(draw) -> None:
     tokens, logprobs = draw(torch.tensor([[0.0, math.log(3), 0.0]]), torch.tensor([0.999], dtype=torch.float64), 0.0)
     assert tokens.tolist() == [1] and logprobs.item() == pytest.approx(math.log(0.6), rel=1e-5)
 
 
-def test_impossible_tokens_are_never_drawn() -> None:
+def test_impossible_tokens_are_never_drawn(draw) -> None:
     logits = torch.tensor([[-torch.inf, 0.0, -torch.inf, 0.0, -torch.inf]]).repeat(3, 1)
     highest = np.nextafter(1.0, 0.0)
     assert draw(logits, torch.tensor([0.0, 0.5, highest], dtype=torch.float64), 1.0)[0].tolist() == [1, 3, 3]

@@ -1,0 +1,250 @@
+/* What a decoding step does between its matrix products, on a CPU, in float32.
+ *
+ * torch would run some twenty small kernels a layer for it, each with a pass over memory and a price for being called.
+ * Vectors are those of GCC and Clang, for any processor; sums have one order, so that results are the same every time.
+ *
+ * N new tokens, of which each belongs to a slot; D head size, a multiple of 16; Q query heads, K key and value heads.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define W 16
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef float anywhere __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf load(const float *x) { return *(const anywhere *)x; }
+
+INLINE void store(float *x, vf v) { *(anywhere *)x = v; }
+
+INLINE vf all(float x) { return x - (vf){0}; }
+
+/* a where the mask is set, else b. */
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+#define TO(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+
+/* The sum of its numbers, halves onto halves. */
+INLINE float total(vf v) {
+    v += TO(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += TO(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += TO(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    v += TO(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return v[0];
+}
+
+#define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+/* The totals of 16 vectors, each in its place: pairs of vectors are folded into one, four times. */
+INLINE vf totals(vf *v) {
+    for (int i = 0; i < 8; i++)
+        v[i] = OF_TWO(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               OF_TWO(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    for (int i = 0; i < 4; i++)
+        v[i] = OF_TWO(v[i], v[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               OF_TWO(v[i], v[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    for (int i = 0; i < 2; i++)
+        v[i] = OF_TWO(v[i], v[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               OF_TWO(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return OF_TWO(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           OF_TWO(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+}
+
+/* e^x for x <= 0, to about one unit in the last place: 2^n e^r, |r| <= ln(2)/2 (polynomial of Cephes' expf); 0 from
+ * -87 on, where float32 ends. */
+INLINE vf exp_of_negative(vf x) {
+    vi is_some = x > all(-87.0f);
+    x = pick(is_some, x, all(-87.0f));
+    vi n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, vi); /* towards 0: the nearest, as x <= 0 */
+    vf whole = __builtin_convertvector(n, vf);
+    vf r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+    vf y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return pick(is_some, y * (vf)((n + 127) << 23), all(0.0f));
+}
+
+/* x / rms(x), each row of x [n, width]. */
+void normed(const float *x, int64_t n, int64_t width, float eps, float *out) {
+    int64_t even = width - width % W;
+    for (int64_t row = 0; row < n; row++, x += width, out += width) {
+        vf squares = {0};
+        for (int64_t i = 0; i < even; i += W) squares += load(x + i) * load(x + i);
+        float sum = total(squares);
+        for (int64_t i = even; i < width; i++) sum += x[i] * x[i];
+        float scale = 1.0f / sqrtf(sum / (float)width + eps);
+        for (int64_t i = 0; i < even; i += W) store(out + i, load(x + i) * scale);
+        for (int64_t i = even; i < width; i++) out[i] = x[i] * scale;
+    }
+}
+
+/* silu(gate) * up; gate and up stand side by side in each row of `both` [n, 2 width]. */
+void gated(const float *both, int64_t n, int64_t width, float *out) {
+    int64_t even = width - width % W;
+    for (int64_t row = 0; row < n; row++, both += 2 * width, out += width) {
+        const float *gate = both, *up = both + width;
+        for (int64_t i = 0; i < even; i += W) {
+            vf x = load(gate + i);
+            vi is_negative = x < all(0.0f);
+            vf power = exp_of_negative(pick(is_negative, x, -x));
+            vf share = pick(is_negative, power, all(1.0f)) / (power + 1.0f);
+            store(out + i, x * share * load(up + i));
+        }
+        for (int64_t i = even; i < width; i++) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    }
+}
+
+/* One head of one token: normed where there is a weight for it, turned to its position, times `scale`. */
+INLINE void turned(const float *x, const float *weight, float eps, const float *cosines, const float *sines, float scale,
+                   int D, float *out) {
+    float normal[256];
+    if (weight) {
+        vf squares = {0};
+        for (int d = 0; d < D; d += W) squares += load(x + d) * load(x + d);
+        float by = 1.0f / sqrtf(total(squares) / (float)D + eps);
+        for (int d = 0; d < D; d += W) store(normal + d, load(x + d) * by * load(weight + d));
+        x = normal;
+    }
+    int half = D / 2;
+    for (int d = 0; d < D; d++) out[d] = (x[d] * cosines[d] + x[d < half ? d + half : d - half] * sines[d]) * scale;
+}
+
+typedef struct {
+    int64_t tokens, rows;            /* new tokens; the first `rows` of them attend */
+    int64_t Q, K, D, length;         /* length: tokens that a slot has room for */
+    const int64_t *slots, *positions; /* of each token */
+    const float *cosines, *sines;    /* [length, D]; the first half of the sines with its sign turned */
+    const float *q_weight, *k_weight; /* [D] of norms, or NULL */
+    float q_eps, k_eps, scale;
+    float *scores;                   /* room for [Q / K, length] */
+} Step;
+
+INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *values, float *out, const int D,
+                         const int group) {
+    int64_t width = (s->Q + 2 * s->K) * D;
+    for (int64_t token = 0; token < s->tokens; token++) { /* all of them first: those of one slot see each other */
+        const float *head = heads + token * width + s->Q * D;
+        int64_t position = s->positions[token];
+        for (int64_t k = 0; k < s->K; k++) {
+            int64_t place = ((s->slots[token] * s->K + k) * s->length + position) * D;
+            turned(head + k * D, s->k_weight, s->k_eps, s->cosines + position * D, s->sines + position * D, 1.0f, D,
+                   keys + place);
+            memcpy(values + place, head + (s->K + k) * D, D * sizeof(float));
+        }
+    }
+    for (int64_t token = 0; token < s->rows; token++) {
+        int64_t position = s->positions[token], seen = position + 1;
+        for (int64_t k = 0; k < s->K; k++) {
+            float query[8 * 256];
+            for (int g = 0; g < group; g++)
+                turned(heads + token * width + (k * group + g) * D, s->q_weight, s->q_eps, s->cosines + position * D,
+                       s->sines + position * D, s->scale, D, query + g * D);
+            int64_t place = (s->slots[token] * s->K + k) * s->length * D;
+            const float *key = keys + place, *value = values + place;
+            float largest[8];
+            int64_t first = 0;
+            for (; first + W <= seen; first += W)
+                for (int g = 0; g < group; g++) {
+                    vf sums[W] = {{0}};
+                    for (int d = 0; d < D; d += W) {
+                        vf part = load(query + g * D + d);
+                        for (int i = 0; i < W; i++) sums[i] += part * load(key + (first + i) * D + d);
+                    }
+                    store(s->scores + g * s->length + first, totals(sums));
+                }
+            for (; first < seen; first++)
+                for (int g = 0; g < group; g++) {
+                    vf sum = {0};
+                    for (int d = 0; d < D; d += W) sum += load(query + g * D + d) * load(key + first * D + d);
+                    s->scores[g * s->length + first] = total(sum);
+                }
+            for (int g = 0; g < group; g++) {
+                const float *score = s->scores + g * s->length;
+                largest[g] = score[0];
+                for (int64_t t = 1; t < seen; t++) largest[g] = score[t] > largest[g] ? score[t] : largest[g];
+            }
+            float *to = out + token * s->Q * D + k * group * D;
+            for (int g = 0; g < group; g++) {
+                float *score = s->scores + g * s->length;
+                vf sums = {0};
+                int64_t t = 0;
+                for (; t + W <= seen; t += W) {
+                    vf power = exp_of_negative(load(score + t) - largest[g]);
+                    store(score + t, power);
+                    sums += power;
+                }
+                float last[W], sum = total(sums);
+                for (int i = 0; i < W; i++) last[i] = t + i < seen ? score[t + i] - largest[g] : 0.0f;
+                store(last, exp_of_negative(load(last)));
+                for (int i = 0; t + i < seen; i++) sum += score[t + i] = last[i];
+                vf found[256 / W] = {{0}};
+                for (t = 0; t < seen; t++)
+                    for (int d = 0; d < D; d += W) found[d / W] += score[t] * load(value + t * D + d);
+                for (int d = 0; d < D; d += W) store(to + g * D + d, found[d / W] / sum);
+            }
+        }
+    }
+}
+
+/* Rotary embedding, the new keys and values into their slots, attention: `heads` [tokens, (Q + 2 K) D] -> [rows, Q D].
+ * `keys` and `values` are [slots, K, length, D]. At most 8 query heads share a key head; D <= 256. */
+void attend(const Step *s, const float *heads, float *keys, float *values, float *out) {
+    int group = (int)(s->Q / s->K);
+#define CASE(d, g) \
+    if (s->D == d && group == g) { attend_sized(s, heads, keys, values, out, d, g); return; }
+    CASE(64, 1) CASE(64, 2) CASE(64, 4) CASE(128, 1) CASE(128, 2) CASE(128, 4) CASE(128, 8) CASE(32, 1) CASE(32, 2)
+#undef CASE
+    attend_sized(s, heads, keys, values, out, (int)s->D, group);
+}
+
+/* e^((x - largest) by) of a row, its total in double precision; `blocks` gets the total of each W numbers. */
+INLINE double powers_of(const float *x, int64_t V, float largest, float by, float *powers, float *blocks) {
+    double sum = 0.0;
+    for (int64_t v = 0; v < V; v += W) {
+        float last[W];
+        for (int i = 0; v + W > V && i < W; i++) last[i] = v + i < V ? x[v + i] : -INFINITY;
+        vf power = exp_of_negative((load(v + W > V ? last : x + v) - largest) * by);
+        store(powers + v, power);
+        sum += blocks[v / W] = total(power);
+    }
+    return sum;
+}
+
+/* One token of each row of logits [n, V], by inversion of the cumulative distribution, and its log-probability at
+ * temperature 1. `drawn` in [0, 1); temperature 0 = the first of the most likely tokens. `room`: for 2 V + 2 W. */
+void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float temperature, float *room,
+          int64_t *tokens, float *logprobs) {
+    float *powers = room, *blocks = room + V + W;
+    for (int64_t row = 0; row < n; row++, logits += V) {
+        int64_t even = V - V % W, chosen = 0;
+        float largest = -INFINITY;
+        vf most = all(-INFINITY);
+        for (int64_t v = 0; v < even; v += W) most = pick(load(logits + v) > most, load(logits + v), most);
+        for (int i = 0; i < W; i++) largest = most[i] > largest ? most[i] : largest;
+        for (int64_t v = even; v < V; v++) largest = logits[v] > largest ? logits[v] : largest;
+        double sum = powers_of(logits, V, largest, 1.0f, powers, blocks), at_one = log(sum);
+        if (temperature == 0.0f) {
+            while (chosen + 1 < V && logits[chosen] != largest) chosen++; /* NaN equals nothing */
+        } else {
+            if (temperature != 1.0f) sum = powers_of(logits, V, largest, 1.0f / temperature, powers, blocks);
+            double level = drawn[row] * sum, passed = 0.0;
+            int64_t block = 0, v;
+            for (; (block + 1) * W < V && passed + blocks[block] <= level; block++) passed += blocks[block];
+            for (v = block * W; v < V && v < (block + 1) * W; v++) {
+                passed += powers[v];
+                if (powers[v] > 0.0f && passed > level) break;
+            }
+            /* What rounding leaves at the end of a block goes to the last before it that can be. */
+            for (chosen = v < V && v < (block + 1) * W ? v : v - 1; chosen > 0 && !(powers[chosen] > 0.0f);) chosen--;
+        }
+        tokens[row] = chosen;
+        logprobs[row] = (float)((double)(logits[chosen] - largest) - at_one);
+    }
+}
