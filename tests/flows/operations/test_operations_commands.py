@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import wait_for
 
 from flows.cli import main
 from flows.operations import commands, connect, database
@@ -68,7 +69,8 @@ def test_what_a_dead_supervisor_left_is_named_and_ended(tmp_path):
         [sys.executable, "-c", "import time; time.sleep(100)"], env={**os.environ, MARK: mark_of(tmp_path)}
     )
     try:
-        assert f"1 of its processes are (first: {child.pid})" in status(tmp_path)[0]
+        # A new program's environment can be read a moment after the program has begun.
+        wait_for(lambda: f"1 of its processes are (first: {child.pid})" in status(tmp_path)[0])
         assert "ended 1 processes" in down(tmp_path)
         assert child.wait(10) != 0
     finally:
