@@ -8,6 +8,7 @@ N new tokens, n of them attending, D head size, Q query and K key/value heads, V
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -163,7 +164,8 @@ def load() -> Native | None:
         logger.info("no C compiler: rollouts on the CPU use torch's kernels alone, which is slower")
         return None
     try:
-        return Native(ctypes.CDLL(str(_compiled(compiler))))
+        with contextlib.ExitStack() as stack:
+            return Native(ctypes.CDLL(str(_compiled(compiler, _folder(stack)))))
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
         logger.warning(
@@ -173,18 +175,23 @@ def load() -> Native | None:
         return None
 
 
-def _compiled(compiler: str) -> Path:
+def _folder(stack: contextlib.ExitStack) -> Path:
+    """Where libraries are kept; where none can be, a folder that goes with the stack (a loaded one needs no file)."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+        pass
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
+
+
+def _compiled(compiler: str, folder: Path) -> Path:
     """The shared library for this source, processor and compiler; it is made where it is not there."""
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True, timeout=30)
     identity = "\n".join((_SOURCE.read_text(), *_FLAGS, version.stdout, platform.machine(), _processor()))
     name = f"decode-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(folder)
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="posttrain-"))
     library = folder / name
     if not library.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
