@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli_parser import build_parser
+from flows.own_code import find_own_code
 from flows.stopping import Terminated, unwind_on_sigterm
 from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = build_parser().parse_args(argv)
     unwind_on_sigterm()
-    _find_own_code()
+    find_own_code()
     try:
         code = _run(arguments)
         sys.stdout.flush()
@@ -83,16 +84,6 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
         traceback.print_exc()
     print(f"posttrain: {message}", file=sys.stderr)
     return code
-
-
-def _find_own_code() -> None:
-    """What a config names by import path may lie in the folder that the command is called from, as with `python -m`.
-
-    Last on the path: a file there hides nothing that is installed.
-    """
-    with contextlib.suppress(FileNotFoundError):  # the folder is gone
-        if (here := os.getcwd()) not in sys.path:
-            sys.path.append(here)
 
 
 # ------------------------------------------------------------------------------------------------------------ commands

@@ -5,19 +5,41 @@ Suffixes: P prompts, G rollouts per prompt, R rows of an iteration, S whole sequ
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
+
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages
+from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages, overlong_penalty
 from rl_core.losses.masking import fill_masked
-from rl_core.settings import Algorithm
+from rl_core.settings import Algorithm, PolicySettings
+from rl_core.types import RolloutGroup
 
-__all__ = ["compared_rewards", "estimated_advantages", "fill_masked_rewards", "last_token_rewards"]
+__all__ = ["compared_rewards", "estimated_advantages", "fill_masked_rewards", "last_token_rewards", "punish_length"]
 
 # How each algorithm without a critic compares rewards; the others of its name differ in the loss alone.
 _METHODS: dict[str, GroupMethod] = {
     "grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "dr_grpo": "dr_grpo", "rloo": "rloo",
 }  # fmt: skip
+
+
+def punish_length(groups: Iterable[RolloutGroup], settings: PolicySettings) -> dict[str, float]:
+    """Add DAPO's penalty for completions that come near the limit to the rewards, in place.
+
+    Returns: reward/overlong, its mean; nothing where the settings ask for none.
+    """
+    if not settings.overlong_tokens:
+        return {}
+    rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.is_masked]
+    lengths_B = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
+    limit = settings.sampling.max_completion_tokens
+    penalties = overlong_penalty(lengths_B, max_tokens=limit, buffer=settings.overlong_tokens).tolist()
+    for rollout, penalty in zip(rollouts, penalties, strict=True):
+        rollout.reward += penalty
+        rollout.trajectory.reward = rollout.reward
+        rollout.trajectory.rewards = {**rollout.trajectory.rewards, "overlong": penalty}
+    return {"reward/overlong": statistics.fmean(penalties)}
 
 
 def compared_rewards(rewards_PG: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from rl_core.errors import DataError
 
-__all__ = ["combine_metrics", "halve", "padded_tokens"]
+__all__ = ["combine_metrics", "cut", "halve", "padded_tokens"]
 
 Batch = TypeVar("Batch")
 
@@ -53,6 +53,17 @@ def halve(batch: Batch) -> tuple[Batch, Batch] | None:
         return dataclasses.replace(batch, **cut)
 
     return part(slice(0, rows // 2)), part(slice(rows // 2, rows))
+
+
+def cut(micro_batches: list[Batch], max_tokens: int | None) -> list[Batch]:
+    """Those above `max_tokens` padded tokens halved, again and again, down to single rows; None = as they are."""
+    if max_tokens is None:
+        return micro_batches
+    parts: list[Batch] = []
+    for batch in micro_batches:
+        halves = halve(batch) if padded_tokens(batch) > max_tokens else None
+        parts.extend(cut(list(halves), max_tokens) if halves else [batch])
+    return parts
 
 
 def padded_tokens(batch: object) -> int:

@@ -24,7 +24,6 @@ from rl_core.data.batches import DataOrder
 from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment
 from rl_core.errors import SettingsError
-from rl_core.losses.advantages import overlong_penalty
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.rewards.orchestrator import RewardOrchestrator
@@ -33,6 +32,7 @@ from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.states import TurnStates, turn_states
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
+from rl_core.trainers.credit import punish_length
 from rl_core.trainers.experience import make_learner
 from rl_core.trainers.policy_update import PolicyUpdate
 from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
@@ -286,7 +286,7 @@ class PolicyGradientTrainer:
         states = self._states(groups) if self.rewards.needs_states else []
 
         def score() -> tuple[list[RolloutGroup], dict[str, float]]:
-            return groups, self.rewards.score(groups, embed=lambda _: states) | self._punish_length(groups)
+            return groups, self.rewards.score(groups, embed=lambda _: states) | punish_length(groups, self.settings)
 
         return self.workers.of_first(score)
 
@@ -298,21 +298,6 @@ class PolicyGradientTrainer:
         )
         with span("states"), self.updater.autocast():
             return self.updater.shared(rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed)
-
-    def _punish_length(self, groups: list[RolloutGroup]) -> dict[str, float]:
-        """DAPO's penalty for completions that come near the limit, added to the reward."""
-        buffer = self.settings.overlong_tokens
-        if not buffer:
-            return {}
-        rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.is_masked]
-        lengths_B = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
-        limit = self.settings.sampling.max_completion_tokens
-        penalties = overlong_penalty(lengths_B, max_tokens=limit, buffer=buffer).tolist()
-        for rollout, penalty in zip(rollouts, penalties, strict=True):
-            rollout.reward += penalty
-            rollout.trajectory.reward = rollout.reward
-            rollout.trajectory.rewards = {**rollout.trajectory.rewards, "overlong": penalty}
-        return {"reward/overlong": statistics.fmean(penalties)}
 
     def _draw_seed(self, level: str, rng: np.random.Generator) -> int:
         """A training seed: each one once before any comes again where they are few, at random where they are many."""

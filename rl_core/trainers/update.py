@@ -23,7 +23,7 @@ from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
-from rl_core.trainers.micro_batches import combine_metrics, halve, padded_tokens
+from rl_core.trainers.micro_batches import combine_metrics, cut, halve, padded_tokens
 from rl_core.trainers.optimizers import (
     Grokfast,
     WeightAverage,
@@ -263,7 +263,7 @@ class Updater:
         """
         while True:
             self._clear()
-            micro_batches = self._cut(micro_batches)
+            micro_batches = cut(micro_batches, self.max_tokens)
             parts: list[dict[str, Any]] = []
             try:
                 for batch in micro_batches:
@@ -287,16 +287,6 @@ class Updater:
             logger.warning("out of memory: micro-batches are cut to at most %d padded tokens", self.max_tokens)
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-
-    def _cut(self, micro_batches: list[Batch]) -> list[Batch]:
-        """Micro-batches with those above `max_tokens` halved, again and again, down to single rows."""
-        if self.max_tokens is None:
-            return micro_batches
-        cut: list[Batch] = []
-        for batch in micro_batches:
-            halves = halve(batch) if padded_tokens(batch) > self.max_tokens else None
-            cut.extend(self._cut(list(halves)) if halves else [batch])
-        return cut
 
     def _collect_gradients(self) -> None:
         """Add low-precision gradients to the float32 gradients of their masters."""
