@@ -15,6 +15,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("decode.c")
 # No -ffast-math: it would change how the whole process rounds tiny numbers.
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC")
 _COMPILE_SECONDS = 120
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode.c
 
@@ -40,6 +41,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("slots", "positions", "cosines", "sines", "q_weight", "k_weight")),
         *((name, ctypes.c_float) for name in ("q_eps", "k_eps", "scale")),
         ("scores", ctypes.c_void_p),
+        ("threads", ctypes.c_int64),
     ]
 
 
@@ -67,18 +69,19 @@ class Step:
         cache: [layers, 2, slots, K, length, D].
         """
         _, _, _, kv_heads, length, size = cache.shape
-        scores = cache.new_empty(query_heads // kv_heads, length)
+        threads = torch.get_num_threads()
+        scores = cache.new_empty(threads, query_heads // kv_heads, length)
         self._kept = (positions_N, slots_N, cos_LD, sin_LD, scores)
         self.rows = len(positions_N)  # the first of them attend
         self.fields = _Step(
             tokens=self.rows, rows=self.rows, Q=query_heads, K=kv_heads, D=size, length=length,
             slots=slots_N.data_ptr(), positions=positions_N.data_ptr(),
-            cosines=cos_LD.data_ptr(), sines=sin_LD.data_ptr(), scores=scores.data_ptr(),
+            cosines=cos_LD.data_ptr(), sines=sin_LD.data_ptr(), scores=scores.data_ptr(), threads=threads,
         )  # fmt: skip
 
 
 class Native:
-    """The compiled functions over contiguous float32 tensors on the CPU. They run on one thread."""
+    """The compiled functions over contiguous float32 tensors on the CPU. Attention runs on torch's threads."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         count, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -165,7 +168,10 @@ def load() -> Native | None:
         return None
     try:
         with contextlib.ExitStack() as stack:
-            return Native(ctypes.CDLL(str(_compiled(compiler, _folder(stack)))))
+            openmp = _openmp()
+            if openmp is not None:  # so that the library finds the very one whose threads torch keeps
+                ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
+            return Native(ctypes.CDLL(str(_compiled(compiler, _folder(stack), has_threads=openmp is not None))))
     except (OSError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or "").strip().splitlines()
         logger.warning(
@@ -187,19 +193,33 @@ def _folder(stack: contextlib.ExitStack) -> Path:
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
 
 
-def _compiled(compiler: str, folder: Path) -> Path:
+def _openmp() -> str | None:
+    """The OpenMP library that torch has loaded. Another one would have threads of its own, in the way of torch's."""
+    try:
+        paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
+    except OSError:
+        return None
+    found = sorted(path for path in paths if re.match(r"lib(gomp|iomp5|omp)\b", Path(path).name))
+    return found[0] if len(found) == 1 else None
+
+
+def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
     """The shared library for this source, processor and compiler; it is made where it is not there."""
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True, timeout=30)
-    identity = "\n".join((_SOURCE.read_text(), *_FLAGS, version.stdout, platform.machine(), _processor()))
+    parts = (_SOURCE.read_text(), *_FLAGS, str(has_threads), version.stdout, platform.machine(), _processor())
+    identity = "\n".join(parts)
     name = f"decode-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     library = folder / name
     if not library.is_file():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / name
-            subprocess.run(
-                [*compiler.split(), *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"],
-                capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS,
-            )  # fmt: skip
+            made, compiled = Path(scratch) / name, Path(scratch) / "decode.o"
+            # Linked without -fopenmp, which would bring a library of its own.
+            compile_it = [*_FLAGS, *(["-fopenmp"] if has_threads else []), "-c", str(_SOURCE), "-o", str(compiled)]
+            for arguments in (compile_it, ["-shared", "-o", str(made), str(compiled), "-lm"]):
+                subprocess.run(
+                    [*compiler.split(), *arguments],
+                    capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS,
+                )  # fmt: skip
             made.replace(library)  # whole, or not there
     return library
 

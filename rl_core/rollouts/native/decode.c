@@ -7,6 +7,11 @@
  */
 
 #include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#endif
 #include <stdint.h>
 #include <string.h>
 
@@ -123,12 +128,14 @@ typedef struct {
     const float *cosines, *sines;    /* [length, D]; the first half of the sines with its sign turned */
     const float *q_weight, *k_weight; /* [D] of norms, or NULL */
     float q_eps, k_eps, scale;
-    float *scores;                   /* room for [Q / K, length] */
+    float *scores;                   /* room for [threads, Q / K, length] */
+    int64_t threads;
 } Step;
 
 INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *values, float *out, const int D,
                          const int group) {
     int64_t width = (s->Q + 2 * s->K) * D;
+#pragma omp parallel for num_threads((int)s->threads) if (s->threads > 1)
     for (int64_t token = 0; token < s->tokens; token++) { /* all of them first: those of one slot see each other */
         const float *head = heads + token * width + s->Q * D;
         int64_t position = s->positions[token];
@@ -139,8 +146,10 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
             memcpy(values + place, head + (s->K + k) * D, D * sizeof(float));
         }
     }
+#pragma omp parallel for num_threads((int)s->threads) if (s->threads > 1)
     for (int64_t token = 0; token < s->rows; token++) {
         int64_t position = s->positions[token], seen = position + 1;
+        float *scores = s->scores + omp_get_thread_num() * group * s->length;
         for (int64_t k = 0; k < s->K; k++) {
             float query[8 * 256];
             for (int g = 0; g < group; g++)
@@ -157,22 +166,22 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                         vf part = load(query + g * D + d);
                         for (int i = 0; i < W; i++) sums[i] += part * load(key + (first + i) * D + d);
                     }
-                    store(s->scores + g * s->length + first, totals(sums));
+                    store(scores + g * s->length + first, totals(sums));
                 }
             for (; first < seen; first++)
                 for (int g = 0; g < group; g++) {
                     vf sum = {0};
                     for (int d = 0; d < D; d += W) sum += load(query + g * D + d) * load(key + first * D + d);
-                    s->scores[g * s->length + first] = total(sum);
+                    scores[g * s->length + first] = total(sum);
                 }
             for (int g = 0; g < group; g++) {
-                const float *score = s->scores + g * s->length;
+                const float *score = scores + g * s->length;
                 largest[g] = score[0];
                 for (int64_t t = 1; t < seen; t++) largest[g] = score[t] > largest[g] ? score[t] : largest[g];
             }
             float *to = out + token * s->Q * D + k * group * D;
             for (int g = 0; g < group; g++) {
-                float *score = s->scores + g * s->length;
+                float *score = scores + g * s->length;
                 vf sums = {0};
                 int64_t t = 0;
                 for (; t + W <= seen; t += W) {

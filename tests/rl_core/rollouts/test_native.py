@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -81,6 +83,32 @@ def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
     found = native.load().attend(step, heads, cache[0], q_norm, k_norm, 0.3)
     torch.testing.assert_close(found, expected[:4], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache[0], expected_cache, rtol=1e-6, atol=1e-6)
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
+    cache = torch.randn(1, 2, 9, 2, 50, 64, generator=numbers)
+    slots, positions = torch.arange(9), torch.arange(40, 49)
+    cos, sin = torch.randn(2, 50, 64, generator=numbers)
+    heads = torch.randn(9, 8 * 64, generator=numbers)
+    found = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        step = Step(positions, slots, cos, sin, cache, 4)
+        assert step.fields.threads == threads
+        found.append(native.load().attend(step, heads, cache[0], None, None, 0.125))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@needs_compiler
+def test_threads_are_those_of_torch():
+    """A second OpenMP library would have threads of its own, which wait where torch's want to work."""
+    program = (
+        "from rl_core.rollouts import native; native.load();"
+        "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'libiomp' in line}"
+        " == {native._openmp()})"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["True"]
 
 
 def test_heads_that_do_not_fit_are_left_to_torch():
