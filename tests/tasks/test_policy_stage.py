@@ -8,6 +8,7 @@ import pytest
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
+from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm
 from rl_core.settings import ModelSettings
 from rl_core.tracking import MemoryTracker
@@ -66,6 +67,15 @@ def test_every_part_of_every_rollout_is_on_disk(base, tmp_path):
     assert summary["metrics"]["reward/curiosity"] == pytest.approx(sum(curiosity) / 2)
     assert "perf/step_seconds" not in summary["metrics"]
     assert context.tracker.dicts == {"curriculum.json": {"history": []}}
+
+
+def test_recent_means_leave_out_what_is_reported_no_more():
+    history = MetricHistory()
+    for step in range(1, 13):
+        early = {"train/success_rate_by_level/hard": 1.0} if step < 3 else {}
+        history.observe({"reward/mean": float(step), **early}, step)
+    history.observe({"eval/success_rate": 0.5}, 12)
+    assert policy._recent_metrics(history) == {"reward/mean": sum(range(3, 13)) / 10}
 
 
 @pytest.mark.slow

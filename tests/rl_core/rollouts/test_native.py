@@ -87,10 +87,11 @@ def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
 
 @needs_compiler
 def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
-    cache = torch.randn(1, 2, 9, 2, 50, 64, generator=numbers)
-    slots, positions = torch.arange(9), torch.arange(40, 49)
-    cos, sin = torch.randn(2, 50, 64, generator=numbers)
-    heads = torch.randn(9, 8 * 64, generator=numbers)
+    # Enough work for the threads to be at it together, as each needs scores of its own.
+    cache = torch.randn(1, 2, 64, 2, 400, 64, generator=numbers)
+    slots, positions = torch.arange(64), torch.arange(336, 400)
+    cos, sin = torch.randn(2, 400, 64, generator=numbers)
+    heads = torch.randn(64, 8 * 64, generator=numbers)
     found = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
@@ -161,11 +162,16 @@ def test_it_is_compiled_once(fresh, monkeypatch):
     native.load.cache_clear()
     assert native.load() is not None
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [made]
+    had_threads = native._openmp() is not None
     monkeypatch.setattr(native, "_SOURCE", changed := fresh / "changed.c")
     changed.write_text((native.Path(native.__file__).with_name("decode.c")).read_text() + "\n")
     native.load.cache_clear()
     assert native.load() is not None
     assert len(list(fresh.glob("*.so"))) == 2
+    monkeypatch.setattr(native, "_openmp", lambda: None)  # without threads it is another library
+    native.load.cache_clear()
+    assert native.load() is not None
+    assert len(list(fresh.glob("*.so"))) == (3 if had_threads else 2)
 
 
 @needs_compiler
