@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.kernels import input_grad, linear, weight_grad
 from rl_core.models.lora import unwrap
 from rl_core.models.trunk import hidden_states, model_inputs
 from rl_core.types import TrainBatch
@@ -257,10 +258,10 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_bias_V += grad_CV.sum(0)
             grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
-                grad_hidden_NH[part] = grad_CV @ weight_VH
+                grad_hidden_NH[part] = input_grad(grad_CV, [weight_VH])
             if grad_weight_VH is not None:
                 if accurate == weight_VH.dtype:
-                    grad_weight_VH.addmm_(grad_CV.t(), hidden_NH[part])
+                    grad_weight_VH += weight_grad(grad_CV, hidden_NH[part])
                 else:
                     grad_weight_VH += grad_CV.t() @ hidden_NH[part]
         return (
@@ -280,7 +281,9 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
 
 def _log_softmax(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
     """log softmax of the logits [C, V], at least float32."""
-    logits_CV = functional.linear(hidden_CH, weight_VH, bias_V)
+    logits_CV = linear(hidden_CH, [weight_VH])
+    if bias_V is not None:
+        logits_CV += bias_V
     return torch.log_softmax(logits_CV, dim=-1, dtype=_accurate(logits_CV.dtype))
 
 

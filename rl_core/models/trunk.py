@@ -24,6 +24,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
+from rl_core.models.kernels import add_norm, gated_silu, linears, norm
 from rl_core.models.prefixes import SharedPrefixes, shared_prefixes
 from rl_core.types import TrainBatch
 
@@ -163,8 +164,9 @@ def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch
     cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
     cos_N1D, sin_N1D = cos_1ND[0][:, None], sin_1ND[0][:, None]
     layers = trunk.layers[: trunk.config.num_hidden_layers]
+    normed_NH = norm(x_NH, layers[0].input_layernorm)
     for index, layer in enumerate(layers):
-        attended_NE = _attend(layer, rows, x_NH, cos_N1D, sin_N1D)
+        attended_NE = _attend(layer.self_attn, rows, normed_NH, cos_N1D, sin_N1D)
         if index + 1 == len(layers) and needed_BS is not None:  # the other tokens' states have been read for good
             needed_T = needed_BS.reshape(-1)[flat_T]
             out_T = flat_T[needed_T]
@@ -173,11 +175,10 @@ def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch
             else:
                 needed_n, from_T = torch.unique(from_T[needed_T], return_inverse=True)
             attended_NE, x_NH = _Join.apply(attended_NE, needed_n), _Join.apply(x_NH, needed_n)
-        x_NH = x_NH + layer.self_attn.o_proj(attended_NE)
-        mlp = layer.mlp
-        normed_NH = _norm(layer.post_attention_layernorm, x_NH)
-        x_NH = x_NH + mlp.down_proj(_GatedSilu.apply(mlp.gate_proj(normed_NH), mlp.up_proj(normed_NH)))
-    normed_NH = _norm(trunk.norm, x_NH)
+        x_NH, normed_NH = add_norm(x_NH, linears(attended_NE, [layer.self_attn.o_proj]), layer.post_attention_layernorm)
+        active_NI = gated_silu(linears(normed_NH, [layer.mlp.gate_proj, layer.mlp.up_proj]))
+        after = layers[index + 1].input_layernorm if index + 1 < len(layers) else trunk.norm
+        x_NH, normed_NH = add_norm(x_NH, linears(active_NI, [layer.mlp.down_proj]), after)
     states_TH = normed_NH if from_T is None else normed_NH.index_select(0, from_T)
     flat_PH = x_NH.new_zeros(ids_BS.numel(), x_NH.shape[1])
     return flat_PH.index_copy(0, out_T, states_TH).unflatten(0, ids_BS.shape)
@@ -188,16 +189,17 @@ def _drops_out(trunk: Any) -> bool:
     return trunk.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in trunk.layers[0].modules())
 
 
-def _attend(layer: Any, rows: _Rows, x_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
+def _attend(
+    attention: Any, rows: _Rows, normed_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
+) -> torch.Tensor:
     """Causal self-attention before its output projection: [N, h * D]. Right padding is kept out by causality alone."""
-    attention = layer.self_attn
-    normed_NH = _norm(layer.input_layernorm, x_NH)
-    size = attention.head_dim
-    q_NhD = attention.q_proj(normed_NH).unflatten(1, (-1, size))
-    k_NhD = attention.k_proj(normed_NH).unflatten(1, (-1, size))
-    v_NhD = attention.v_proj(normed_NH).unflatten(1, (-1, size))
+    heads_NhD = linears(normed_NH, [attention.q_proj, attention.k_proj, attention.v_proj]).unflatten(
+        1, (-1, attention.head_dim)
+    )
+    kv_heads = heads_NhD.shape[1] // (attention.num_key_value_groups + 2)
+    q_NhD, k_NhD, v_NhD = heads_NhD.split([kv_heads * attention.num_key_value_groups, kv_heads, kv_heads], dim=1)
     if hasattr(attention, "q_norm"):
-        q_NhD, k_NhD = _norm(attention.q_norm, q_NhD), _norm(attention.k_norm, k_NhD)
+        q_NhD, k_NhD = norm(q_NhD, attention.q_norm), norm(k_NhD, attention.k_norm)
     q_NhD, k_NhD = _Rotary.apply(q_NhD, cos_N1D, sin_N1D), _Rotary.apply(k_NhD, cos_N1D, sin_N1D)
     is_grouped = q_NhD.shape[1] != k_NhD.shape[1]
     return rows.join(
@@ -208,38 +210,6 @@ def _attend(layer: Any, rows: _Rows, x_NH: torch.Tensor, cos_N1D: torch.Tensor, 
             for q, k, v in zip(rows.spread(q_NhD), rows.spread(k_NhD), rows.spread(v_NhD), strict=True)
         ]
     )
-
-
-def _norm(module: Any, x: torch.Tensor) -> torch.Tensor:
-    normed: torch.Tensor = _RMSNorm.apply(x, module.weight, module.variance_epsilon)
-    return normed
-
-
-class _RMSNorm(torch.autograd.Function):
-    """x / rms(x) * weight over the last dimension (Zhang & Sennrich 2019, arXiv:1910.07467).
-
-    Backward is torch's fused one of layer norm with mean 0, which takes off one term too many:
-        layer norm: r (w g - mean(w g) - x r mean(w g x r)),    RMS norm: r (w g - x r mean(w g x r)).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, scale = ctx.saved_tensors
-        needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x, weight.shape, torch.zeros_like(scale), scale, weight, None, [needs_x, needs_weight, False]
-        )
-        if needs_x:
-            grad_x.add_((grad @ weight).unsqueeze_(-1).mul_(scale).div_(x.shape[-1]))
-        return grad_x, grad_weight, None
 
 
 class _Rotary(torch.autograd.Function):
@@ -264,24 +234,6 @@ def _turned(x_NhD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, s
     turned1.addcmul_(x2, sin1, value=-sign)
     turned2.addcmul_(x1, sin2, value=sign)
     return turned
-
-
-class _GatedSilu(torch.autograd.Function):
-    """silu(gate) * up (SwiGLU: Shazeer 2020, arXiv:2002.05202)."""
-
-    @staticmethod
-    def forward(ctx: Any, gate_NI: torch.Tensor, up_NI: torch.Tensor) -> torch.Tensor:
-        active_NI = functional.silu(gate_NI)
-        ctx.save_for_backward(gate_NI, up_NI, active_NI)
-        return active_NI * up_NI
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NI: torch.Tensor) -> tuple[Any, ...]:
-        gate_NI, up_NI, active_NI = ctx.saved_tensors
-        grad_active_NI = grad_NI * up_NI
-        grad_gate_NI = torch.ops.aten.silu_backward.grad_input(grad_active_NI, gate_NI, grad_input=grad_active_NI)
-        return grad_gate_NI, grad_NI * active_NI
 
 
 class _Spread(torch.autograd.Function):

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 
 from rl_core.models.lora import is_lora, plain_linear, unwrap
 from rl_core.models.trunk import STATIC_ROPES
-from rl_core.rollouts import native
+from rl_core.native import decoding
+from rl_core.native.decoding import Native, Step
 from rl_core.rollouts.layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
-from rl_core.rollouts.native import Native, Step
 from rl_core.rollouts.sampling import draw
 
 __all__ = ["Decoder", "Extension"]
@@ -92,7 +92,7 @@ class Decoder:
             if self._embedding.dtype == torch.float32 and Native.can_attend(
                 head_dim=self.head_dim, query_heads=self.query_heads, kv_heads=self.kv_heads
             ):
-                self._native = native.load()
+                self._native = decoding.load()
             self._layers: Sequence[Layer] = [PackedLayer(layer, self._native) for layer in layers]
             self._head: OutputHead = PackedOutputHead(self._base, self._native)
         else:

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from rl_core.models.lora import plain_linear
-from rl_core.rollouts.native import Native
+from rl_core.native.decoding import Native
 
 __all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
 

@@ -1,37 +1,20 @@
-"""What a decoding step does between its matrix products, compiled from C where there is a compiler.
-
-The source is compiled once for a processor and compiler, in seconds, into a cache folder; the results of a step then
-differ from those of torch's kernels by rounding. Without a compiler, or with POSTTRAIN_NATIVE=0, torch does it all.
+"""What a decoding step does between its matrix products, in compiled code (`decode.c`).
 
 N new tokens, n of them attending, D head size, Q query and K key/value heads, V vocabulary.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import logging
-import os
-import platform
-import re
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from rl_core.native import library
+
 __all__ = ["Native", "Step", "load"]
 
-logger = logging.getLogger(__name__)
-
-_SOURCE = Path(__file__).with_name("decode.c")
-# No -ffast-math: it would change how the whole process rounds tiny numbers.
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC")
-_COMPILE_SECONDS = 120
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode.c
 
 
@@ -83,10 +66,10 @@ class Step:
 class Native:
     """The compiled functions over contiguous float32 tensors on the CPU. Attention runs on torch's threads."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, code: ctypes.CDLL) -> None:
         count, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
         self._normed, self._gated, self._attend, self._draw = (
-            getattr(library, name) for name in ("normed", "gated", "attend", "draw")
+            getattr(code, name) for name in ("normed", "gated", "attend", "draw")
         )
         self._normed.argtypes = (place, count, count, real, place)
         self._gated.argtypes = (place, count, count, place)
@@ -159,75 +142,6 @@ class Native:
 
 @functools.cache
 def load() -> Native | None:
-    """The functions, compiled now if they have not been; None where that is not wanted or does not work."""
-    if os.environ.get("POSTTRAIN_NATIVE") == "0":
-        return None
-    compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    if compiler is None:
-        logger.info("no C compiler: rollouts on the CPU use torch's kernels alone, which is slower")
-        return None
-    try:
-        with contextlib.ExitStack() as stack:
-            openmp = _openmp()
-            if openmp is not None:  # so that the library finds the very one whose threads torch keeps
-                ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
-            return Native(ctypes.CDLL(str(_compiled(compiler, _folder(stack), has_threads=openmp is not None))))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or "").strip().splitlines()
-        logger.warning(
-            "%s could not compile %s (%s); rollouts on the CPU use torch's kernels alone, which is slower",
-            compiler, _SOURCE.name, said[0] if said else error,
-        )  # fmt: skip
-        return None
-
-
-def _folder(stack: contextlib.ExitStack) -> Path:
-    """Where libraries are kept; where none can be, a folder that goes with the stack (a loaded one needs no file)."""
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
-        pass
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
-
-
-def _openmp() -> str | None:
-    """The OpenMP library that torch has loaded. Another one would have threads of its own, in the way of torch's."""
-    try:
-        paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}
-    except OSError:
-        return None
-    found = sorted(path for path in paths if re.match(r"lib(gomp|iomp5|omp)\b", Path(path).name))
-    return found[0] if len(found) == 1 else None
-
-
-def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
-    """The shared library for this source, processor and compiler; it is made where it is not there."""
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True, timeout=30)
-    parts = (_SOURCE.read_text(), *_FLAGS, str(has_threads), version.stdout, platform.machine(), _processor())
-    identity = "\n".join(parts)
-    name = f"decode-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
-    library = folder / name
-    if not library.is_file():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made, compiled = Path(scratch) / name, Path(scratch) / "decode.o"
-            # Linked without -fopenmp, which would bring a library of its own.
-            compile_it = [*_FLAGS, *(["-fopenmp"] if has_threads else []), "-c", str(_SOURCE), "-o", str(compiled)]
-            for arguments in (compile_it, ["-shared", "-o", str(made), str(compiled), "-lm"]):
-                subprocess.run(
-                    [*compiler.split(), *arguments],
-                    capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS,
-                )  # fmt: skip
-            made.replace(library)  # whole, or not there
-    return library
-
-
-def _processor() -> str:
-    """What -march=native looks at."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    """The functions, or None where nothing is compiled."""
+    found = library.load()
+    return Native(found) if found is not None else None

@@ -1,7 +1,7 @@
 /* What a decoding step does between its matrix products, on a CPU, in float32.
  *
  * torch would run some twenty small kernels a layer for it, each with a pass over memory and a price for being called.
- * Vectors are those of GCC and Clang, for any processor; sums have one order, so that results are the same every time.
+ * Sums have one order, so that results are the same every time.
  *
  * N new tokens, of which each belongs to a slot; D head size, a multiple of 16; Q query heads, K key and value heads.
  */
@@ -12,34 +12,7 @@
 #else
 #define omp_get_thread_num() 0
 #endif
-#include <stdint.h>
-#include <string.h>
-
-#define W 16
-typedef float vf __attribute__((vector_size(4 * W)));
-typedef float anywhere __attribute__((vector_size(4 * W), aligned(4), may_alias));
-typedef int32_t vi __attribute__((vector_size(4 * W)));
-#define INLINE static inline __attribute__((always_inline))
-
-INLINE vf load(const float *x) { return *(const anywhere *)x; }
-
-INLINE void store(float *x, vf v) { *(anywhere *)x = v; }
-
-INLINE vf all(float x) { return x - (vf){0}; }
-
-/* a where the mask is set, else b. */
-INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-
-#define TO(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
-
-/* The sum of its numbers, halves onto halves. */
-INLINE float total(vf v) {
-    v += TO(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    v += TO(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    v += TO(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-    v += TO(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-    return v[0];
-}
+#include "vectors.h"
 
 #define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
@@ -56,24 +29,6 @@ INLINE vf totals(vf *v) {
                OF_TWO(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return OF_TWO(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            OF_TWO(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-
-/* e^x for x <= 0, to about one unit in the last place: 2^n e^r, |r| <= ln(2)/2 (polynomial of Cephes' expf); 0 from
- * -87 on, where float32 ends. */
-INLINE vf exp_of_negative(vf x) {
-    vi is_some = x > all(-87.0f);
-    x = pick(is_some, x, all(-87.0f));
-    vi n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, vi); /* towards 0: the nearest, as x <= 0 */
-    vf whole = __builtin_convertvector(n, vf);
-    vf r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
-    vf y = all(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    return pick(is_some, y * (vf)((n + 127) << 23), all(0.0f));
 }
 
 /* x / rms(x), each row of x [n, width]. */
@@ -97,10 +52,7 @@ void gated(const float *both, int64_t n, int64_t width, float *out) {
         const float *gate = both, *up = both + width;
         for (int64_t i = 0; i < even; i += W) {
             vf x = load(gate + i);
-            vi is_negative = x < all(0.0f);
-            vf power = exp_of_negative(pick(is_negative, x, -x));
-            vf share = pick(is_negative, power, all(1.0f)) / (power + 1.0f);
-            store(out + i, x * share * load(up + i));
+            store(out + i, x * sigmoid(x) * load(up + i));
         }
         for (int64_t i = even; i < width; i++) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
     }

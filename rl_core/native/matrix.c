@@ -1,0 +1,256 @@
+/* Products of float32 matrices on processors with AMX, whose tiles multiply bfloat16 and add up in float32.
+ *
+ * A float32 number is the sum of three bfloat16 numbers: high + middle + low, 8 bits of its 24 each. Of the nine products
+ * of two such sums the six largest are taken; what is left out is below 2^-25 of the whole, less than what float32 rounds
+ * off. That is float32 in all but name, at about twice the speed of the processor's own float32 instructions.
+ * (The idea: Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
+ * computations", arXiv:1904.06376.)
+ *
+ * An operand is packed before it is multiplied: "lines" (rows of the left, columns of the right one) in blocks of 32, and
+ * "depth", which is summed over, in blocks of 32; of each block the three parts, of each part two tiles of 16 lines. A
+ * tile holds pairs of depth j and j + 16. Sums have one order, whatever the number of rows and threads.
+ */
+
+#include <stdint.h>
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
+#include <immintrin.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define SIDE 16
+#define BLOCK 32
+#define TILE (SIDE * SIDE)    /* dwords */
+#define PACKED (6 * TILE)     /* dwords of one packed block */
+#define DEPTH_BLOCKS 8        /* of the operands that are packed at a time: they stay in the second-level cache */
+#define ROW_BLOCKS 8
+#define COLUMN_BLOCKS 64
+
+typedef int32_t packed_t;
+
+/* 1 where the operating system lets this process use the tiles. */
+int matrix_ready(void) {
+    enum { ask_for_permission = 0x1023, tile_data = 18 };
+    return syscall(SYS_arch_prctl, ask_for_permission, tile_data) == 0;
+}
+
+INLINE void parts_of(__m512 x, __m512i parts[3]) {
+    const __m512i half = _mm512_set1_epi32(0x8000), top = _mm512_set1_epi32((int)0xFFFF0000);
+    for (int i = 0; i < 2; i++) { /* rounded to the nearest; the difference is exact */
+        parts[i] = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), half), top);
+        x = _mm512_sub_ps(x, _mm512_castsi512_ps(parts[i]));
+    }
+    parts[2] = _mm512_castps_si512(x);
+}
+
+/* The three parts of both, those of `low` in the lower halves. */
+INLINE void paired(__m512 low, __m512 high, __m512i out[3]) {
+    const __m512i top = _mm512_set1_epi32((int)0xFFFF0000);
+    __m512i a[3], b[3];
+    parts_of(low, a);
+    parts_of(high, b);
+    for (int i = 0; i < 3; i++) out[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(a[i], 16), b[i], top, 0xF8);
+}
+
+INLINE void transpose(__m512i r[SIDE]) {
+    __m512i t[SIDE];
+    for (int i = 0; i < SIDE; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < SIDE; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+INLINE __m512 some_of(const float *x, int64_t count) {
+    if (count >= SIDE) return _mm512_loadu_ps(x);
+    return count <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), x);
+}
+
+/* One block of at most 32 lines and depth; x is its first number. In memory depth runs along a line, or lines stand
+ * side by side (`across`). The tile has a line in each row, or (`turned`) a pair of depths. */
+INLINE void pack_block(const float *x, int64_t stride, int64_t lines, int64_t depth, const int across,
+                       const int turned, packed_t *out) {
+    int is_whole = lines >= BLOCK && depth >= BLOCK;
+    for (int t = 0; t < 2; t++) {
+        packed_t *tile = out + t * TILE;
+        for (int i = 0; i < SIDE; i++) {
+            __m512i parts[3];
+            __m512 low, high;
+            if (across) {
+                const float *at = x + i * stride + t * SIDE;
+                low = is_whole ? _mm512_loadu_ps(at) : some_of(at, i < depth ? lines - t * SIDE : 0);
+                at += SIDE * stride;
+                high = is_whole ? _mm512_loadu_ps(at) : some_of(at, i + SIDE < depth ? lines - t * SIDE : 0);
+            } else {
+                const float *at = x + (t * SIDE + i) * stride;
+                low = is_whole ? _mm512_loadu_ps(at) : some_of(at, t * SIDE + i < lines ? depth : 0);
+                high = is_whole ? _mm512_loadu_ps(at + SIDE) : some_of(at + SIDE, t * SIDE + i < lines ? depth - SIDE : 0);
+            }
+            paired(low, high, parts);
+            for (int part = 0; part < 3; part++) _mm512_store_si512(tile + part * 2 * TILE + i * SIDE, parts[part]);
+        }
+        if (turned)
+            for (int part = 0; part < 3; part++) {
+                packed_t *rows = tile + part * 2 * TILE;
+                __m512i r[SIDE];
+                for (int i = 0; i < SIDE; i++) r[i] = _mm512_load_si512(rows + i * SIDE);
+                transpose(r);
+                for (int i = 0; i < SIDE; i++) _mm512_store_si512(rows + i * SIDE, r[i]);
+            }
+    }
+}
+
+/* Blocks of lines [first, end) and all of `depth`; `blocks` of depth lie between a block of lines and the next. */
+static void pack_lines(const float *x, int64_t stride, int64_t lines, int64_t depth, int across, int is_right,
+                       int64_t first, int64_t end, int64_t blocks, packed_t *out) {
+    for (int64_t line = first; line < end; line++)
+        for (int64_t d = 0; d < depth; d += BLOCK) {
+            int64_t l = line * BLOCK;
+            const float *at = across ? x + d * stride + l : x + l * stride + d;
+            packed_t *to = out + (line * blocks + d / BLOCK) * PACKED;
+            if (across && is_right) pack_block(at, stride, lines - l, depth - d, 1, 0, to);
+            else if (across) pack_block(at, stride, lines - l, depth - d, 1, 1, to);
+            else if (is_right) pack_block(at, stride, lines - l, depth - d, 0, 1, to);
+            else pack_block(at, stride, lines - l, depth - d, 0, 0, to);
+        }
+}
+
+static void configure(void) {
+    struct {
+        uint8_t palette, start, zero[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } __attribute__((packed)) tiles = {.palette = 1};
+    for (int i = 0; i < 8; i++) tiles.bytes[i] = 64, tiles.rows[i] = SIDE;
+    _tile_loadconfig(&tiles);
+}
+
+#define LEFT(part) _tile_loadd(4, left + (part) * 2 * TILE, 64); _tile_loadd(5, left + ((part) * 2 + 1) * TILE, 64);
+#define RIGHT(part) _tile_loadd(6, right + (part) * 2 * TILE, 64); _tile_loadd(7, right + ((part) * 2 + 1) * TILE, 64);
+#define ADD_UP _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+
+/* c [rows, columns] (+)= a block of lines of the left times one of the right operand, over `blocks` of depth. */
+static void multiply_block(const packed_t *left, const packed_t *right, int64_t blocks, float *c, int64_t stride,
+                           int64_t rows, int64_t columns, int add) {
+    int is_whole = rows >= BLOCK && columns >= BLOCK;
+    int64_t bytes = stride * (int64_t)sizeof(float);
+    if (add && is_whole) {
+        _tile_loadd(0, c, bytes);
+        _tile_loadd(1, c + SIDE, bytes);
+        _tile_loadd(2, c + SIDE * stride, bytes);
+        _tile_loadd(3, c + SIDE * stride + SIDE, bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t block = 0; block < blocks; block++, left += PACKED, right += PACKED) {
+        LEFT(0) RIGHT(2) ADD_UP
+        RIGHT(1) ADD_UP
+        RIGHT(0) ADD_UP
+        LEFT(2) ADD_UP
+        LEFT(1) ADD_UP
+        RIGHT(1) ADD_UP
+    }
+    if (is_whole) {
+        _tile_stored(0, c, bytes);
+        _tile_stored(1, c + SIDE, bytes);
+        _tile_stored(2, c + SIDE * stride, bytes);
+        _tile_stored(3, c + SIDE * stride + SIDE, bytes);
+        return;
+    }
+    float found[4][TILE];
+    _tile_stored(0, found[0], 64);
+    _tile_stored(1, found[1], 64);
+    _tile_stored(2, found[2], 64);
+    _tile_stored(3, found[3], 64);
+    for (int64_t row = 0; row < rows && row < BLOCK; row++)
+        for (int64_t column = 0; column < columns && column < BLOCK; column++) {
+            float x = found[row / SIDE * 2 + column / SIDE][row % SIDE * SIDE + column % SIDE];
+            c[row * stride + column] = add ? c[row * stride + column] + x : x;
+        }
+}
+
+typedef struct {
+    const float *x;
+    int64_t stride, lines;
+} Part;
+
+INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Bytes that `product` needs for so many threads. */
+int64_t matrix_room(int64_t threads) {
+    return (COLUMN_BLOCKS + threads * ROW_BLOCKS) * DEPTH_BLOCKS * PACKED * (int64_t)sizeof(packed_t);
+}
+
+/* c [rows, all lines of the parts] (+)= left times right, whose columns are the lines of `parts`, one after the other.
+ * An operand that lies `across` has its depth as rows in memory: the left is then [depth, rows], a part [depth, lines]. */
+void product(const float *left, int64_t left_stride, int left_across, const Part *parts, int64_t n_parts, int across,
+             float *c, int64_t c_stride, int64_t rows, int64_t depth, int add, packed_t *room, int threads) {
+    /* Fewer rows than would keep every thread busy for long are shared out in smaller pieces. */
+    int64_t row_blocks = blocks_in(rows), step = least(ROW_BLOCKS, (row_blocks + threads - 1) / threads);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        packed_t *right = room, *own = room + (COLUMN_BLOCKS + omp_get_thread_num() * ROW_BLOCKS) * DEPTH_BLOCKS * PACKED;
+        configure();
+        float *to = c;
+        for (int64_t p = 0; p < n_parts; to += parts[p].lines, p++)
+            for (int64_t column = 0; column < blocks_in(parts[p].lines); column += COLUMN_BLOCKS) {
+                int64_t columns = least(COLUMN_BLOCKS, blocks_in(parts[p].lines) - column);
+                int64_t lines = parts[p].lines - column * BLOCK;
+                const float *x = parts[p].x + (across ? 1 : parts[p].stride) * column * BLOCK;
+                for (int64_t d = 0; d < depth; d += DEPTH_BLOCKS * BLOCK) {
+                    int64_t deep = least(depth - d, DEPTH_BLOCKS * BLOCK), blocks = blocks_in(deep);
+                    const float *from = x + (across ? parts[p].stride : 1) * d;
+#pragma omp for schedule(static)
+                    for (int64_t j = 0; j < columns; j++)
+                        pack_lines(from, parts[p].stride, lines, deep, across, 1, j, j + 1, blocks, right);
+#pragma omp for schedule(static)
+                    for (int64_t i = 0; i < row_blocks; i += step) {
+                        int64_t some = least(step, row_blocks - i);
+                        const float *a = left + (left_across ? 1 : left_stride) * i * BLOCK + (left_across ? left_stride : 1) * d;
+                        pack_lines(a, left_stride, rows - i * BLOCK, deep, left_across, 0, 0, some, blocks, own);
+                        for (int64_t j = 0; j < columns; j++)
+                            for (int64_t row = 0; row < some; row++)
+                                multiply_block(own + row * blocks * PACKED, right + j * blocks * PACKED, blocks,
+                                               to + (i + row) * BLOCK * c_stride + (column + j) * BLOCK, c_stride,
+                                               rows - (i + row) * BLOCK, lines - j * BLOCK, add || d);
+                    }
+                }
+            }
+        _tile_release();
+    }
+}
+
+#else
+
+int matrix_ready(void) { return 0; }
+
+#endif

@@ -1,0 +1,95 @@
+"""Products of float32 matrices in compiled code (`matrix.c`), on processors whose tiles (AMX) make them faster.
+
+As exact as float32: each number is split into three of bfloat16, whose products are added up in float32.
+N rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from rl_core.native import library
+
+__all__ = ["Matrix", "load"]
+
+
+class _Part(ctypes.Structure):
+    _fields_ = [("x", ctypes.c_void_p), ("stride", ctypes.c_int64), ("lines", ctypes.c_int64)]
+
+
+class Matrix:
+    """The products of a linear layer: output, gradient of its input, gradient of its weight.
+
+    All tensors are float32 on the CPU, their last dimension contiguous.
+    """
+
+    def __init__(self, code: ctypes.CDLL) -> None:
+        count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
+        self._product, self._room = code.product, code.matrix_room
+        self._product.restype = None
+        self._product.argtypes = (
+            place, count, number, place, count, number, place, count, count, count, number, place, number,
+        )  # fmt: skip
+        self._room.argtypes, self._room.restype = (count,), count
+        self._own = threading.local()
+
+    def linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """x W^T of several weights [O_i, I], side by side: [N, sum of O_i]."""
+        out_NO = x_NI.new_empty(len(x_NI), sum(len(weight) for weight in weights))
+        return self._multiply(x_NI, weights, out_NO)
+
+    def input_grad(self, grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Gradient of x, from that of `linear`'s result: [N, I]."""
+        grad_NI = grad_NO.new_empty(len(grad_NO), weights[0].shape[1])
+        parts = grad_NO.split([len(weight) for weight in weights], dim=1)
+        for index, (part_NO, weight_OI) in enumerate(zip(parts, weights, strict=True)):
+            self._multiply(part_NO, [weight_OI], grad_NI, across=True, add=index > 0)
+        return grad_NI
+
+    def weight_grad(self, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
+        """Gradient of the weights, one below the other: [sum of O_i, I]."""
+        grad_OI = grad_NO.new_empty(grad_NO.shape[1], x_NI.shape[1])
+        return self._multiply(grad_NO, [x_NI], grad_OI, left_across=True, across=True)
+
+    def _multiply(
+        self,
+        left: torch.Tensor,
+        right: Sequence[torch.Tensor],
+        out: torch.Tensor,
+        *,
+        left_across: bool = False,
+        across: bool = False,
+        add: bool = False,
+    ) -> torch.Tensor:
+        """out (+)= left right, each operand `across` where its rows are what is summed over."""
+        rows, depth = (left.shape[1], left.shape[0]) if left_across else left.shape
+        parts = (_Part * len(right))(
+            *[_Part(part.data_ptr(), part.stride(0), part.shape[1 if across else 0]) for part in right]
+        )
+        threads = torch.get_num_threads()
+        self._product(
+            left.data_ptr(), left.stride(0), left_across, ctypes.addressof(parts), len(right), across,
+            out.data_ptr(), out.stride(0), rows, depth, add, self._place(threads), threads,
+        )  # fmt: skip
+        return out
+
+    def _place(self, threads: int) -> int:
+        """Where packed operands are put: memory of this thread of Python's, kept."""
+        needed = self._room(threads) + 64
+        room = getattr(self._own, "room", None)
+        if room is None or len(room) < needed:
+            self._own.room = room = torch.empty(needed, dtype=torch.uint8)
+        place: int = room.data_ptr()
+        return place + -place % 64
+
+
+@functools.cache
+def load() -> Matrix | None:
+    """The products, or None where nothing is compiled or the processor has no such tiles."""
+    code = library.load()
+    return Matrix(code) if code is not None and code.matrix_ready() else None

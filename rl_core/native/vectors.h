@@ -1,0 +1,55 @@
+/* Vectors of 16 float32 numbers, by the extensions of GCC and Clang, for any processor. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define W 16
+typedef float vf __attribute__((vector_size(4 * W)));
+typedef float anywhere __attribute__((vector_size(4 * W), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(4 * W)));
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE vf load(const float *x) { return *(const anywhere *)x; }
+
+INLINE void store(float *x, vf v) { *(anywhere *)x = v; }
+
+INLINE vf all(float x) { return x - (vf){0}; }
+
+/* a where the mask is set, else b. */
+INLINE vf pick(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+#define TO(v, ...) __builtin_shufflevector(v, v, __VA_ARGS__)
+
+/* The sum of its numbers, halves onto halves. */
+INLINE float total(vf v) {
+    v += TO(v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    v += TO(v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    v += TO(v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+    v += TO(v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+    return v[0];
+}
+
+/* e^x for x <= 0, to about one unit in the last place: 2^n e^r, |r| <= ln(2)/2 (polynomial of Cephes' expf); 0 from
+ * -87 on, where float32 ends. */
+INLINE vf exp_of_negative(vf x) {
+    vi is_some = x > all(-87.0f);
+    x = pick(is_some, x, all(-87.0f));
+    vi n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, vi); /* towards 0: the nearest, as x <= 0 */
+    vf whole = __builtin_convertvector(n, vf);
+    vf r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
+    vf y = all(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    return pick(is_some, y * (vf)((n + 127) << 23), all(0.0f));
+}
+
+/* 1 / (1 + e^-x). */
+INLINE vf sigmoid(vf x) {
+    vi is_negative = x < all(0.0f);
+    vf power = exp_of_negative(pick(is_negative, x, -x));
+    return pick(is_negative, power, all(1.0f)) / (power + 1.0f);
+}
