@@ -12,20 +12,17 @@ I width of the MLP.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
-from torch.nn import functional
 from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
+from rl_core.models.attention import attention_of, chosen
 from rl_core.models.kernels import add_norm, gated_silu, linears, norm
-from rl_core.models.prefixes import SharedPrefixes, shared_prefixes
+from rl_core.models.prefixes import shared_prefixes
 from rl_core.types import TrainBatch
 
 __all__ = ["STATIC_ROPES", "hidden_states", "model_inputs"]
@@ -98,56 +95,6 @@ def _checkpoints_activations(trunk: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) for module in (trunk, *trunk.layers[:1]))
 
 
-@dataclass(slots=True)
-class _Rows:
-    """The rectangles in which attention sees the real tokens: rows of similar length together."""
-
-    shapes: list[tuple[int, int]]  # rows and width of each rectangle
-    tokens_P: torch.Tensor  # int64, which of the N stands at each place of all rectangles; at padding, any of them
-    places_N: torch.Tensor  # int64, one place of each
-    repeated: tuple[torch.Tensor, torch.Tensor] | None = None  # int64, the other places of some, and which they are
-
-    def spread(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
-        """[N, h, D] -> [rows, h, width, D] of each rectangle; no gradient comes back from padding."""
-        padded_PhD: torch.Tensor = _Spread.apply(x_NhD, self.tokens_P, self.places_N, self.repeated)
-        parts = padded_PhD.split([rows * width for rows, width in self.shapes])
-        return [part.unflatten(0, shape).transpose(1, 2) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """[rows, h, width, D] of each rectangle -> [N, h * D]."""
-        flat_PE = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in parts]).flatten(1)
-        joined_NE: torch.Tensor = _Join.apply(flat_PE, self.places_N)
-        return joined_NE
-
-
-def _rows_of(lengths: list[int], shared: SharedPrefixes | None = None) -> _Rows:
-    """Rectangles for rows of these lengths, whose tokens lie end to end: sorted, cut where much would be padding."""
-    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    groups: list[list[int]] = []
-    for row in order:
-        if not groups or (lengths[row] < _LEAST_FILLED * lengths[groups[-1][0]] and len(groups[-1]) >= _LEAST_ROWS):
-            groups.append([])
-        groups[-1].append(row)
-    shapes = [(len(group), lengths[group[0]]) for group in groups]
-    ends = list(itertools.accumulate(lengths))
-    tokens: list[torch.Tensor] = []
-    is_real: list[torch.Tensor] = []
-    for group, (_, width) in zip(groups, shapes, strict=True):
-        starts_R1 = torch.tensor([ends[row] - lengths[row] for row in group])[:, None]
-        last_R1 = torch.tensor([lengths[row] - 1 for row in group])[:, None]
-        places_W = torch.arange(width)
-        tokens.append((starts_R1 + places_W.minimum(last_R1)).reshape(-1))
-        is_real.append((places_W <= last_R1).reshape(-1))
-    tokens_P, real_places_T = torch.cat(tokens), torch.cat(is_real).nonzero().squeeze(1)
-    places_T = torch.empty_like(real_places_T)
-    places_T[tokens_P[real_places_T]] = real_places_T
-    if shared is None:
-        return _Rows(shapes, tokens_P, places_T)
-    repeated_R = shared.repeated_R
-    repeated = places_T[repeated_R], shared.unique_T[repeated_R]
-    return _Rows(shapes, shared.unique_T[tokens_P], places_T[shared.first_N], repeated)
-
-
 def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch.Tensor:
     ids_BS, mask_BS = batch.input_ids_BS, batch.attention_mask_BS
     if needed_BS is not None and bool((needed_BS & ~mask_BS).any()):
@@ -156,17 +103,17 @@ def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch
         )
     lengths = mask_BS.sum(1).tolist()
     shared = None if _drops_out(trunk) else shared_prefixes(ids_BS, lengths, least=_LEAST_SHARED)
-    rows = _rows_of(lengths, shared)
     flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
     flat_N = flat_T if shared is None else flat_T[shared.first_N]
     out_T, from_T = flat_T, None if shared is None else shared.unique_T  # where the result goes, and which goes there
     x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
-    cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
-    cos_N1D, sin_N1D = cos_1ND[0][:, None], sin_1ND[0][:, None]
     layers = trunk.layers[: trunk.config.num_hidden_layers]
+    cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
+    attend = attention_of(lengths, shared, layers[0].self_attn.head_dim, cos_1ND[0], sin_1ND[0])
     normed_NH = norm(x_NH, layers[0].input_layernorm)
     for index, layer in enumerate(layers):
-        attended_NE = _attend(layer.self_attn, rows, normed_NH, cos_N1D, sin_N1D)
+        heads_NhD, kv_heads = _heads(layer.self_attn, normed_NH)
+        attended_NE = attend(heads_NhD, kv_heads, layer.self_attn.scaling)
         if index + 1 == len(layers) and needed_BS is not None:  # the other tokens' states have been read for good
             needed_T = needed_BS.reshape(-1)[flat_T]
             out_T = flat_T[needed_T]
@@ -174,7 +121,7 @@ def _run(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None) -> torch
                 needed_n = needed_T.nonzero().squeeze(1)
             else:
                 needed_n, from_T = torch.unique(from_T[needed_T], return_inverse=True)
-            attended_NE, x_NH = _Join.apply(attended_NE, needed_n), _Join.apply(x_NH, needed_n)
+            attended_NE, x_NH = chosen(attended_NE, needed_n), chosen(x_NH, needed_n)
         x_NH, normed_NH = add_norm(x_NH, linears(attended_NE, [layer.self_attn.o_proj]), layer.post_attention_layernorm)
         active_NI = gated_silu(linears(normed_NH, [layer.mlp.gate_proj, layer.mlp.up_proj]))
         after = layers[index + 1].input_layernorm if index + 1 < len(layers) else trunk.norm
@@ -189,89 +136,13 @@ def _drops_out(trunk: Any) -> bool:
     return trunk.training and any(isinstance(part, nn.Dropout) and part.p > 0 for part in trunk.layers[0].modules())
 
 
-def _attend(
-    attention: Any, rows: _Rows, normed_NH: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor
-) -> torch.Tensor:
-    """Causal self-attention before its output projection: [N, h * D]. Right padding is kept out by causality alone."""
-    heads_NhD = linears(normed_NH, [attention.q_proj, attention.k_proj, attention.v_proj]).unflatten(
-        1, (-1, attention.head_dim)
-    )
-    kv_heads = heads_NhD.shape[1] // (attention.num_key_value_groups + 2)
-    q_NhD, k_NhD, v_NhD = heads_NhD.split([kv_heads * attention.num_key_value_groups, kv_heads, kv_heads], dim=1)
+def _heads(attention: Any, normed_NH: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Queries, keys and values side by side [N, h, D], and how many of them are keys."""
+    heads_NE = linears(normed_NH, [attention.q_proj, attention.k_proj, attention.v_proj])
+    heads_NhD = heads_NE.unflatten(1, (-1, attention.head_dim))
+    groups = attention.num_key_value_groups
+    kv_heads = heads_NhD.shape[1] // (groups + 2)
     if hasattr(attention, "q_norm"):
-        q_NhD, k_NhD = norm(q_NhD, attention.q_norm), norm(k_NhD, attention.k_norm)
-    q_NhD, k_NhD = _Rotary.apply(q_NhD, cos_N1D, sin_N1D), _Rotary.apply(k_NhD, cos_N1D, sin_N1D)
-    is_grouped = q_NhD.shape[1] != k_NhD.shape[1]
-    return rows.join(
-        [
-            functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=attention.scaling, enable_gqa=is_grouped
-            )
-            for q, k, v in zip(rows.spread(q_NhD), rows.spread(k_NhD), rows.spread(v_NhD), strict=True)
-        ]
-    )
-
-
-class _Rotary(torch.autograd.Function):
-    """Rotary position embedding of [N, h, D], halves against each other (Su et al. 2021, arXiv:2104.09864)."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NhD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos_N1D, sin_N1D)
-        return _turned(x_NhD, cos_N1D, sin_N1D, 1.0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_NhD: torch.Tensor) -> tuple[Any, ...]:
-        cos_N1D, sin_N1D = ctx.saved_tensors
-        return _turned(grad_NhD, cos_N1D, sin_N1D, -1.0), None, None
-
-
-def _turned(x_NhD: torch.Tensor, cos_N1D: torch.Tensor, sin_N1D: torch.Tensor, sign: float) -> torch.Tensor:
-    turned = x_NhD * cos_N1D
-    (x1, x2), (sin1, sin2) = x_NhD.chunk(2, dim=-1), sin_N1D.chunk(2, dim=-1)
-    turned1, turned2 = turned.chunk(2, dim=-1)
-    turned1.addcmul_(x2, sin1, value=-sign)
-    turned2.addcmul_(x1, sin2, value=sign)
-    return turned
-
-
-class _Spread(torch.autograd.Function):
-    """Tokens to their places in the rectangles; gradients come back from real places alone."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_N: torch.Tensor,
-        tokens_P: torch.Tensor,
-        places_N: torch.Tensor,
-        repeated: tuple[torch.Tensor, torch.Tensor] | None,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(places_N, *(repeated or ()))
-        return x_N.index_select(0, tokens_P)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
-        places_N, *repeated = ctx.saved_tensors
-        grad_N = grad_P.index_select(0, places_N)
-        if repeated:
-            places_R, tokens_R = repeated
-            grad_N.index_add_(0, tokens_R, grad_P.index_select(0, places_R))
-        return grad_N, None, None, None
-
-
-class _Join(torch.autograd.Function):
-    """Chosen rows, each at most once: gradients are put back in place, where torch's index_select would add them up."""
-
-    @staticmethod
-    def forward(ctx: Any, x_P: torch.Tensor, places_N: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(places_N)
-        ctx.count = len(x_P)
-        return x_P.index_select(0, places_N)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[Any, ...]:
-        (places_N,) = ctx.saved_tensors
-        return grad_N.new_zeros(ctx.count, *grad_N.shape[1:]).index_copy_(0, places_N, grad_N), None
+        q_NhD, k_NhD, v_NhD = heads_NhD.split([groups * kv_heads, kv_heads, kv_heads], dim=1)
+        heads_NhD = torch.cat([norm(q_NhD, attention.q_norm), norm(k_NhD, attention.k_norm), v_NhD], dim=1)
+    return heads_NhD, kv_heads

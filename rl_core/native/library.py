@@ -1,7 +1,7 @@
 """Compiled code for the CPU, made from this folder's C where there is a compiler.
 
-The sources are compiled once for a processor and compiler, in seconds, into a cache folder; results then differ from those
-of torch's kernels by rounding. Without a compiler, or with POSTTRAIN_NATIVE=0, torch does it all.
+The sources are compiled once for a processor and compiler, in seconds, into a cache folder; results then differ from
+those of torch's kernels by rounding. Without a compiler, or with POSTTRAIN_NATIVE=0, torch does it all.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from rl_core.errors import DataError
-from rl_core.models import trunk
+from rl_core.models import attention, trunk
 from rl_core.models.lora import add_adapter, unwrap
 from rl_core.models.prefixes import shared_prefixes
 from rl_core.models.trunk import hidden_states
@@ -41,7 +41,7 @@ LENGTHS = [3, 17, 9, 30, 30, 1, 12, 28, 5, 22, 16, 2]
 @pytest.fixture(autouse=True)
 def small_rectangles(monkeypatch):
     """So that a dozen rows make several rectangles."""
-    monkeypatch.setattr(trunk, "_LEAST_ROWS", 2)
+    monkeypatch.setattr(attention, "_LEAST_ROWS", 2)
 
 
 def model_of(family: str = "llama", **more) -> nn.Module:
@@ -236,7 +236,7 @@ def test_rows_get_noise_of_their_own_from_adapters_that_drop_out():
 
 
 def test_rectangles_hold_rows_of_similar_length():
-    rows = trunk._rows_of(LENGTHS)
+    rows = attention._rows_of(LENGTHS)
     assert sum(count for count, _ in rows.shapes) == len(LENGTHS)
     assert len(rows.shapes) > 2
     tokens = sum(count * width for count, width in rows.shapes)

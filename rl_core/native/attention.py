@@ -1,0 +1,116 @@
+"""Causal attention of rows of any length, forward and backward, in compiled code (`attention.c`).
+
+N tokens, R rows, T places of all rows, D head size, Q query and K key/value heads, E = (Q + 2 K) D.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from rl_core.native import library
+
+__all__ = ["Attention", "Rows", "load"]
+
+LARGEST_HEAD, WIDTH = 256, 16  # as in attention.c
+
+
+class _Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("tokens", "rows", "Q", "K", "D", "longest")),
+        *((name, ctypes.c_void_p) for name in ("starts", "named", "first", "cosines", "sines")),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int),
+    ]
+
+
+@dataclass(slots=True)
+class Rows:
+    """Which tokens make up the rows. All int64 on the CPU."""
+
+    starts_R: torch.Tensor  # [R + 1] where each row's tokens begin among the T, and where the last row ends
+    tokens_T: torch.Tensor  # which of the N tokens stands at each place
+    first_R: torch.Tensor  # the first token of each row that no row before has asked for
+    ends_N: torch.Tensor  # [N + 1] where the places of each token begin in `places_T`
+    places_T: torch.Tensor
+    longest: int
+
+
+class Attention:
+    """Rotary embedding and attention, on torch's threads. All tensors are contiguous float32 on the CPU."""
+
+    def __init__(self, code: ctypes.CDLL) -> None:
+        place = ctypes.c_void_p
+        self._forward, self._backward = code.attention_forward, code.attention_backward
+        self._forward.argtypes, self._forward.restype = (place,) * 5, None
+        self._backward.argtypes, self._backward.restype = (place,) * 9, None
+
+    @staticmethod
+    def suits(head_dim: int) -> bool:
+        """Whether heads have a size that the code is made for."""
+        return head_dim % WIDTH == 0 and head_dim <= LARGEST_HEAD
+
+    def forward(
+        self,
+        heads_NhD: torch.Tensor,
+        rows: Rows,
+        cos_ND: torch.Tensor,
+        sin_ND: torch.Tensor,
+        kv_heads: int,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attend: queries, keys and values side by side in `heads_NhD` -> [N, Q D].
+
+        Returns: it; and for `backward` the turned heads [N, h, D] and the logarithms of the denominators [N, Q].
+        """
+        fields = self._fields(heads_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
+        turned = torch.empty_like(heads_NhD)
+        out = heads_NhD.new_empty(len(heads_NhD), fields.Q * fields.D)
+        logs = heads_NhD.new_empty(len(heads_NhD), fields.Q)
+        self._forward(
+            ctypes.addressof(fields), heads_NhD.data_ptr(), turned.data_ptr(), out.data_ptr(), logs.data_ptr()
+        )
+        return out, turned, logs
+
+    def backward(
+        self,
+        grad_NE: torch.Tensor,
+        out_NE: torch.Tensor,
+        turned_NhD: torch.Tensor,
+        logs_NQ: torch.Tensor,
+        rows: Rows,
+        cos_ND: torch.Tensor,
+        sin_ND: torch.Tensor,
+        kv_heads: int,
+        scale: float,
+    ) -> torch.Tensor:
+        """The gradient of the heads [N, h, D], from that of what `forward` gave."""
+        fields = self._fields(turned_NhD, rows, cos_ND, sin_ND, kv_heads, scale)
+        grad_heads = torch.empty_like(turned_NhD)
+        room = turned_NhD.new_empty(len(rows.tokens_T), 2 * kv_heads * fields.D)
+        self._backward(
+            ctypes.addressof(fields), turned_NhD.data_ptr(), out_NE.data_ptr(), logs_NQ.data_ptr(), grad_NE.data_ptr(),
+            rows.ends_N.data_ptr(), rows.places_T.data_ptr(), room.data_ptr(), grad_heads.data_ptr(),
+        )  # fmt: skip
+        return grad_heads
+
+    @staticmethod
+    def _fields(
+        heads_NhD: torch.Tensor, rows: Rows, cos_ND: torch.Tensor, sin_ND: torch.Tensor, kv_heads: int, scale: float
+    ) -> _Attention:
+        tokens, heads, size = heads_NhD.shape
+        return _Attention(
+            tokens=tokens, rows=len(rows.first_R), Q=heads - 2 * kv_heads, K=kv_heads, D=size, longest=rows.longest,
+            starts=rows.starts_R.data_ptr(), named=rows.tokens_T.data_ptr(), first=rows.first_R.data_ptr(),
+            cosines=cos_ND.data_ptr(), sines=sin_ND.data_ptr(), scale=scale, threads=torch.get_num_threads(),
+        )  # fmt: skip
+
+
+@functools.cache
+def load() -> Attention | None:
+    """The functions, or None where nothing is compiled."""
+    code = library.load()
+    return Attention(code) if code is not None else None
