@@ -35,6 +35,10 @@
 
 typedef int32_t packed_t;
 
+INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 /* 1 where the operating system lets this process use the tiles. */
 int matrix_ready(void) {
     enum { ask_for_permission = 0x1023, tile_data = 18 };
@@ -153,16 +157,34 @@ static void configure(void) {
 #define RIGHT(part) _tile_loadd(6, right + (part) * 2 * TILE, 64); _tile_loadd(7, right + ((part) * 2 + 1) * TILE, 64);
 #define ADD_UP _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
 
+/* Up to 32 x 32 numbers of c to four tiles' worth of memory, or back. */
+static void copy_part(float *c, int64_t stride, int64_t rows, int64_t columns, float found[4][TILE], int is_back) {
+    for (int64_t row = 0; row < least(rows, BLOCK); row++)
+        for (int64_t side = 0; side < 2; side++) {
+            float *x = found[row / SIDE * 2 + side] + row % SIDE * SIDE, *y = c + row * stride + side * SIDE;
+            int64_t count = columns - side * SIDE;
+            if (count >= SIDE) _mm512_storeu_ps(is_back ? y : x, _mm512_loadu_ps(is_back ? x : y));
+            else if (count > 0) memcpy(is_back ? y : x, is_back ? x : y, (size_t)count * sizeof(float));
+        }
+}
+
 /* c [rows, columns] (+)= a block of lines of the left times one of the right operand, over `blocks` of depth. */
 static void multiply_block(const packed_t *left, const packed_t *right, int64_t blocks, float *c, int64_t stride,
                            int64_t rows, int64_t columns, int add) {
     int is_whole = rows >= BLOCK && columns >= BLOCK;
+    float found[4][TILE] __attribute__((aligned(64)));
+    float *at[4] = {c, c + SIDE, c + SIDE * stride, c + SIDE * stride + SIDE};
     int64_t bytes = stride * (int64_t)sizeof(float);
-    if (add && is_whole) {
-        _tile_loadd(0, c, bytes);
-        _tile_loadd(1, c + SIDE, bytes);
-        _tile_loadd(2, c + SIDE * stride, bytes);
-        _tile_loadd(3, c + SIDE * stride + SIDE, bytes);
+    if (!is_whole) {
+        for (int i = 0; i < 4; i++) at[i] = found[i];
+        bytes = SIDE * sizeof(float);
+        if (add) copy_part(c, stride, rows, columns, found, 0);
+    }
+    if (add) {
+        _tile_loadd(0, at[0], bytes);
+        _tile_loadd(1, at[1], bytes);
+        _tile_loadd(2, at[2], bytes);
+        _tile_loadd(3, at[3], bytes);
     } else {
         _tile_zero(0);
         _tile_zero(1);
@@ -177,33 +199,17 @@ static void multiply_block(const packed_t *left, const packed_t *right, int64_t 
         LEFT(1) ADD_UP
         RIGHT(1) ADD_UP
     }
-    if (is_whole) {
-        _tile_stored(0, c, bytes);
-        _tile_stored(1, c + SIDE, bytes);
-        _tile_stored(2, c + SIDE * stride, bytes);
-        _tile_stored(3, c + SIDE * stride + SIDE, bytes);
-        return;
-    }
-    float found[4][TILE];
-    _tile_stored(0, found[0], 64);
-    _tile_stored(1, found[1], 64);
-    _tile_stored(2, found[2], 64);
-    _tile_stored(3, found[3], 64);
-    for (int64_t row = 0; row < rows && row < BLOCK; row++)
-        for (int64_t column = 0; column < columns && column < BLOCK; column++) {
-            float x = found[row / SIDE * 2 + column / SIDE][row % SIDE * SIDE + column % SIDE];
-            c[row * stride + column] = add ? c[row * stride + column] + x : x;
-        }
+    _tile_stored(0, at[0], bytes);
+    _tile_stored(1, at[1], bytes);
+    _tile_stored(2, at[2], bytes);
+    _tile_stored(3, at[3], bytes);
+    if (!is_whole) copy_part(c, stride, rows, columns, found, 1);
 }
 
 typedef struct {
     const float *x;
     int64_t stride, lines;
 } Part;
-
-INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Bytes that `product` needs for so many threads. */
 int64_t matrix_room(int64_t threads) {
@@ -245,6 +251,49 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
                     }
                 }
             }
+        _tile_release();
+    }
+}
+
+/* Bytes of a packed right operand. */
+int64_t packed_size(int64_t lines, int64_t depth) {
+    return blocks_in(lines) * blocks_in(depth) * PACKED * (int64_t)sizeof(packed_t);
+}
+
+/* x [lines, depth] as the right operand of `product_packed`. */
+void pack_right(const float *x, int64_t lines, int64_t depth, packed_t *out, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t line = 0; line < blocks_in(lines); line++)
+        pack_lines(x, depth, lines, depth, 0, 1, line, line + 1, blocks_in(depth), out);
+}
+
+/* c [rows, columns] (+)= left [rows, depth] times a packed right operand. */
+void product_packed(const float *left, int64_t left_stride, const packed_t *right, float *c, int64_t c_stride,
+                    int64_t rows, int64_t columns, int64_t depth, int add, packed_t *room, int threads) {
+    const int64_t kept = ROW_BLOCKS * DEPTH_BLOCKS; /* blocks of the left that a thread packs at a time */
+    int64_t row_blocks = blocks_in(rows), column_blocks = blocks_in(columns), depth_blocks = blocks_in(depth);
+    /* Threads share out rows; where those are too few, columns, and each packs the rows for itself. */
+    int by_rows = row_blocks >= 2 * threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int64_t own = omp_get_thread_num(), some = by_rows ? least(ROW_BLOCKS, row_blocks / threads) : least(ROW_BLOCKS, row_blocks);
+        int64_t turn = by_rows ? own : 0, turns = by_rows ? threads : 1;
+        int64_t first = by_rows ? 0 : column_blocks * own / threads, end = by_rows ? column_blocks : column_blocks * (own + 1) / threads;
+        packed_t *packed = room + own * kept * PACKED;
+        configure();
+        for (int64_t i = turn * some; i < row_blocks; i += turns * some) {
+            int64_t here = least(some, row_blocks - i), deep = kept / here;
+            for (int64_t d = 0; d < depth_blocks; d += deep) {
+                int64_t blocks = least(deep, depth_blocks - d);
+                pack_lines(left + i * BLOCK * left_stride + d * BLOCK, left_stride, rows - i * BLOCK,
+                           least(depth - d * BLOCK, blocks * BLOCK), 0, 0, 0, here, blocks, packed);
+                for (int64_t j = first; j < end; j++)
+                    for (int64_t row = 0; row < here; row++)
+                        multiply_block(packed + row * blocks * PACKED, right + (j * depth_blocks + d) * PACKED, blocks,
+                                       c + (i + row) * BLOCK * c_stride + j * BLOCK, c_stride,
+                                       rows - (i + row) * BLOCK, columns - j * BLOCK, add || d);
+            }
+        }
         _tile_release();
     }
 }

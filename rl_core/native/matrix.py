@@ -15,7 +15,7 @@ import torch
 
 from rl_core.native import library
 
-__all__ = ["Matrix", "load"]
+__all__ = ["Matrix", "Packed", "load"]
 
 
 class _Part(ctypes.Structure):
@@ -36,7 +36,18 @@ class Matrix:
             place, count, number, place, count, number, place, count, count, count, number, place, number,
         )  # fmt: skip
         self._room.argtypes, self._room.restype = (count,), count
+        self._packed_size, self._pack, self._product_packed = code.packed_size, code.pack_right, code.product_packed
+        self._packed_size.argtypes, self._packed_size.restype = (count, count), count
+        self._pack.argtypes, self._pack.restype = (place, count, count, place, number), None
+        self._product_packed.restype = None
+        self._product_packed.argtypes = (
+            place, count, place, place, count, count, count, count, number, place, number,
+        )  # fmt: skip
         self._own = threading.local()
+
+    def pack(self, weight_OI: torch.Tensor) -> Packed:
+        """A contiguous weight for many products with few rows: a copy of one and a half times its size."""
+        return Packed(self, weight_OI)
 
     def linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """x W^T of several weights [O_i, I], side by side: [N, sum of O_i]."""
@@ -86,6 +97,26 @@ class Matrix:
             self._own.room = room = torch.empty(needed, dtype=torch.uint8)
         place: int = room.data_ptr()
         return place + -place % 64
+
+
+class Packed:
+    """A weight as it was when it was packed."""
+
+    def __init__(self, products: Matrix, weight_OI: torch.Tensor) -> None:
+        self._products = products
+        self._size = weight_OI.shape
+        self._memory = torch.empty(products._packed_size(*self._size) + 64, dtype=torch.uint8)
+        self._place = self._memory.data_ptr() + -self._memory.data_ptr() % 64
+        products._pack(weight_OI.data_ptr(), *self._size, self._place, torch.get_num_threads())
+
+    def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+        """out (+)= x W^T."""
+        threads, (outputs, inputs) = torch.get_num_threads(), self._size
+        self._products._product_packed(
+            x_NI.data_ptr(), x_NI.stride(0), self._place, out_NO.data_ptr(), out_NO.stride(0),
+            len(x_NI), outputs, inputs, add, self._products._place(threads), threads,
+        )  # fmt: skip
+        return out_NO
 
 
 @functools.cache

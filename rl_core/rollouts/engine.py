@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.models.lora import merged
+from rl_core.native.memory import keep_freed_memory
 from rl_core.rollouts.decoder import Decoder, Extension
 from rl_core.rollouts.sampling import (
     RolloutBackend,
@@ -54,6 +55,7 @@ class Engine:
     """A `RolloutBackend` over the model's own weights; sampling follows them without any copy."""
 
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
+        keep_freed_memory()
         self.max_length = max_length
         self._model = model
         self._pad_id = pad_id

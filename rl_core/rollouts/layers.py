@@ -1,8 +1,8 @@
 """One layer of Llama, Qwen2 or Qwen3 for decoding: its three products with weights, and the norms before them.
 
 `Layer` reads the module's parameters where they are. `PackedLayer`, for the CPU, multiplies by copies that are made
-anew before every run: transposed, with queries, keys and values side by side, gate and up too, and the norms' weights
-multiplied in. With a few dozen rows a matrix product on a CPU is bound by how it walks through the weights.
+anew before every run: laid out for it, with queries, keys and values side by side, gate and up too, and the norms'
+weights multiplied in. With a few dozen rows a matrix product on a CPU is bound by how it walks through the weights.
 
 N tokens, H hidden, F features of the MLP, V vocabulary, D head size, h all query, key and value heads.
 """
@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from rl_core.models.lora import plain_linear
+from rl_core.native import matrix
 from rl_core.native.decoding import Native
 
 __all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
@@ -82,7 +83,7 @@ class Layer:
         return joined
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
-        """x + what was attended to, through the output projection."""
+        """x + what was attended to, through the output projection; x may be changed."""
         weight, bias = self.out
         x_NH = torch.addmm(x_NH, attended_NE, weight.t())
         return x_NH if bias is None else x_NH.add_(bias)
@@ -115,7 +116,7 @@ class PackedLayer(Layer):
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
         """As `Layer.add_attention`."""
-        return self._out.add(x_NH, attended_NE)
+        return self._out.add_(x_NH, attended_NE)
 
     def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
         """As `Layer.add_mlp`."""
@@ -157,18 +158,24 @@ class PackedOutputHead(OutputHead):
 
 
 class _Packed:
-    """Linear layers of one input, side by side and transposed: [in, out of all]."""
+    """Linear layers of one input, side by side, copied for products with few rows."""
 
     def __init__(self, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
         """Copy the parameters; `scale_I` multiplies the inputs."""
-        weight = linears[0][0]
-        widths = [weight.shape[0] for weight, _ in linears]
-        self._weight = weight.new_empty(weight.shape[1], sum(widths))
-        for part, (weight, _) in zip(self._weight.split(widths, dim=1), linears, strict=True):
-            if scale_I is None:
-                part.copy_(weight.t())
-            else:
-                torch.mul(weight.t(), scale_I[:, None], out=part)
+        weights = [weight for weight, _ in linears]
+        self._size = sum(len(weight) for weight in weights)
+        products = matrix.load() if weights[0].dtype == torch.float32 else None
+        self._tiles: matrix.Packed | None = None
+        if products is not None:
+            weight_OI = torch.cat(weights)
+            self._tiles = products.pack(weight_OI if scale_I is None else weight_OI.mul_(scale_I))
+        else:
+            self._weight = weights[0].new_empty(weights[0].shape[1], self._size)
+            for part, weight in zip(self._weight.split([len(w) for w in weights], dim=1), weights, strict=True):
+                if scale_I is None:
+                    part.copy_(weight.t())
+                else:
+                    torch.mul(weight.t(), scale_I[:, None], out=part)
         self._bias: torch.Tensor | None = None
         if any(bias is not None for _, bias in linears):
             self._bias = torch.cat(
@@ -177,16 +184,17 @@ class _Packed:
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         """x W + bias."""
+        if self._tiles is not None:
+            out_NO = self._tiles.multiply(x_NI, x_NI.new_empty(len(x_NI), self._size))
+            return out_NO if self._bias is None else out_NO.add_(self._bias)
         return torch.mm(x_NI, self._weight) if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
 
-    def add(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
-        """base + x W + bias."""
-        added = torch.addmm(base_NO, x_NI, self._weight)
-        return added if self._bias is None else added.add_(self._bias)
-
     def add_(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
-        """The same in place."""
-        base_NO.addmm_(x_NI, self._weight)
+        """base + x W + bias, in place."""
+        if self._tiles is not None:
+            self._tiles.multiply(x_NI, base_NO, add=True)
+        else:
+            base_NO.addmm_(x_NI, self._weight)
         return base_NO if self._bias is None else base_NO.add_(self._bias)
 
 

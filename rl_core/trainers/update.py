@@ -21,6 +21,7 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic
 from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
+from rl_core.native.memory import keep_freed_memory
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
 from rl_core.trainers.micro_batches import combine_metrics, cut, halve, padded_tokens
@@ -63,6 +64,7 @@ class Updater:
         max_nonfinite: int = 5,
         workers: Workers = ALONE,
     ) -> None:
+        keep_freed_memory()
         self.model = model
         self.workers = workers
         self.settings = settings
