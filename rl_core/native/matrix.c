@@ -155,7 +155,11 @@ static void configure(void) {
 
 #define LEFT(part) _tile_loadd(4, left + (part) * 2 * TILE, 64); _tile_loadd(5, left + ((part) * 2 + 1) * TILE, 64);
 #define RIGHT(part) _tile_loadd(6, right + (part) * 2 * TILE, 64); _tile_loadd(7, right + ((part) * 2 + 1) * TILE, 64);
-#define ADD_UP _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
+/* Four of a block's 96 lines of the cache at a time: all at once would hold up the tiles' own loads. */
+#define AHEAD(line) for (int i_ = 0; i_ < 4; i_++) _mm_prefetch(next + ((line) + i_) * 16, _MM_HINT_T0);
+#define ADD_UP(line) \
+    AHEAD(line) _tile_dpbf16ps(0, 4, 6); AHEAD(line + 4) _tile_dpbf16ps(1, 4, 7); \
+    AHEAD(line + 8) _tile_dpbf16ps(2, 5, 6); AHEAD(line + 12) _tile_dpbf16ps(3, 5, 7);
 
 /* Up to 32 x 32 numbers of c to four tiles' worth of memory, or back. */
 static void copy_part(float *c, int64_t stride, int64_t rows, int64_t columns, float found[4][TILE], int is_back) {
@@ -192,12 +196,13 @@ static void multiply_block(const packed_t *left, const packed_t *right, int64_t 
         _tile_zero(3);
     }
     for (int64_t block = 0; block < blocks; block++, left += PACKED, right += PACKED) {
-        LEFT(0) RIGHT(2) ADD_UP
-        RIGHT(1) ADD_UP
-        RIGHT(0) ADD_UP
-        LEFT(2) ADD_UP
-        LEFT(1) ADD_UP
-        RIGHT(1) ADD_UP
+        const packed_t *next = right + PACKED;
+        LEFT(0) RIGHT(2) ADD_UP(0)
+        RIGHT(1) ADD_UP(16)
+        RIGHT(0) ADD_UP(32)
+        LEFT(2) ADD_UP(48)
+        LEFT(1) ADD_UP(64)
+        RIGHT(1) ADD_UP(80)
     }
     _tile_stored(0, at[0], bytes);
     _tile_stored(1, at[1], bytes);
