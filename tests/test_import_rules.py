@@ -13,7 +13,19 @@ FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 
 # rl_core's rooms, lowest first; a room imports rooms of its own level or below, never one above it.
 LEVELS = [
-    {"errors", "types", "settings", "tracking", "faults", "folders", "locks", "state_codec", "metrics", "timing", "native"},
+    {
+        "errors",
+        "types",
+        "settings",
+        "tracking",
+        "faults",
+        "folders",
+        "locks",
+        "state_codec",
+        "metrics",
+        "timing",
+        "native",
+    },
     {"losses", "checkpoint", "distributed"},
     {"data", "models", "environments", "analysis"},
     {"rewards", "curriculum", "rollouts"},

@@ -12,6 +12,7 @@
 #else
 #define omp_get_thread_num() 0
 #endif
+#include "decode.h"
 #include "vectors.h"
 
 #define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
@@ -45,19 +46,6 @@ void normed(const float *x, int64_t n, int64_t width, float eps, float *out) {
     }
 }
 
-/* silu(gate) * up; gate and up stand side by side in each row of `both` [n, 2 width]. */
-void gated(const float *both, int64_t n, int64_t width, float *out) {
-    int64_t even = width - width % W;
-    for (int64_t row = 0; row < n; row++, both += 2 * width, out += width) {
-        const float *gate = both, *up = both + width;
-        for (int64_t i = 0; i < even; i += W) {
-            vf x = load(gate + i);
-            store(out + i, x * sigmoid(x) * load(up + i));
-        }
-        for (int64_t i = even; i < width; i++) out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
-    }
-}
-
 /* One head of one token: normed where there is a weight for it, turned to its position, times `scale`. */
 INLINE void turned(const float *x, const float *weight, float eps, const float *cosines, const float *sines, float scale,
                    int D, float *out) {
@@ -72,17 +60,6 @@ INLINE void turned(const float *x, const float *weight, float eps, const float *
     int half = D / 2;
     for (int d = 0; d < D; d++) out[d] = (x[d] * cosines[d] + x[d < half ? d + half : d - half] * sines[d]) * scale;
 }
-
-typedef struct {
-    int64_t tokens, rows;            /* new tokens; the first `rows` of them attend */
-    int64_t Q, K, D, length;         /* length: tokens that a slot has room for */
-    const int64_t *slots, *positions; /* of each token */
-    const float *cosines, *sines;    /* [length, D]; the first half of the sines with its sign turned */
-    const float *q_weight, *k_weight; /* [D] of norms, or NULL */
-    float q_eps, k_eps, scale;
-    float *scores;                   /* room for [threads, Q / K, length] */
-    int64_t threads;
-} Step;
 
 INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *values, float *out, const int D,
                          const int group) {

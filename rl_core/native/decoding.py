@@ -1,4 +1,4 @@
-"""What a decoding step does between its matrix products, in compiled code (`decode.c`).
+"""Decoding steps in compiled code: what they do between matrix products (`decode.c`), or all of it (`step.c`).
 
 N new tokens, n of them attending, D head size, Q query and K key/value heads, V vocabulary.
 """
@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from rl_core.native import library
+from rl_core.native.matrix import Packed
 
-__all__ = ["Native", "Step", "load"]
+__all__ = ["Native", "PackedWeights", "Step", "WholeStep", "load"]
 
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode.c
 
@@ -63,16 +66,103 @@ class Step:
         )  # fmt: skip
 
 
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("heads", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("heads_bias", "out_bias", "gate_up_bias", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("q_weight", "k_weight", "keys", "values")),
+        *((name, ctypes.c_float) for name in ("q_eps", "k_eps", "input_eps", "mlp_eps", "scale")),
+    ]
+
+
+class _Model(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("layers", "H", "I", "V")),
+        *((name, ctypes.c_void_p) for name in ("layer", "embedding", "head", "head_bias")),
+        ("head_eps", ctypes.c_float),
+    ]
+
+
+@dataclass(slots=True)
+class PackedWeights:
+    """One layer's weights by tiles, with the norms' weights multiplied in, and biases."""
+
+    heads: tuple[Packed, torch.Tensor | None]
+    out: tuple[Packed, torch.Tensor | None]
+    gate_up: tuple[Packed, torch.Tensor | None]
+    down: tuple[Packed, torch.Tensor | None]
+    q_norm: Norm | None
+    k_norm: Norm | None
+    input_eps: float
+    mlp_eps: float
+    scale: float
+
+
+class WholeStep:
+    """A whole decoding step in one call (`step.c`), for weights packed for tiles."""
+
+    def __init__(
+        self,
+        layers: Sequence[PackedWeights],
+        head: tuple[Packed, torch.Tensor | None],
+        head_eps: float,
+        embedding_VH: torch.Tensor,
+        cache: torch.Tensor,
+    ) -> None:
+        """cache: keys and values, [layers, 2, slots, K, length, D]."""
+        code = library.load()
+        assert code is not None
+        self._call = code.decode_step
+        self._call.restype = None
+        self._call.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64, *(ctypes.c_void_p,) * 3)
+        self._kept = (layers, head, embedding_VH, cache)  # what the compiled code points to
+        self._layers = (_Layer * len(layers))()
+        for fields, layer, part in zip(self._layers, layers, cache, strict=True):
+            for name in ("heads", "out", "gate_up", "down"):
+                packed, bias = getattr(layer, name)
+                setattr(fields, name, packed.place)
+                setattr(fields, f"{name}_bias", bias.data_ptr() if bias is not None else None)
+            for name in ("q", "k"):
+                norm: Norm | None = getattr(layer, f"{name}_norm")
+                if norm is not None:
+                    setattr(fields, f"{name}_weight", norm.weight.data_ptr())
+                    setattr(fields, f"{name}_eps", norm.eps)
+            fields.keys, fields.values = part[0].data_ptr(), part[1].data_ptr()
+            fields.input_eps, fields.mlp_eps, fields.scale = layer.input_eps, layer.mlp_eps, layer.scale
+        packed, bias = head
+        self._width = layers[0].down[0].inputs
+        self._model = _Model(
+            layers=len(layers), H=embedding_VH.shape[1], I=self._width, V=packed.outputs,
+            layer=ctypes.addressof(self._layers), embedding=embedding_VH.data_ptr(), head=packed.place,
+            head_bias=bias.data_ptr() if bias is not None else None, head_eps=head_eps,
+        )  # fmt: skip
+        self._tiles, self._room = packed.products, embedding_VH.new_empty(0)
+
+    def __call__(self, step: Step, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
+        """Logits [count, V] that follow the first `count` of the new tokens; keys and values go into the cache."""
+        fields, model = step.fields, self._model
+        query_size = fields.Q * fields.D
+        needed = fields.tokens * (2 * model.H + 2 * query_size + 2 * fields.K * fields.D + 3 * self._width)
+        if len(self._room) < needed:
+            self._room = self._room.new_empty(needed)
+        logits_nV = self._room.new_empty(count, model.V)
+        self._call(
+            ctypes.addressof(model), ctypes.addressof(fields), tokens_N.data_ptr(), count,
+            self._room.data_ptr(), self._tiles.place_for(fields.threads), logits_nV.data_ptr(),
+        )  # fmt: skip
+        return logits_nV
+
+
 class Native:
     """The compiled functions over contiguous float32 tensors on the CPU. Attention runs on torch's threads."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
         count, real, place = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
         self._normed, self._gated, self._attend, self._draw = (
-            getattr(code, name) for name in ("normed", "gated", "attend", "draw")
+            getattr(code, name) for name in ("normed", "gated_forward", "attend", "draw")
         )
         self._normed.argtypes = (place, count, count, real, place)
-        self._gated.argtypes = (place, count, count, place)
+        self._gated.argtypes = (place, count, count, place, ctypes.c_int)
         self._attend.argtypes = (place, place, place, place, place)
         self._draw.argtypes = (place, count, count, place, real, place, place, place)
         for function in (self._normed, self._gated, self._attend, self._draw):
@@ -93,7 +183,7 @@ class Native:
         """silu(gate) * up of [gate, up] side by side: [N, 2 F] -> [N, F]."""
         rows, width = both_NF.shape[0], both_NF.shape[1] // 2
         out_NF = both_NF.new_empty(rows, width)
-        self._gated(both_NF.data_ptr(), rows, width, out_NF.data_ptr())
+        self._gated(both_NF.data_ptr(), rows, width, out_NF.data_ptr(), torch.get_num_threads())
         return out_NF
 
     def attend(

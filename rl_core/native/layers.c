@@ -60,17 +60,22 @@ void norm_backward(const float *grad, const float *beside, const float *x, const
     }
 }
 
-/* silu(gate) * up; gate and up stand side by side in each row of `both` [n, 2 I]. I is a multiple of 16. */
+/* silu(gate) * up; gate and up stand side by side in each row of `both` [n, 2 I], I of any size. */
 void gated_forward(const float *both, int64_t n, int64_t I, float *out, int threads) {
+    int64_t even = I - I % W;
 #pragma omp parallel for num_threads(threads) if (threads > 1)
-    for (int64_t row = 0; row < n; row++)
-        for (int64_t i = 0; i < I; i += W) {
-            vf x = load(both + row * 2 * I + i);
-            store(out + row * I + i, x * sigmoid(x) * load(both + row * 2 * I + I + i));
+    for (int64_t row = 0; row < n; row++) {
+        const float *gate = both + row * 2 * I, *up = gate + I;
+        float *to = out + row * I;
+        for (int64_t i = 0; i < even; i += W) {
+            vf x = load(gate + i);
+            store(to + i, x * sigmoid(x) * load(up + i));
         }
+        for (int64_t i = even; i < I; i++) to[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
+    }
 }
 
-/* The gradient of `both` [n, 2 I]. */
+/* The gradient of `both` [n, 2 I]; I is a multiple of 16. */
 void gated_backward(const float *both, const float *grad, int64_t n, int64_t I, float *grad_both, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1)
     for (int64_t row = 0; row < n; row++)

@@ -11,7 +11,7 @@
  * tile holds pairs of depth j and j + 16. Sums have one order, whatever the number of rows and threads.
  */
 
-#include <stdint.h>
+#include "decode.h"
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
 #include <immintrin.h>
@@ -32,8 +32,6 @@
 #define DEPTH_BLOCKS 8        /* of the operands that are packed at a time: they stay in the second-level cache */
 #define ROW_BLOCKS 8
 #define COLUMN_BLOCKS 64
-
-typedef int32_t packed_t;
 
 INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
 
@@ -227,6 +225,8 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
              float *c, int64_t c_stride, int64_t rows, int64_t depth, int add, packed_t *room, int threads) {
     /* Fewer rows than would keep every thread busy for long are shared out in smaller pieces. */
     int64_t row_blocks = blocks_in(rows), step = least(ROW_BLOCKS, (row_blocks + threads - 1) / threads);
+    /* Packing a left operand that lies across costs more: a smaller piece of it is still in the first-level cache. */
+    int64_t most = (left_across ? DEPTH_BLOCKS / 2 : DEPTH_BLOCKS) * BLOCK;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         packed_t *right = room, *own = room + (COLUMN_BLOCKS + omp_get_thread_num() * ROW_BLOCKS) * DEPTH_BLOCKS * PACKED;
@@ -237,8 +237,8 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
                 int64_t columns = least(COLUMN_BLOCKS, blocks_in(parts[p].lines) - column);
                 int64_t lines = parts[p].lines - column * BLOCK;
                 const float *x = parts[p].x + (across ? 1 : parts[p].stride) * column * BLOCK;
-                for (int64_t d = 0; d < depth; d += DEPTH_BLOCKS * BLOCK) {
-                    int64_t deep = least(depth - d, DEPTH_BLOCKS * BLOCK), blocks = blocks_in(deep);
+                for (int64_t d = 0; d < depth; d += most) {
+                    int64_t deep = least(depth - d, most), blocks = blocks_in(deep);
                     const float *from = x + (across ? parts[p].stride : 1) * d;
 #pragma omp for schedule(static)
                     for (int64_t j = 0; j < columns; j++)

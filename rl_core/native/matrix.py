@@ -85,11 +85,11 @@ class Matrix:
         threads = torch.get_num_threads()
         self._product(
             left.data_ptr(), left.stride(0), left_across, ctypes.addressof(parts), len(right), across,
-            out.data_ptr(), out.stride(0), rows, depth, add, self._place(threads), threads,
+            out.data_ptr(), out.stride(0), rows, depth, add, self.place_for(threads), threads,
         )  # fmt: skip
         return out
 
-    def _place(self, threads: int) -> int:
+    def place_for(self, threads: int) -> int:
         """Where packed operands are put: memory of this thread of Python's, kept."""
         needed = self._room(threads) + 64
         room = getattr(self._own, "room", None)
@@ -100,21 +100,21 @@ class Matrix:
 
 
 class Packed:
-    """A weight as it was when it was packed."""
+    """A weight [O, I] as it was when it was packed."""
 
     def __init__(self, products: Matrix, weight_OI: torch.Tensor) -> None:
-        self._products = products
-        self._size = weight_OI.shape
-        self._memory = torch.empty(products._packed_size(*self._size) + 64, dtype=torch.uint8)
-        self._place = self._memory.data_ptr() + -self._memory.data_ptr() % 64
-        products._pack(weight_OI.data_ptr(), *self._size, self._place, torch.get_num_threads())
+        self.products = products
+        self.outputs, self.inputs = weight_OI.shape
+        self._memory = torch.empty(products._packed_size(self.outputs, self.inputs) + 64, dtype=torch.uint8)
+        self.place: int = self._memory.data_ptr() + -self._memory.data_ptr() % 64
+        products._pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
 
     def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """out (+)= x W^T."""
-        threads, (outputs, inputs) = torch.get_num_threads(), self._size
-        self._products._product_packed(
-            x_NI.data_ptr(), x_NI.stride(0), self._place, out_NO.data_ptr(), out_NO.stride(0),
-            len(x_NI), outputs, inputs, add, self._products._place(threads), threads,
+        threads = torch.get_num_threads()
+        self.products._product_packed(
+            x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
+            len(x_NI), self.outputs, self.inputs, add, self.products.place_for(threads), threads,
         )  # fmt: skip
         return out_NO
 

@@ -30,10 +30,10 @@ INLINE float total(vf v) {
 }
 
 /* e^x for x <= 0, to about one unit in the last place: 2^n e^r, |r| <= ln(2)/2 (polynomial of Cephes' expf); 0 from
- * -87 on, where float32 ends. */
+ * -87 on, where float32 ends; NaN of NaN. */
 INLINE vf exp_of_negative(vf x) {
-    vi is_some = x > all(-87.0f);
-    x = pick(is_some, x, all(-87.0f));
+    vi is_none = x <= all(-87.0f);
+    x = pick(is_none, all(-87.0f), x);
     vi n = __builtin_convertvector(x * 1.44269504088896341f - 0.5f, vi); /* towards 0: the nearest, as x <= 0 */
     vf whole = __builtin_convertvector(n, vf);
     vf r = x - whole * 0.693359375f - whole * -2.12194440e-4f;
@@ -44,7 +44,7 @@ INLINE vf exp_of_negative(vf x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
-    return pick(is_some, y * (vf)((n + 127) << 23), all(0.0f));
+    return pick(is_none, all(0.0f), y * (vf)((n + 127) << 23));
 }
 
 /* 1 / (1 + e^-x). */

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rl_core.models.lora import is_lora, plain_linear, unwrap
 from rl_core.models.trunk import STATIC_ROPES
 from rl_core.native import decoding
-from rl_core.native.decoding import Native, Step
+from rl_core.native.decoding import Native, Step, WholeStep
 from rl_core.rollouts.layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
 from rl_core.rollouts.sampling import draw
 
@@ -97,6 +97,7 @@ class Decoder:
             self._head: OutputHead = PackedOutputHead(self._base, self._native)
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
+        self._whole: WholeStep | None = None
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
 
     @torch.inference_mode()
@@ -122,6 +123,17 @@ class Decoder:
         # rotate_half(x) * sin == roll(x, D/2) * sin with the first half's sign turned
         self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], dim=-1)
         self._positions = positions
+        self._whole = self._whole_step(cache)
+
+    def _whole_step(self, cache: torch.Tensor) -> WholeStep | None:
+        """A step in one call, where everything in it is compiled."""
+        if self._native is None or not isinstance(self._head, PackedOutputHead):
+            return None
+        tiles, head = [layer.tiles() for layer in self._layers if isinstance(layer, PackedLayer)], self._head.tiles()
+        weights = [layer for layer in tiles if layer is not None]
+        if head is None or len(weights) < len(self._layers):
+            return None
+        return WholeStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
 
     @torch.inference_mode()
     def prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
@@ -224,8 +236,10 @@ class Decoder:
         """As `step`: every token attends to what its slot holds up to its own position, so none needs a mask."""
         cache = self._cache
         assert cache is not None
-        x_NH = functional.embedding(tokens_N, self._embedding)
         step = Step(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
+        if self._whole is not None:
+            return self._whole(step, tokens_N.contiguous(), count)
+        x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
             if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
                 step.rows = count

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rl_core.models.lora import plain_linear
 from rl_core.native import matrix
-from rl_core.native.decoding import Native
+from rl_core.native.decoding import Native, PackedWeights
 
 __all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
 
@@ -110,6 +110,16 @@ class PackedLayer(Layer):
         self._gate_up = _Packed([self.gate, self.up], self.mlp_norm.weight)
         self._down = _Packed([self.down])
 
+    def tiles(self) -> PackedWeights | None:
+        """The weights for `WholeStep`, where they are packed for tiles and the layer is what it computes."""
+        parts = [self._heads.tiles(), self._out.tiles(), self._gate_up.tiles(), self._down.tiles()]
+        if not self._is_silu or any(part is None for part in parts):
+            return None
+        heads, out, gate_up, down = (part for part in parts if part is not None)
+        return PackedWeights(
+            heads, out, gate_up, down, self.q_norm, self.k_norm, self.input_norm.eps, self.mlp_norm.eps, self.scale
+        )
+
     def heads(self, x_NH: torch.Tensor) -> torch.Tensor:
         """As `Layer.heads`."""
         return self._heads(self._without_weight(self.input_norm, x_NH))
@@ -150,6 +160,10 @@ class PackedOutputHead(OutputHead):
         self._native = native
         self._packed = _Packed([self.head], self.norm.weight)
 
+    def tiles(self) -> tuple[matrix.Packed, torch.Tensor | None] | None:
+        """As `PackedLayer.tiles`."""
+        return self._packed.tiles()
+
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V]."""
         if self._native is not None:
@@ -181,6 +195,10 @@ class _Packed:
             self._bias = torch.cat(
                 [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in linears]
             )
+
+    def tiles(self) -> tuple[matrix.Packed, torch.Tensor | None] | None:
+        """Weight and bias, where the weight is packed for tiles."""
+        return (self._tiles, self._bias) if self._tiles is not None else None
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         """x W + bias."""

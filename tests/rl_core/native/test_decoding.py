@@ -1,20 +1,17 @@
-"""The compiled parts of a decoding step against torch; and what happens where nothing can be compiled."""
+"""The compiled parts of a decoding step against torch."""
 
 import dataclasses
-import logging
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from rl_core.rollouts import native
-from rl_core.rollouts.native import Native, Step
+from rl_core.native import decoding
+from rl_core.native.decoding import Native, Step
 from rl_core.rollouts.sampling import draw
 
-needs_compiler = pytest.mark.skipif(native.load() is None, reason="needs a C compiler")
+needs_compiler = pytest.mark.skipif(decoding.load() is None, reason="needs a C compiler")
 
 
 @pytest.fixture
@@ -25,7 +22,7 @@ def numbers():
 @needs_compiler
 @pytest.mark.parametrize("width", [1, 15, 16, 33, 256])
 def test_norms_and_gates(numbers, width):
-    compiled = native.load()
+    compiled = decoding.load()
     x = torch.randn(5, width, generator=numbers)
     expected = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     torch.testing.assert_close(compiled.normed(x, 1e-5), expected, rtol=1e-6, atol=1e-7)
@@ -80,7 +77,7 @@ def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
     step = Step(positions, slots, cos, sin, cache, query_heads)
     step.rows = 4
     assert Native.can_attend(head_dim=size, query_heads=query_heads, kv_heads=kv_heads)
-    found = native.load().attend(step, heads, cache[0], q_norm, k_norm, 0.3)
+    found = decoding.load().attend(step, heads, cache[0], q_norm, k_norm, 0.3)
     torch.testing.assert_close(found, expected[:4], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache[0], expected_cache, rtol=1e-6, atol=1e-6)
 
@@ -97,19 +94,8 @@ def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         step = Step(positions, slots, cos, sin, cache, 4)
         assert step.fields.threads == threads
-        found.append(native.load().attend(step, heads, cache[0], None, None, 0.125))
+        found.append(decoding.load().attend(step, heads, cache[0], None, None, 0.125))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
-@needs_compiler
-def test_threads_are_those_of_torch():
-    """A second OpenMP library would have threads of its own, which wait where torch's want to work."""
-    program = (
-        "from rl_core.rollouts import native; native.load();"
-        "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'libiomp' in line}"
-        " == {native._openmp()})"
-    )
-    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["True"]
 
 
 def test_heads_that_do_not_fit_are_left_to_torch():
@@ -124,14 +110,14 @@ def test_heads_that_do_not_fit_are_left_to_torch():
 def test_tokens_are_those_that_torch_draws(numbers, size, temperature):
     logits = 3 * torch.randn(400, size, generator=numbers)
     drawn = torch.rand(400, generator=numbers, dtype=torch.float64)
-    (tokens, logprobs), expected = native.load().draw(logits, drawn, temperature), draw(logits, drawn, temperature)
+    (tokens, logprobs), expected = decoding.load().draw(logits, drawn, temperature), draw(logits, drawn, temperature)
     assert torch.equal(tokens, expected[0])
     torch.testing.assert_close(logprobs, expected[1], rtol=1e-6, atol=2e-6)
 
 
 @needs_compiler
 def test_edges_of_drawing():
-    compiled, highest = native.load(), np.nextafter(1.0, 0.0)
+    compiled, highest = decoding.load(), np.nextafter(1.0, 0.0)
     far = torch.full((1, 40), -200.0)  # so far below that their probability is 0 in float32
     far[0, 7] = 0.0
     for value in (0.0, 0.5, highest):
@@ -143,71 +129,3 @@ def test_edges_of_drawing():
     for temperature in (0.0, 1.0):  # a model that has diverged is found out elsewhere; here it must not crash
         token, logprob = compiled.draw(lost, half, temperature)
         assert 0 <= token.item() < 40 and not np.isfinite(logprob.item())
-
-
-@pytest.fixture
-def fresh(monkeypatch, tmp_path):
-    """As in a process that has compiled nothing yet."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    native.load.cache_clear()
-    yield tmp_path / "cache/posttrain"
-    native.load.cache_clear()
-
-
-@needs_compiler
-def test_it_is_compiled_once(fresh, monkeypatch):
-    assert native.load() is not None
-    (library,) = fresh.iterdir()
-    made = library.stat().st_mtime_ns
-    native.load.cache_clear()
-    assert native.load() is not None
-    assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [made]
-    had_threads = native._openmp() is not None
-    monkeypatch.setattr(native, "_SOURCE", changed := fresh / "changed.c")
-    changed.write_text((native.Path(native.__file__).with_name("decode.c")).read_text() + "\n")
-    native.load.cache_clear()
-    assert native.load() is not None
-    assert len(list(fresh.glob("*.so"))) == 2
-    monkeypatch.setattr(native, "_openmp", lambda: None)  # without threads it is another library
-    native.load.cache_clear()
-    assert native.load() is not None
-    assert len(list(fresh.glob("*.so"))) == (3 if had_threads else 2)
-
-
-@needs_compiler
-def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_path):
-    """Nor is a user without a home. What is compiled then goes as soon as it is loaded."""
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(native.tempfile, "tempdir", str(tmp_path / "temporary"))
-    fresh.parent.write_text("a file where the folder should be")
-    compiled = native.load()
-    assert compiled is not None
-    monkeypatch.delenv("XDG_CACHE_HOME")
-
-    def nowhere():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(native.Path, "home", nowhere)
-    native.load.cache_clear()
-    assert native.load() is not compiled is not None
-    assert list((tmp_path / "temporary").iterdir()) == []
-    assert compiled.normed(torch.ones(1, 4), 0.0).tolist() == [[1.0] * 4]
-
-
-def test_without_a_compiler_torch_does_it(fresh, monkeypatch, caplog):
-    monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
-    assert native.load() is None and not caplog.records
-    monkeypatch.delenv("POSTTRAIN_NATIVE")
-    for compiler in ("false", "no-such-compiler-here"):
-        native.load.cache_clear()
-        caplog.clear()
-        monkeypatch.setenv("CC", compiler)
-        with caplog.at_level(logging.WARNING):
-            assert native.load() is None
-        assert f"{compiler} could not compile decode.c" in caplog.text
-    native.load.cache_clear()
-    monkeypatch.delenv("CC")
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    with caplog.at_level(logging.INFO):
-        assert native.load() is None
-    assert "no C compiler" in caplog.text

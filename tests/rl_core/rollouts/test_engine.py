@@ -13,7 +13,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from rl_core.errors import DataError
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.rollouts import decoder, layers, native
+from rl_core.native import decoding, matrix
+from rl_core.rollouts import decoder, layers
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.engine import Engine, make_backend
 from rl_core.rollouts.transformers_backend import TransformersBackend
@@ -23,15 +24,20 @@ EOS = list(range(1, VOCAB, 5))  # often enough for several turns
 ROOM = 24  # tokens after the prompt
 
 
-@pytest.fixture(params=["compiled", "packed", "in place"])
+@pytest.fixture(params=["tiles", "compiled", "packed", "in place"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the engine computes: with packed copies of the weights, as for small models on a CPU, and with compiled code
-    where heads have a fitting size; or with the weights where they are, as on a GPU."""
+    where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
+    are, as on a GPU."""
     if request.param == "in place":
         monkeypatch.setattr(decoder, "can_pack", lambda base: False)
     if request.param == "packed":
-        monkeypatch.setattr(native, "load", lambda: None)
-    if request.param == "compiled" and native.load() is None:
+        monkeypatch.setattr(decoding, "load", lambda: None)
+    if request.param == "tiles" and matrix.load() is None:
+        pytest.skip("needs a C compiler and a processor with tiles")
+    if request.param != "tiles":
+        monkeypatch.setattr(matrix, "load", lambda: None)
+    if request.param == "compiled" and decoding.load() is None:
         pytest.skip("needs a C compiler")
     return str(request.param)
 
@@ -52,7 +58,7 @@ def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not layers.can_pack(small)
 
 
-@pytest.mark.skipif(native.load() is None, reason="needs a C compiler")
+@pytest.mark.skipif(decoding.load() is None, reason="needs a C compiler")
 def test_what_is_compiled() -> None:
     assert decoder.Decoder(make_model("llama", head_dim=16))._native is not None
     for other in (make_model("llama", head_dim=8), make_model("llama", head_dim=16).double()):

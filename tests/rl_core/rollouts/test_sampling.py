@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.rollouts import native, sampling
+from rl_core.native import decoding
+from rl_core.rollouts import sampling
 from rl_core.rollouts.sampling import session_seed, uniforms
 
 
@@ -17,9 +18,9 @@ def draw(request):
     """Both ways to draw tokens."""
     if request.param == "torch":
         return sampling.draw
-    if native.load() is None:
+    if decoding.load() is None:
         pytest.skip("needs a C compiler")
-    return native.load().draw
+    return decoding.load().draw
 
 
 def test_inversion_by_hand(draw) -> None:
