@@ -61,9 +61,21 @@ INLINE void turned(const float *x, const float *weight, float eps, const float *
     for (int d = 0; d < D; d++) out[d] = (x[d] * cosines[d] + x[d < half ? d + half : d - half] * sines[d]) * scale;
 }
 
+/* The sums of values [seen, D] by the scores of some heads, over their totals. */
+INLINE void weighted(const float *scores, int64_t length, const float *value, int64_t seen, const float *sum, float *out,
+                     const int D, const int heads) {
+    vf found[256 / W] = {{0}};
+    for (int64_t t = 0; t < seen; t++)
+        for (int g = 0; g < heads; g++)
+            for (int d = 0; d < D; d += W) found[(g * D + d) / W] += scores[g * length + t] * load(value + t * D + d);
+    for (int g = 0; g < heads; g++)
+        for (int d = 0; d < D; d += W) store(out + g * D + d, found[(g * D + d) / W] / sum[g]);
+}
+
 INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *values, float *out, const int D,
                          const int group) {
     int64_t width = (s->Q + 2 * s->K) * D;
+    const int side = D <= 64 && group % 4 == 0 ? 4 : D <= 128 && group % 2 == 0 ? 2 : 1;
 #pragma omp parallel for num_threads((int)s->threads) if (s->threads > 1)
     for (int64_t token = 0; token < s->tokens; token++) { /* all of them first: those of one slot see each other */
         const float *head = heads + token * width + s->Q * D;
@@ -86,7 +98,6 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                        s->sines + position * D, s->scale, D, query + g * D);
             int64_t place = (s->slots[token] * s->K + k) * s->length * D;
             const float *key = keys + place, *value = values + place;
-            float largest[8];
             int64_t first = 0;
             for (; first + W <= seen; first += W)
                 for (int g = 0; g < group; g++) {
@@ -96,6 +107,8 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                         for (int i = 0; i < W; i++) sums[i] += part * load(key + (first + i) * D + d);
                     }
                     store(scores + g * s->length + first, totals(sums));
+                    for (int i = g * W / group; i < (g + 1) * W / group; i++) /* their values, which come next */
+                        for (int d = 0; d < D; d += W) __builtin_prefetch(value + (first + i) * D + d);
                 }
             for (; first < seen; first++)
                 for (int g = 0; g < group; g++) {
@@ -103,30 +116,28 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                     for (int d = 0; d < D; d += W) sum += load(query + g * D + d) * load(key + first * D + d);
                     scores[g * s->length + first] = total(sum);
                 }
+            float sum[8];
             for (int g = 0; g < group; g++) {
-                const float *score = scores + g * s->length;
-                largest[g] = score[0];
-                for (int64_t t = 1; t < seen; t++) largest[g] = score[t] > largest[g] ? score[t] : largest[g];
-            }
-            float *to = out + token * s->Q * D + k * group * D;
-            for (int g = 0; g < group; g++) {
-                float *score = scores + g * s->length;
-                vf sums = {0};
+                float *score = scores + g * s->length, last[W], largest = score[0];
+                vf most = all(largest), sums = {0};
                 int64_t t = 0;
-                for (; t + W <= seen; t += W) {
-                    vf power = exp_of_negative(load(score + t) - largest[g]);
+                for (; t + W <= seen; t += W) most = pick(load(score + t) > most, load(score + t), most);
+                for (int i = 0; i < W; i++) last[i] = t + i < seen ? score[t + i] : largest;
+                most = pick(load(last) > most, load(last), most);
+                for (int i = 0; i < W; i++) largest = most[i] > largest ? most[i] : largest;
+                for (t = 0; t + W <= seen; t += W) {
+                    vf power = exp_of_negative(load(score + t) - largest);
                     store(score + t, power);
                     sums += power;
                 }
-                float last[W], sum = total(sums);
-                for (int i = 0; i < W; i++) last[i] = t + i < seen ? score[t + i] - largest[g] : 0.0f;
-                store(last, exp_of_negative(load(last)));
-                for (int i = 0; t + i < seen; i++) sum += score[t + i] = last[i];
-                vf found[256 / W] = {{0}};
-                for (t = 0; t < seen; t++)
-                    for (int d = 0; d < D; d += W) found[d / W] += score[t] * load(value + t * D + d);
-                for (int d = 0; d < D; d += W) store(to + g * D + d, found[d / W] / sum);
+                store(last, exp_of_negative(load(last) - largest));
+                sum[g] = total(sums);
+                for (int i = 0; t + i < seen; i++) sum[g] += score[t + i] = last[i];
             }
+            float *to = out + token * s->Q * D + k * group * D;
+            for (int from = 0; from < group; from += side) /* as many heads at a time as there are registers for */
+                weighted(scores + from * s->length, s->length, value, seen, sum + from, to + from * D, D,
+                         group - from < side ? group - from : side);
         }
     }
 }

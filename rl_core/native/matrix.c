@@ -31,6 +31,7 @@
 #define PACKED (6 * TILE)     /* dwords of one packed block */
 #define DEPTH_BLOCKS 8        /* of the operands that are packed at a time: they stay in the second-level cache */
 #define ROW_BLOCKS 8
+#define MOST_ROWS 16         /* where the right operand is packed already: reading it anew takes long */
 #define COLUMN_BLOCKS 64
 
 INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
@@ -154,7 +155,7 @@ static void configure(void) {
 #define LEFT(part) _tile_loadd(4, left + (part) * 2 * TILE, 64); _tile_loadd(5, left + ((part) * 2 + 1) * TILE, 64);
 #define RIGHT(part) _tile_loadd(6, right + (part) * 2 * TILE, 64); _tile_loadd(7, right + ((part) * 2 + 1) * TILE, 64);
 /* Four of a block's 96 lines of the cache at a time: all at once would hold up the tiles' own loads. */
-#define AHEAD(line) for (int i_ = 0; i_ < 4; i_++) _mm_prefetch(next + ((line) + i_) * 16, _MM_HINT_T0);
+#define AHEAD(line) for (int i_ = 0; i_ < 4; i_++) _mm_prefetch(next + ((line) + i_) * 16, _MM_HINT_T1);
 #define ADD_UP(line) \
     AHEAD(line) _tile_dpbf16ps(0, 4, 6); AHEAD(line + 4) _tile_dpbf16ps(1, 4, 7); \
     AHEAD(line + 8) _tile_dpbf16ps(2, 5, 6); AHEAD(line + 12) _tile_dpbf16ps(3, 5, 7);
@@ -216,7 +217,7 @@ typedef struct {
 
 /* Bytes that `product` needs for so many threads. */
 int64_t matrix_room(int64_t threads) {
-    return (COLUMN_BLOCKS + threads * ROW_BLOCKS) * DEPTH_BLOCKS * PACKED * (int64_t)sizeof(packed_t);
+    return (COLUMN_BLOCKS + threads * MOST_ROWS) * DEPTH_BLOCKS * PACKED * (int64_t)sizeof(packed_t);
 }
 
 /* c [rows, all lines of the parts] (+)= left times right, whose columns are the lines of `parts`, one after the other.
@@ -275,13 +276,13 @@ void pack_right(const float *x, int64_t lines, int64_t depth, packed_t *out, int
 /* c [rows, columns] (+)= left [rows, depth] times a packed right operand. */
 void product_packed(const float *left, int64_t left_stride, const packed_t *right, float *c, int64_t c_stride,
                     int64_t rows, int64_t columns, int64_t depth, int add, packed_t *room, int threads) {
-    const int64_t kept = ROW_BLOCKS * DEPTH_BLOCKS; /* blocks of the left that a thread packs at a time */
+    const int64_t kept = MOST_ROWS * DEPTH_BLOCKS; /* blocks of the left that a thread packs at a time */
     int64_t row_blocks = blocks_in(rows), column_blocks = blocks_in(columns), depth_blocks = blocks_in(depth);
     /* Threads share out rows; where those are too few, columns, and each packs the rows for itself. */
     int by_rows = row_blocks >= 2 * threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        int64_t own = omp_get_thread_num(), some = by_rows ? least(ROW_BLOCKS, row_blocks / threads) : least(ROW_BLOCKS, row_blocks);
+        int64_t own = omp_get_thread_num(), some = least(MOST_ROWS, by_rows ? row_blocks / threads : row_blocks);
         int64_t turn = by_rows ? own : 0, turns = by_rows ? threads : 1;
         int64_t first = by_rows ? 0 : column_blocks * own / threads, end = by_rows ? column_blocks : column_blocks * (own + 1) / threads;
         packed_t *packed = room + own * kept * PACKED;

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from rl_core.native import library
+from rl_core.native.memory import Arena
 
 __all__ = ["Matrix", "Packed", "load"]
 
@@ -45,9 +46,9 @@ class Matrix:
         )  # fmt: skip
         self._own = threading.local()
 
-    def pack(self, weight_OI: torch.Tensor) -> Packed:
-        """A contiguous weight for many products with few rows: a copy of one and a half times its size."""
-        return Packed(self, weight_OI)
+    def pack(self, weight_OI: torch.Tensor, arena: Arena) -> Packed:
+        """A contiguous weight for many products with few rows: one and a half times its size in the arena."""
+        return Packed(self, weight_OI, arena)
 
     def linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """x W^T of several weights [O_i, I], side by side: [N, sum of O_i]."""
@@ -102,11 +103,11 @@ class Matrix:
 class Packed:
     """A weight [O, I] as it was when it was packed."""
 
-    def __init__(self, products: Matrix, weight_OI: torch.Tensor) -> None:
+    def __init__(self, products: Matrix, weight_OI: torch.Tensor, arena: Arena) -> None:
         self.products = products
         self.outputs, self.inputs = weight_OI.shape
-        self._memory = torch.empty(products._packed_size(self.outputs, self.inputs) + 64, dtype=torch.uint8)
-        self.place: int = self._memory.data_ptr() + -self._memory.data_ptr() % 64
+        self._memory = arena.take(products._packed_size(self.outputs, self.inputs))
+        self.place: int = self._memory.data_ptr()
         products._pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
 
     def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:

@@ -9,6 +9,7 @@ Q query heads, K key/value heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from rl_core.models.lora import is_lora, plain_linear, unwrap
 from rl_core.models.trunk import STATIC_ROPES
 from rl_core.native import decoding
 from rl_core.native.decoding import Native, Step, WholeStep
+from rl_core.native.memory import Arena, pages
 from rl_core.rollouts.layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
 from rl_core.rollouts.sampling import draw
 
@@ -80,6 +82,7 @@ class Decoder:
         self.query_heads: int = plain_linear(attention.q_proj).out_features // self.head_dim
         self.kv_heads: int = plain_linear(attention.k_proj).out_features // self.head_dim
         self.vocab_size: int = plain_linear(self._base.lm_head).out_features
+        self._arena = Arena()  # of packed weights
         self._cache: torch.Tensor | None = None  # [layers, 2, slots, K, max_length, D]
         self.bind()
 
@@ -88,13 +91,14 @@ class Decoder:
         layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
         self._native: Native | None = None
+        self._arena.reset()
         if can_pack(self._base):
             if self._embedding.dtype == torch.float32 and Native.can_attend(
                 head_dim=self.head_dim, query_heads=self.query_heads, kv_heads=self.kv_heads
             ):
                 self._native = decoding.load()
-            self._layers: Sequence[Layer] = [PackedLayer(layer, self._native) for layer in layers]
-            self._head: OutputHead = PackedOutputHead(self._base, self._native)
+            self._layers: Sequence[Layer] = [PackedLayer(layer, self._arena, self._native) for layer in layers]
+            self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._native)
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
         self._whole: WholeStep | None = None
@@ -111,7 +115,7 @@ class Decoder:
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
-            self._cache = cache = torch.zeros(shape, device=self.device, dtype=self.dtype)
+            self._cache = cache = self._zeros(shape)
         self.slots, self.max_length = cache.shape[2], cache.shape[4]
         self._keys = [cache[layer, 0].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._values = [cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))]
@@ -124,6 +128,11 @@ class Decoder:
         self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], dim=-1)
         self._positions = positions
         self._whole = self._whole_step(cache)
+
+    def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.device.type != "cpu":
+            return torch.zeros(shape, device=self.device, dtype=self.dtype)
+        return pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
 
     def _whole_step(self, cache: torch.Tensor) -> WholeStep | None:
         """A step in one call, where everything in it is compiled."""

@@ -18,6 +18,7 @@ from torch.nn import functional
 from rl_core.models.lora import plain_linear
 from rl_core.native import matrix
 from rl_core.native.decoding import Native, PackedWeights
+from rl_core.native.memory import Arena
 
 __all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
 
@@ -101,14 +102,14 @@ class PackedLayer(Layer):
     Norms and gates are compiled code where there is some (`native`).
     """
 
-    def __init__(self, layer: Any, native: Native | None = None) -> None:
+    def __init__(self, layer: Any, arena: Arena, native: Native | None = None) -> None:
         super().__init__(layer)
         self._native = native
         self._is_silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
-        self._heads = _Packed(self.qkv, self.input_norm.weight)
-        self._out = _Packed([self.out])
-        self._gate_up = _Packed([self.gate, self.up], self.mlp_norm.weight)
-        self._down = _Packed([self.down])
+        self._heads = _Packed(arena, self.qkv, self.input_norm.weight)
+        self._out = _Packed(arena, [self.out])
+        self._gate_up = _Packed(arena, [self.gate, self.up], self.mlp_norm.weight)
+        self._down = _Packed(arena, [self.down])
 
     def tiles(self) -> PackedWeights | None:
         """The weights for `WholeStep`, where they are packed for tiles and the layer is what it computes."""
@@ -155,10 +156,10 @@ class OutputHead:
 class PackedOutputHead(OutputHead):
     """The same by a packed copy."""
 
-    def __init__(self, base: Any, native: Native | None = None) -> None:
+    def __init__(self, base: Any, arena: Arena, native: Native | None = None) -> None:
         super().__init__(base)
         self._native = native
-        self._packed = _Packed([self.head], self.norm.weight)
+        self._packed = _Packed(arena, [self.head], self.norm.weight)
 
     def tiles(self) -> tuple[matrix.Packed, torch.Tensor | None] | None:
         """As `PackedLayer.tiles`."""
@@ -174,15 +175,15 @@ class PackedOutputHead(OutputHead):
 class _Packed:
     """Linear layers of one input, side by side, copied for products with few rows."""
 
-    def __init__(self, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
-        """Copy the parameters; `scale_I` multiplies the inputs."""
+    def __init__(self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
+        """Copy the parameters, for tiles into the arena; `scale_I` multiplies the inputs."""
         weights = [weight for weight, _ in linears]
         self._size = sum(len(weight) for weight in weights)
         products = matrix.load() if weights[0].dtype == torch.float32 else None
         self._tiles: matrix.Packed | None = None
         if products is not None:
             weight_OI = torch.cat(weights)
-            self._tiles = products.pack(weight_OI if scale_I is None else weight_OI.mul_(scale_I))
+            self._tiles = products.pack(weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena)
         else:
             self._weight = weights[0].new_empty(weights[0].shape[1], self._size)
             for part, weight in zip(self._weight.split([len(w) for w in weights], dim=1), weights, strict=True):
