@@ -32,7 +32,8 @@ def linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not (module._forward_hooks or module._forward_pre_hooks)
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return type(module) is nn.Linear and not any(hooks)
 
 
 def norm(x_NH: torch.Tensor, module: Any) -> torch.Tensor:
@@ -60,7 +61,7 @@ def linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """x W^T of several weights [O_i, I], side by side; without gradient."""
     found = _matrix(x_NI, *weights)
     if found is not None:
-        return found.linear(_rows(x_NI), weights)
+        return found.linear(_rows(x_NI), [_rows(weight) for weight in weights])
     if len(weights) == 1:
         return x_NI @ weights[0].t()
     out_NO = x_NI.new_empty(len(x_NI), sum(len(weight) for weight in weights))
@@ -73,7 +74,7 @@ def input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.
     """Gradient of the input of `linear`, from that of its result."""
     found = _matrix(grad_NO, *weights)
     if found is not None:
-        return found.input_grad(_rows(grad_NO), weights)
+        return found.input_grad(_rows(grad_NO), [_rows(weight) for weight in weights])
     parts = grad_NO.split([len(weight) for weight in weights], dim=1)
     grad_NI = parts[0] @ weights[0]
     for part_NO, weight_OI in zip(parts[1:], weights[1:], strict=True):
@@ -89,8 +90,9 @@ def weight_grad(grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
 
 def _matrix(*operands: torch.Tensor) -> matrix.Matrix | None:
     """The compiled products, where they apply."""
-    if any(operand.device.type != "cpu" or operand.dtype != torch.float32 for operand in operands):
-        return None
+    for operand in operands:
+        if operand.device.type != "cpu" or operand.dtype != torch.float32 or not operand.numel():
+            return None
     return matrix.load()
 
 

@@ -108,6 +108,25 @@ def test_linear_layers_side_by_side(way, numbers, has_bias):
             torch.testing.assert_close(parameter.grad.double(), two.get_parameter(name).grad, rtol=1e-5, atol=1e-5)
 
 
+def test_no_rows_at_all(way):
+    """A micro-batch without a token that carries loss."""
+    modules = [nn.Linear(16, 16), nn.Linear(16, 32)]
+    x = torch.zeros(0, 16, requires_grad=True)
+    kernels.gated_silu(kernels.linears(x, modules)[:, :32]).sum().backward()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for module in modules for p in module.parameters())
+    assert x.grad.shape == x.shape
+    weight = torch.ones(16, requires_grad=True)
+    kernels._AddNorm.apply(x, x, weight, 1e-6)[1].sum().backward()
+    assert torch.equal(weight.grad, torch.zeros(16))
+
+
+def test_a_weight_that_lies_the_other_way(way, numbers):
+    x, weight = torch.randn(20, 16, generator=numbers), torch.randn(16, 24, generator=numbers).t()
+    torch.testing.assert_close(kernels.linear(x, [weight]), x @ weight.t(), rtol=1e-5, atol=1e-5)
+    grad = torch.randn(20, 24, generator=numbers)
+    torch.testing.assert_close(kernels.input_grad(grad, [weight]), grad @ weight, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_frozen_gets_no_gradient(way, numbers):
     frozen, free = nn.Linear(16, 16), nn.Linear(16, 32)
     frozen.requires_grad_(False)
@@ -126,9 +145,12 @@ def test_a_layer_of_another_kind_is_called_itself(numbers):
     plain, other, x = nn.Linear(16, 16), Doubled(16, 16), torch.randn(3, 16, generator=numbers)
     assert torch.equal(kernels.linears(x, [plain, other]), torch.cat([plain(x), other(x)], dim=1))
     heard = []
-    plain.register_forward_hook(lambda *event: heard.append(event))
+    plain.register_forward_hook(lambda *event: heard.append("forward"))
     kernels.linears(x, [plain])
-    assert len(heard) == 1
+    free = nn.Linear(16, 16)
+    free.register_full_backward_hook(lambda *event: heard.append("backward"))
+    kernels.linears(x.requires_grad_(), [free]).sum().backward()
+    assert heard == ["forward", "backward"]
 
 
 def test_other_numbers_are_left_to_torch(numbers):

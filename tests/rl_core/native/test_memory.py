@@ -1,4 +1,4 @@
-"""Memory that is freed stays with the process, unless the user has set the allocator."""
+"""Memory that is freed stays with the process, unless the user has set the allocator; memory that is given out."""
 
 import os
 import platform
@@ -6,8 +6,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+from rl_core.native.memory import Arena, pages
+
+needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 
 PROGRAM = """
 import resource, sys
@@ -32,6 +35,7 @@ def run(how: str, **environment: str) -> tuple[str, int]:
     return said, int(faults)
 
 
+@needs_glibc
 def test_pages_are_not_mapped_again() -> None:
     said, kept = run("keep")
     _, given_back = run("leave")
@@ -39,6 +43,32 @@ def test_pages_are_not_mapped_again() -> None:
     assert given_back > 10_000 > 100 * kept  # 163,840 pages of 4 KiB, or fewer larger ones
 
 
+@needs_glibc
 def test_a_user_who_has_set_the_allocator_is_left_alone() -> None:
     said, faults = run("keep", MALLOC_TRIM_THRESHOLD_="131072")
     assert said == "False" and faults > 10_000
+
+
+def test_fresh_pages_belong_to_this_process() -> None:
+    memory = pages(10_000)
+    assert memory.shape == (10_000,) and not memory.any() and memory.data_ptr() % 64 == 0
+    child = os.fork()
+    if not child:
+        memory.fill_(1)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert not memory.any()
+
+
+def test_pieces_do_not_overlap_and_are_given_out_again() -> None:
+    arena = Arena(chunk=1000)
+    sizes = [100, 1, 800, 5000, 30, 64]
+    pieces = [arena.take(size) for size in sizes]
+    for number, piece in enumerate(pieces):
+        piece.fill_(number)
+        assert piece.data_ptr() % 64 == 0 and len(piece) >= sizes[number]
+    assert [int(piece.float().mean()) for piece in pieces] == list(range(6))
+    assert all(piece.min() == piece.max() for piece in pieces)
+    arena.reset()
+    assert [arena.take(size).data_ptr() for size in sizes] == [piece.data_ptr() for piece in pieces]
+    assert torch.equal(pieces[3], torch.full_like(pieces[3], 3))  # nothing is written by giving it out
