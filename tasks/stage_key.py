@@ -18,6 +18,8 @@ from tasks.stage_result import StageResult
 
 __all__ = ["code_version", "input_digest", "stage_key", "stage_seed"]
 
+_SOURCES = (".py", ".c", ".h")
+
 
 @functools.cache
 def code_version() -> str:
@@ -25,7 +27,7 @@ def code_version() -> str:
     root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
     for package in ("rl_core", "tasks"):
-        for path in sorted(path for ending in ("*.py", "*.c") for path in (root / package).rglob(ending)):
+        for path in sorted(path for ending in _SOURCES for path in (root / package).rglob(f"*{ending}")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
 

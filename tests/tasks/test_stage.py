@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,12 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     assert key(made=pipeline(name="other", output="elsewhere")) == same  # where it lies changes no number
     monkeypatch.setattr(keys, "code_version", lambda: "other")
     assert key() != same
+
+
+def test_the_code_version_is_that_of_every_source():
+    root = Path(keys.__file__).resolve().parent.parent
+    files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
+    assert {path.suffix for path in files if path.parent.name != "__pycache__"} == set(keys._SOURCES)
 
 
 def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
