@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rl_core.native import layers, matrix
 
-__all__ = ["add_norm", "gated_silu", "input_grad", "linear", "linears", "norm", "weight_grad"]
+__all__ = ["add_norm", "add_weight_grad", "gated_silu", "input_grad", "linear", "linears", "norm", "weight_grad"]
 
 
 def linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
@@ -86,6 +86,15 @@ def weight_grad(grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
     """Gradient of the weights of `linear`, one below the other."""
     found = _matrix(grad_NO, x_NI)
     return found.weight_grad(_rows(grad_NO), _rows(x_NI)) if found is not None else grad_NO.t() @ x_NI
+
+
+def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+    """Add the gradient of the weights to `sum_OI`, contiguous, without another tensor of its size."""
+    found = _matrix(grad_NO, x_NI, sum_OI)
+    if found is not None:
+        found.add_weight_grad(sum_OI, _rows(grad_NO), _rows(x_NI))
+    else:
+        sum_OI.addmm_(grad_NO.t(), x_NI)
 
 
 def _matrix(*operands: torch.Tensor) -> matrix.Matrix | None:

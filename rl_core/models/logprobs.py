@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import evaluating
-from rl_core.models.kernels import input_grad, linear, weight_grad
+from rl_core.models.kernels import add_weight_grad, input_grad, linear
 from rl_core.models.lora import unwrap
 from rl_core.models.trunk import hidden_states, model_inputs
 from rl_core.types import TrainBatch
@@ -261,7 +261,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 grad_hidden_NH[part] = input_grad(grad_CV, [weight_VH])
             if grad_weight_VH is not None:
                 if accurate == weight_VH.dtype:
-                    grad_weight_VH += weight_grad(grad_CV, hidden_NH[part])
+                    add_weight_grad(grad_weight_VH, grad_CV, hidden_NH[part])
                 else:
                     grad_weight_VH += grad_CV.t() @ hidden_NH[part]
         return (

@@ -68,6 +68,10 @@ class Matrix:
         grad_OI = grad_NO.new_empty(grad_NO.shape[1], x_NI.shape[1])
         return self._multiply(grad_NO, [x_NI], grad_OI, left_across=True, across=True)
 
+    def add_weight_grad(self, sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
+        """Add the gradient of the weights to `sum_OI`."""
+        self._multiply(grad_NO, [x_NI], sum_OI, left_across=True, across=True, add=True)
+
     def _multiply(
         self,
         left: torch.Tensor,
