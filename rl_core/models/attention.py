@@ -8,6 +8,7 @@ B rows, T real tokens, N of them of which no two have the same beginning, h all 
 
 from __future__ import annotations
 
+import abc
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,16 +27,16 @@ _LEAST_FILLED = 0.85  # a row shorter than this share of its rectangle's width o
 _LEAST_ROWS = 8  # if there are this many rows in it: a call of the attention kernel has a price of its own
 
 
-class Attention:
+class Attention(abc.ABC):
     """Rotary embedding and attention over the rows of one batch."""
 
     def __init__(self, cos_ND: torch.Tensor, sin_ND: torch.Tensor) -> None:
         """cos_ND, sin_ND: of each token's position."""
         self._cos_ND, self._sin_ND = cos_ND.contiguous(), sin_ND.contiguous()
 
+    @abc.abstractmethod
     def __call__(self, heads_NhD: torch.Tensor, kv_heads: int, scale: float) -> torch.Tensor:
         """Queries, keys and values side by side, before their rotary embedding -> [N, Q * D]."""
-        raise NotImplementedError
 
 
 def attention_of(
