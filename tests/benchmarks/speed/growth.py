@@ -60,7 +60,7 @@ def markdown(points, about):
             if len(part) < 2:
                 cells += ["-", expected]
                 continue
-            fit = Fit.of(xs, [max(point[name], 0.1) for point in part])
+            fit = Fit.of(xs, [max(point[name], 1e-3) for point in part])
             quality = f", {fit.r_squared:.3f}" if name == "seconds" else ""
             cells += [f"{fit.exponent:.2f} [{fit.last:.2f}]{quality}", expected]
         text.append(f"| {axis} | {work} | {xs[0]:,} to {xs[-1]:,} | {' | '.join(cells)} |")
@@ -90,7 +90,7 @@ def picture(points, file):
     for (axis, work), part in parts.items():
         column = axes.index(axis)
         for row, (name, label) in enumerate((("seconds", "seconds"), ("memory_mb", "MB above the imports"))):
-            xs, ys = [point["value"] for point in part], [max(point[name], 0.1) for point in part]
+            xs, ys = [point["value"] for point in part], [max(point[name], 1e-3) for point in part]
             exponent = f": {Fit.of(xs, ys).exponent:.2f}" if len(part) > 1 else ""
             panel = grid[row][column]
             panel.loglog(xs, ys, "o-", color=colours.get(work, "#2e7d32"), label=f"{work}{exponent}")
