@@ -3,6 +3,7 @@
 import pytest
 
 from rl_core import faults
+from rl_core.native import attention, layers, matrix
 
 
 @pytest.fixture(autouse=True)
@@ -10,3 +11,18 @@ def no_faults():
     """A fault point that one test set never fires in the next one."""
     yield
     faults.configure(None)
+
+
+@pytest.fixture(params=["torch", "compiled", "tiles"])
+def way(request, monkeypatch):
+    """How a CPU computes: torch's kernels, compiled code, compiled code with products by tiles."""
+    if request.param == "tiles" and matrix.load() is None:
+        pytest.skip("needs a C compiler and a processor with tiles")
+    if request.param != "tiles":
+        monkeypatch.setattr(matrix, "load", lambda: None)
+    if request.param == "torch":
+        monkeypatch.setattr(layers, "load", lambda: None)
+        monkeypatch.setattr(attention, "load", lambda: None)
+    elif layers.load() is None:
+        pytest.skip("needs a C compiler")
+    return request.param

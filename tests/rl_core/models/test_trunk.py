@@ -23,8 +23,6 @@ from rl_core.models import attention, trunk
 from rl_core.models.lora import add_adapter, unwrap
 from rl_core.models.prefixes import shared_prefixes
 from rl_core.models.trunk import hidden_states
-from rl_core.native import attention as native_attention
-from rl_core.native import layers, matrix
 from rl_core.settings import LoraSettings
 from rl_core.types import TrainBatch
 
@@ -40,20 +38,10 @@ FAMILIES = {
 LENGTHS = [3, 17, 9, 30, 30, 1, 12, 28, 5, 22, 16, 2]
 
 
-@pytest.fixture(autouse=True, params=["torch", "compiled", "tiles"])
-def way(request, monkeypatch):
-    """How it is computed. A dozen rows make several of the rectangles that torch attends in."""
+@pytest.fixture(autouse=True)
+def every_way(way, monkeypatch):
+    """A dozen rows make several of the rectangles that torch attends in."""
     monkeypatch.setattr(attention, "_LEAST_ROWS", 2)
-    if request.param == "tiles" and matrix.load() is None:
-        pytest.skip("needs a C compiler and a processor with tiles")
-    if request.param != "tiles":
-        monkeypatch.setattr(matrix, "load", lambda: None)
-    if request.param == "torch":
-        monkeypatch.setattr(layers, "load", lambda: None)
-        monkeypatch.setattr(native_attention, "load", lambda: None)
-    elif layers.load() is None:
-        pytest.skip("needs a C compiler")
-    return request.param
 
 
 def model_of(family: str = "llama", **more) -> nn.Module:

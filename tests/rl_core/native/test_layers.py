@@ -6,20 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from rl_core.models import kernels
-from rl_core.native import layers, matrix
-
-
-@pytest.fixture(params=["torch", "compiled", "tiles"])
-def way(request, monkeypatch):
-    if request.param == "tiles" and matrix.load() is None:
-        pytest.skip("needs a C compiler and a processor with tiles")
-    if request.param != "tiles":
-        monkeypatch.setattr(matrix, "load", lambda: None)
-    if request.param == "torch":
-        monkeypatch.setattr(layers, "load", lambda: None)
-    elif layers.load() is None:
-        pytest.skip("needs a C compiler")
-    return request.param
+from rl_core.native import layers
 
 
 @pytest.fixture
