@@ -61,13 +61,15 @@ INLINE void turned(const float *x, const float *weight, float eps, const float *
     for (int d = 0; d < D; d++) out[d] = (x[d] * cosines[d] + x[d < half ? d + half : d - half] * sines[d]) * scale;
 }
 
-/* The sums of values [seen, D] by the scores of some heads, over their totals. */
+/* The sums of values [seen, D] by the scores of some heads, over their totals. `next` is what will be read after them. */
 INLINE void weighted(const float *scores, int64_t length, const float *value, int64_t seen, const float *sum, float *out,
-                     const int D, const int heads) {
+                     const float *next, const int D, const int heads) {
     vf found[256 / W] = {{0}};
-    for (int64_t t = 0; t < seen; t++)
+    for (int64_t t = 0; t < seen; t++) {
+        for (int i = 0; i < D / W; i++) __builtin_prefetch(next + (i * seen + t) * W, 0, 3);
         for (int g = 0; g < heads; g++)
             for (int d = 0; d < D; d += W) found[(g * D + d) / W] += scores[g * length + t] * load(value + t * D + d);
+    }
     for (int g = 0; g < heads; g++)
         for (int d = 0; d < D; d += W) store(out + g * D + d, found[(g * D + d) / W] / sum[g]);
 }
@@ -107,8 +109,8 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                         for (int i = 0; i < W; i++) sums[i] += part * load(key + (first + i) * D + d);
                     }
                     store(scores + g * s->length + first, totals(sums));
-                    for (int i = g * W / group; i < (g + 1) * W / group; i++) /* their values, which come next */
-                        for (int d = 0; d < D; d += W) __builtin_prefetch(value + (first + i) * D + d);
+                    for (int i = g * W / group; i < (g + 1) * W / group; i++) /* the values, which come next */
+                        for (int d = 0; d < D / W; d++) __builtin_prefetch(value + (d * seen + first + i) * W, 0, 3);
                 }
             for (; first < seen; first++)
                 for (int g = 0; g < group; g++) {
@@ -135,8 +137,10 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                 for (int i = 0; t + i < seen; i++) sum[g] += score[t + i] = last[i];
             }
             float *to = out + token * s->Q * D + k * group * D;
+            const float *next = k + 1 < s->K || token + 1 == s->rows ? key + s->length * D
+                                                                    : keys + s->slots[token + 1] * s->K * s->length * D;
             for (int from = 0; from < group; from += side) /* as many heads at a time as there are registers for */
-                weighted(scores + from * s->length, s->length, value, seen, sum + from, to + from * D, D,
+                weighted(scores + from * s->length, s->length, value, seen, sum + from, to + from * D, next, D,
                          group - from < side ? group - from : side);
         }
     }

@@ -2,8 +2,6 @@
 
 #include <stdint.h>
 
-typedef int32_t packed_t; /* a pair of bfloat16 numbers */
-
 typedef struct {
     int64_t tokens, rows;            /* new tokens; the first `rows` of them attend */
     int64_t Q, K, D, length;         /* length: tokens that a slot has room for */
@@ -18,5 +16,5 @@ typedef struct {
 void normed(const float *x, int64_t n, int64_t width, float eps, float *out);
 void gated_forward(const float *both, int64_t n, int64_t I, float *out, int threads);
 void attend(const Step *s, const float *heads, float *keys, float *values, float *out);
-void product_packed(const float *left, int64_t left_stride, const packed_t *right, float *c, int64_t c_stride,
-                    int64_t rows, int64_t columns, int64_t depth, int add, packed_t *room, int threads);
+void product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
+                    int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads);

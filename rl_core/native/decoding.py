@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from rl_core.native import library
-from rl_core.native.matrix import Packed
+from rl_core.native.digits import Packed
 
 __all__ = ["Native", "PackedWeights", "Step", "WholeStep", "load"]
 
@@ -136,7 +136,7 @@ class WholeStep:
             layer=ctypes.addressof(self._layers), embedding=embedding_VH.data_ptr(), head=packed.place,
             head_bias=bias.data_ptr() if bias is not None else None, head_eps=head_eps,
         )  # fmt: skip
-        self._tiles, self._room = packed.products, embedding_VH.new_empty(0)
+        self._digits, self._room = packed.digits, embedding_VH.new_empty(0)
 
     def __call__(self, step: Step, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
         """Logits [count, V] that follow the first `count` of the new tokens; keys and values go into the cache."""
@@ -148,7 +148,7 @@ class WholeStep:
         logits_nV = self._room.new_empty(count, model.V)
         self._call(
             ctypes.addressof(model), ctypes.addressof(fields), tokens_N.data_ptr(), count,
-            self._room.data_ptr(), self._tiles.place_for(fields.threads), logits_nV.data_ptr(),
+            self._room.data_ptr(), self._digits.place_for(fields.threads), logits_nV.data_ptr(),
         )  # fmt: skip
         return logits_nV
 

@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP library has to be there before ours looks for one
@@ -94,12 +95,14 @@ def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
             commands = [
                 [*flags, "-c", str(source), "-o", str(to)] for source, to in zip(sources, compiled, strict=True)
             ]
+            logger.info("compiling %d files for this processor, once: some seconds", len(sources))
+            run = functools.partial(
+                subprocess.run, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS
+            )
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(lambda arguments: run([*compiler.split(), *arguments]), commands))
             # Linked without -fopenmp, which would bring a library of its own.
-            for arguments in (*commands, ["-shared", "-o", str(made), *map(str, compiled), "-lm"]):
-                subprocess.run(
-                    [*compiler.split(), *arguments],
-                    capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS,
-                )  # fmt: skip
+            run([*compiler.split(), "-shared", "-o", str(made), *map(str, compiled), "-lm"])
             made.replace(library)  # whole, or not there
     return library
 

@@ -11,10 +11,9 @@
  * tile holds pairs of depth j and j + 16. Sums have one order, whatever the number of rows and threads.
  */
 
-#include "decode.h"
+#include "tiles.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
-#include <immintrin.h>
+#ifdef HAS_TILES
 #include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -24,19 +23,16 @@
 #define omp_get_thread_num() 0
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
-#define SIDE 16
+typedef int32_t packed_t; /* a pair of bfloat16 numbers */
+
 #define BLOCK 32
 #define TILE (SIDE * SIDE)    /* dwords */
 #define PACKED (6 * TILE)     /* dwords of one packed block */
 #define DEPTH_BLOCKS 8        /* of the operands that are packed at a time: they stay in the second-level cache */
 #define ROW_BLOCKS 8
-#define MOST_ROWS 16         /* where the right operand is packed already: reading it anew takes long */
 #define COLUMN_BLOCKS 64
 
 INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
-
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* 1 where the operating system lets this process use the tiles. */
 int matrix_ready(void) {
@@ -60,37 +56,6 @@ INLINE void paired(__m512 low, __m512 high, __m512i out[3]) {
     parts_of(low, a);
     parts_of(high, b);
     for (int i = 0; i < 3; i++) out[i] = _mm512_ternarylogic_epi32(_mm512_srli_epi32(a[i], 16), b[i], top, 0xF8);
-}
-
-INLINE void transpose(__m512i r[SIDE]) {
-    __m512i t[SIDE];
-    for (int i = 0; i < SIDE; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < SIDE; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
-
-INLINE __m512 some_of(const float *x, int64_t count) {
-    if (count >= SIDE) return _mm512_loadu_ps(x);
-    return count <= 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), x);
 }
 
 /* One block of at most 32 lines and depth; x is its first number. In memory depth runs along a line, or lines stand
@@ -142,23 +107,9 @@ static void pack_lines(const float *x, int64_t stride, int64_t lines, int64_t de
         }
 }
 
-static void configure(void) {
-    struct {
-        uint8_t palette, start, zero[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } __attribute__((packed)) tiles = {.palette = 1};
-    for (int i = 0; i < 8; i++) tiles.bytes[i] = 64, tiles.rows[i] = SIDE;
-    _tile_loadconfig(&tiles);
-}
-
 #define LEFT(part) _tile_loadd(4, left + (part) * 2 * TILE, 64); _tile_loadd(5, left + ((part) * 2 + 1) * TILE, 64);
 #define RIGHT(part) _tile_loadd(6, right + (part) * 2 * TILE, 64); _tile_loadd(7, right + ((part) * 2 + 1) * TILE, 64);
-/* Four of a block's 96 lines of the cache at a time: all at once would hold up the tiles' own loads. */
-#define AHEAD(line) for (int i_ = 0; i_ < 4; i_++) _mm_prefetch(next + ((line) + i_) * 16, _MM_HINT_T1);
-#define ADD_UP(line) \
-    AHEAD(line) _tile_dpbf16ps(0, 4, 6); AHEAD(line + 4) _tile_dpbf16ps(1, 4, 7); \
-    AHEAD(line + 8) _tile_dpbf16ps(2, 5, 6); AHEAD(line + 12) _tile_dpbf16ps(3, 5, 7);
+#define ADD_UP _tile_dpbf16ps(0, 4, 6); _tile_dpbf16ps(1, 4, 7); _tile_dpbf16ps(2, 5, 6); _tile_dpbf16ps(3, 5, 7);
 
 /* Up to 32 x 32 numbers of c to four tiles' worth of memory, or back. */
 static void copy_part(float *c, int64_t stride, int64_t rows, int64_t columns, float found[4][TILE], int is_back) {
@@ -195,13 +146,12 @@ static void multiply_block(const packed_t *left, const packed_t *right, int64_t 
         _tile_zero(3);
     }
     for (int64_t block = 0; block < blocks; block++, left += PACKED, right += PACKED) {
-        const packed_t *next = right + PACKED;
-        LEFT(0) RIGHT(2) ADD_UP(0)
-        RIGHT(1) ADD_UP(16)
-        RIGHT(0) ADD_UP(32)
-        LEFT(2) ADD_UP(48)
-        LEFT(1) ADD_UP(64)
-        RIGHT(1) ADD_UP(80)
+        LEFT(0) RIGHT(2) ADD_UP
+        RIGHT(1) ADD_UP
+        RIGHT(0) ADD_UP
+        LEFT(2) ADD_UP
+        LEFT(1) ADD_UP
+        RIGHT(1) ADD_UP
     }
     _tile_stored(0, at[0], bytes);
     _tile_stored(1, at[1], bytes);
@@ -217,7 +167,7 @@ typedef struct {
 
 /* Bytes that `product` needs for so many threads. */
 int64_t matrix_room(int64_t threads) {
-    return (COLUMN_BLOCKS + threads * MOST_ROWS) * DEPTH_BLOCKS * PACKED * (int64_t)sizeof(packed_t);
+    return (COLUMN_BLOCKS + threads * ROW_BLOCKS) * DEPTH_BLOCKS * PACKED * (int64_t)sizeof(packed_t);
 }
 
 /* c [rows, all lines of the parts] (+)= left times right, whose columns are the lines of `parts`, one after the other.
@@ -257,49 +207,6 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
                     }
                 }
             }
-        _tile_release();
-    }
-}
-
-/* Bytes of a packed right operand. */
-int64_t packed_size(int64_t lines, int64_t depth) {
-    return blocks_in(lines) * blocks_in(depth) * PACKED * (int64_t)sizeof(packed_t);
-}
-
-/* x [lines, depth] as the right operand of `product_packed`. */
-void pack_right(const float *x, int64_t lines, int64_t depth, packed_t *out, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t line = 0; line < blocks_in(lines); line++)
-        pack_lines(x, depth, lines, depth, 0, 1, line, line + 1, blocks_in(depth), out);
-}
-
-/* c [rows, columns] (+)= left [rows, depth] times a packed right operand. */
-void product_packed(const float *left, int64_t left_stride, const packed_t *right, float *c, int64_t c_stride,
-                    int64_t rows, int64_t columns, int64_t depth, int add, packed_t *room, int threads) {
-    const int64_t kept = MOST_ROWS * DEPTH_BLOCKS; /* blocks of the left that a thread packs at a time */
-    int64_t row_blocks = blocks_in(rows), column_blocks = blocks_in(columns), depth_blocks = blocks_in(depth);
-    /* Threads share out rows; where those are too few, columns, and each packs the rows for itself. */
-    int by_rows = row_blocks >= 2 * threads;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-    {
-        int64_t own = omp_get_thread_num(), some = least(MOST_ROWS, by_rows ? row_blocks / threads : row_blocks);
-        int64_t turn = by_rows ? own : 0, turns = by_rows ? threads : 1;
-        int64_t first = by_rows ? 0 : column_blocks * own / threads, end = by_rows ? column_blocks : column_blocks * (own + 1) / threads;
-        packed_t *packed = room + own * kept * PACKED;
-        configure();
-        for (int64_t i = turn * some; i < row_blocks; i += turns * some) {
-            int64_t here = least(some, row_blocks - i), deep = kept / here;
-            for (int64_t d = 0; d < depth_blocks; d += deep) {
-                int64_t blocks = least(deep, depth_blocks - d);
-                pack_lines(left + i * BLOCK * left_stride + d * BLOCK, left_stride, rows - i * BLOCK,
-                           least(depth - d * BLOCK, blocks * BLOCK), 0, 0, 0, here, blocks, packed);
-                for (int64_t j = first; j < end; j++)
-                    for (int64_t row = 0; row < here; row++)
-                        multiply_block(packed + row * blocks * PACKED, right + (j * depth_blocks + d) * PACKED, blocks,
-                                       c + (i + row) * BLOCK * c_stride + j * BLOCK, c_stride,
-                                       rows - (i + row) * BLOCK, columns - j * BLOCK, add || d);
-            }
-        }
         _tile_release();
     }
 }

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Sequence
 
 import torch
 
 from rl_core.native import library
-from rl_core.native.memory import Arena
+from rl_core.native.memory import Scratch
 
-__all__ = ["Matrix", "Packed", "load"]
+__all__ = ["Matrix", "load"]
 
 
 class _Part(ctypes.Structure):
@@ -37,18 +36,7 @@ class Matrix:
             place, count, number, place, count, number, place, count, count, count, number, place, number,
         )  # fmt: skip
         self._room.argtypes, self._room.restype = (count,), count
-        self._packed_size, self._pack, self._product_packed = code.packed_size, code.pack_right, code.product_packed
-        self._packed_size.argtypes, self._packed_size.restype = (count, count), count
-        self._pack.argtypes, self._pack.restype = (place, count, count, place, number), None
-        self._product_packed.restype = None
-        self._product_packed.argtypes = (
-            place, count, place, place, count, count, count, count, number, place, number,
-        )  # fmt: skip
-        self._own = threading.local()
-
-    def pack(self, weight_OI: torch.Tensor, arena: Arena) -> Packed:
-        """A contiguous weight for many products with few rows: one and a half times its size in the arena."""
-        return Packed(self, weight_OI, arena)
+        self._scratch = Scratch()
 
     def linear(self, x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """x W^T of several weights [O_i, I], side by side: [N, sum of O_i]."""
@@ -90,38 +78,9 @@ class Matrix:
         threads = torch.get_num_threads()
         self._product(
             left.data_ptr(), left.stride(0), left_across, ctypes.addressof(parts), len(right), across,
-            out.data_ptr(), out.stride(0), rows, depth, add, self.place_for(threads), threads,
+            out.data_ptr(), out.stride(0), rows, depth, add, self._scratch.place(self._room(threads)), threads,
         )  # fmt: skip
         return out
-
-    def place_for(self, threads: int) -> int:
-        """Where packed operands are put: memory of this thread of Python's, kept."""
-        needed = self._room(threads) + 64
-        room = getattr(self._own, "room", None)
-        if room is None or len(room) < needed:
-            self._own.room = room = torch.empty(needed, dtype=torch.uint8)
-        place: int = room.data_ptr()
-        return place + -place % 64
-
-
-class Packed:
-    """A weight [O, I] as it was when it was packed."""
-
-    def __init__(self, products: Matrix, weight_OI: torch.Tensor, arena: Arena) -> None:
-        self.products = products
-        self.outputs, self.inputs = weight_OI.shape
-        self._memory = arena.take(products._packed_size(self.outputs, self.inputs))
-        self.place: int = self._memory.data_ptr()
-        products._pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
-
-    def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
-        """out (+)= x W^T."""
-        threads = torch.get_num_threads()
-        self.products._product_packed(
-            x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
-            len(x_NI), self.outputs, self.inputs, add, self.products.place_for(threads), threads,
-        )  # fmt: skip
-        return out_NO
 
 
 @functools.cache

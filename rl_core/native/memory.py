@@ -8,10 +8,11 @@ import functools
 import mmap
 import os
 import platform
+import threading
 
 import torch
 
-__all__ = ["Arena", "keep_freed_memory", "pages"]
+__all__ = ["Arena", "Scratch", "keep_freed_memory", "pages"]
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # names of mallopt(3)
 _MOST = 2**31 - 1
@@ -69,3 +70,18 @@ class Arena:
         taken = self._chunks[self._number][self._used : self._used + size]
         self._used += size
         return taken
+
+
+class Scratch:
+    """Memory for what a call needs while it runs: each thread of Python's has its own, and keeps it."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def place(self, size: int) -> int:
+        """The address, a multiple of 64, of that many bytes of any content."""
+        memory: torch.Tensor | None = getattr(self._own, "memory", None)
+        if memory is None or len(memory) < size + 64:
+            self._own.memory = memory = torch.empty(size + 64, dtype=torch.uint8)
+        place: int = memory.data_ptr()
+        return place + -place % 64

@@ -4,12 +4,13 @@
  * vocabulary. Norms' weights are multiplied into what comes after them.
  */
 
-#include "decode.h"
-
 #include <string.h>
 
+#include "decode.h"
+#include "tiles.h"
+
 typedef struct {
-    const packed_t *heads, *out, *gate_up, *down;
+    const int8_t *heads, *out, *gate_up, *down;
     const float *heads_bias, *out_bias, *gate_up_bias, *down_bias; /* or NULL */
     const float *q_weight, *k_weight;                              /* or NULL */
     float *keys, *values;
@@ -20,22 +21,22 @@ typedef struct {
     int64_t layers, H, I, V;
     const DecodeLayer *layer;
     const float *embedding; /* [V, H] */
-    const packed_t *head;
+    const int8_t *head;
     const float *head_bias;
     float head_eps;
 } DecodeModel;
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
+#ifdef HAS_TILES
 
-static void multiply(const float *x, int64_t inputs, const packed_t *weight, const float *bias, float *out,
-                     int64_t outputs, int64_t rows, int add, packed_t *tiles, int threads) {
+static void multiply(const float *x, int64_t inputs, const int8_t *weight, const float *bias, float *out,
+                     int64_t outputs, int64_t rows, int add, int8_t *tiles, int threads) {
     product_packed(x, inputs, weight, out, outputs, rows, outputs, inputs, add, tiles, threads);
     for (int64_t row = 0; bias && row < rows; row++)
         for (int64_t i = 0; i < outputs; i++) out[row * outputs + i] += bias[i];
 }
 
 /* logits [count, V]; room for N (2 H + E + Q D + 3 I) numbers. */
-void decode_step(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t count, float *room, packed_t *tiles,
+void decode_step(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *tiles,
                  float *logits) {
     int64_t N = s->tokens, H = m->H, I = m->I, QD = s->Q * s->D, E = QD + 2 * s->K * s->D;
     int threads = (int)s->threads;

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from rl_core.native import matrix
-from rl_core.native.memory import Arena
 
 pytestmark = pytest.mark.skipif(matrix.load() is None, reason="needs a C compiler and a processor with tiles")
 
@@ -39,17 +38,6 @@ def test_products_are_those_of_float32(numbers, rows, inputs, outputs):
         assert error(ours, exact) < max(2 * error(torchs, exact), 3e-7)
 
 
-@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
-def test_packed_weights_give_the_same_bits(numbers, rows, inputs, outputs):
-    products = matrix.load()
-    x, weight = torch.randn(rows, inputs, generator=numbers), torch.randn(outputs, inputs, generator=numbers)
-    packed = products.pack(weight, Arena())
-    assert torch.equal(packed.multiply(x, torch.full((rows, outputs), torch.nan)), products.linear(x, [weight]))
-    base = torch.randn(rows, outputs, generator=numbers)
-    exact = base.double() + x.double() @ weight.double().t()
-    assert error(packed.multiply(x, base.clone(), add=True), exact) < 5e-7
-
-
 def test_all_24_bits_count(numbers):
     """Numbers whose leading bits cancel: what is left comes from the lowest part of each."""
     one = 1.0 + torch.randint(0, 2**23, (40, 64), generator=numbers) * 2.0**-23
@@ -62,28 +50,19 @@ def test_all_24_bits_count(numbers):
 def test_a_row_does_not_depend_on_the_others(numbers):
     products = matrix.load()
     x, weight = torch.randn(150, 600, generator=numbers), torch.randn(70, 600, generator=numbers)
-    packed = products.pack(weight, Arena())
-    everything, base = products.linear(x, [weight]), torch.randn(150, 70, generator=numbers)
-    added = packed.multiply(x, base.clone(), add=True)
+    everything = products.linear(x, [weight])
     for rows in (slice(0, 1), slice(3, 40), slice(100, 150)):
         assert torch.equal(products.linear(x[rows].contiguous(), [weight]), everything[rows])
-        assert torch.equal(packed.multiply(x[rows], base[rows].clone(), add=True), added[rows])
 
 
 def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
     products = matrix.load()
     x, weights = torch.randn(333, 290, generator=numbers), [torch.randn(n, 290, generator=numbers) for n in (64, 130)]
-    grad, packed = torch.randn(333, 194, generator=numbers), products.pack(weights[1], Arena())
+    grad = torch.randn(333, 194, generator=numbers)
     found = []
     for threads in (1, 2, 3, 7):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        found.append(
-            [
-                products.linear(x, weights), products.input_grad(grad, weights), products.weight_grad(grad, x),
-                packed.multiply(x, torch.empty(333, 130)), packed.multiply(x[:40], torch.empty(40, 130)),
-                products.pack(weights[0], Arena()).multiply(x, torch.empty(333, 64)),
-            ]
-        )  # fmt: skip
+        found.append([products.linear(x, weights), products.input_grad(grad, weights), products.weight_grad(grad, x)])
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 

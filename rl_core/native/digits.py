@@ -1,0 +1,63 @@
+"""Weights packed for products with few rows (`digits.c`), on processors whose tiles (AMX) multiply 8-bit integers.
+
+As exact as float32, in three quarters of its place. N rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from rl_core.native import library
+from rl_core.native.memory import Arena, Scratch
+
+__all__ = ["Digits", "Packed", "load"]
+
+
+class Digits:
+    """The compiled functions over float32 tensors on the CPU, their last dimension contiguous."""
+
+    def __init__(self, code: ctypes.CDLL) -> None:
+        count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
+        self.size, self._room, self.pack, self.product = (
+            getattr(code, name) for name in ("packed_size", "digits_room", "pack_right", "product_packed")
+        )
+        self.size.argtypes, self.size.restype = (count, count), count
+        self._room.argtypes, self._room.restype = (count,), count
+        self.pack.argtypes, self.pack.restype = (place, count, count, place, number), None
+        self.product.restype = None
+        self.product.argtypes = (place, count, place, place, count, count, count, count, number, place, number)
+        self._scratch = Scratch()
+
+    def place_for(self, threads: int) -> int:
+        """Where rows are put while they are multiplied."""
+        return self._scratch.place(self._room(threads))
+
+
+class Packed:
+    """A contiguous weight [O, I] as it was when it was packed."""
+
+    def __init__(self, digits: Digits, weight_OI: torch.Tensor, arena: Arena) -> None:
+        self.digits = digits
+        self.outputs, self.inputs = weight_OI.shape
+        self._memory = arena.take(digits.size(self.outputs, self.inputs))
+        self.place: int = self._memory.data_ptr()
+        digits.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
+
+    def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+        """out (+)= x W^T."""
+        threads = torch.get_num_threads()
+        self.digits.product(
+            x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
+            len(x_NI), self.outputs, self.inputs, add, self.digits.place_for(threads), threads,
+        )  # fmt: skip
+        return out_NO
+
+
+@functools.cache
+def load() -> Digits | None:
+    """The functions, or None where nothing is compiled or the processor has no such tiles."""
+    code = library.load()
+    return Digits(code) if code is not None and code.matrix_ready() else None
