@@ -32,7 +32,7 @@
 #define KEPT 192                        /* blocks of the left that a thread packs at a time: 768 KiB */
 #define GROUP (96 * TILE)               /* bytes of the right that all of these meet before the next ones come */
 #define LARGEST 8355600.0f              /* of three digits, less than 127 2^16 + 127 2^8 + 127 */
-#define SMALLEST 1e-27f                 /* what is smaller than that in a whole row counts as little */
+#define SMALLEST 1e-29f                 /* a row or line that has nothing larger loses bits */
 
 INLINE int64_t blocks_in(int64_t count, int64_t size) { return (count + size - 1) / size; }
 

@@ -54,6 +54,7 @@ MODELS = {
     "llama": ("llama", {}),
     "llama tied, with biases": ("llama", dict(tie_word_embeddings=True, attention_bias=True, mlp_bias=True)),
     "llama, wide heads": ("llama", dict(head_dim=16)),
+    "llama, wide heads and biases": ("llama", dict(head_dim=32, attention_bias=True, mlp_bias=True)),
     "llama, wider heads": ("llama", dict(head_dim=64, num_attention_heads=4, num_key_value_heads=1)),
     "llama, scaled rope": (
         "llama",
