@@ -1,10 +1,15 @@
-"""What could break in the speed benchmarks without being seen: the protocol, medians and ratios, the floor, the fit."""
+"""What could break in the speed benchmarks without being seen: the protocol, medians and ratios, the floor, the fit;
+whether what is for a GPU runs at all."""
 
+import json
+import math
 import os
 import sys
 from pathlib import Path
 
+import gpu
 import pytest
+import torch
 from speed import inputs, table
 from speed.floor import Rates, Shape, adamw_seconds, decode_seconds, floor_rates
 from speed.growth import EXPECTED, Fit
@@ -239,3 +244,30 @@ def test_every_curve_has_an_expectation():
     from scaling import AXES
 
     assert {(axis, work) for axis, (_, works, _) in AXES.items() for work in works} == set(EXPECTED)
+
+
+# ------------------------------------------------------------------------------------------------------------- GPU
+
+
+def test_the_gpu_benchmark_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """With a tiny model: what it would do on a GPU, so that an hour there is not lost to a name."""
+    arguments = ["--output", str(tmp_path), "--device", "cpu", "--size", "tiny", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments, "--parts", "decode,sft,grpo"])
+    gpu.main()
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    (decode,) = found["decode"]
+    # 4 rows, prompt 8, completion 16; 128 numbers of keys and values a token; 106,816 weights but for the embedding
+    read = 2 * (16 * 106_816 + 4 * 128 * sum(range(8, 24)))
+    seconds = 4 * 16 / decode["tokens_per_s"]
+    assert decode["of_the_bound"] == pytest.approx(read / seconds / found["limits"]["read_bytes_per_s"])
+    assert found["sft"]["loss"] == pytest.approx(math.log(512), abs=0.15) and found["sft"]["in_rollouts"] == 0
+    assert 0 < found["grpo"]["in_rollouts"] < 1 and found["grpo"]["mfu"] > 0
+    assert "| grpo |" in (tmp_path / "gpu.md").read_text() and "| rollouts, 4 rows |" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+def test_the_gpu_benchmark_says_that_there_is_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "torch sees no GPU here" in capsys.readouterr().err

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -24,6 +25,7 @@ from rl_core.models.trunk import STATIC_ROPES
 from rl_core.native import decoding
 from rl_core.native.decoding import Native, Step, WholeStep
 from rl_core.native.memory import Arena, pages
+from rl_core.rollouts.graphs import graphs_for, padded_length, padded_rows
 from rl_core.rollouts.layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
 from rl_core.rollouts.sampling import draw
 
@@ -84,7 +86,9 @@ class Decoder:
         self.vocab_size: int = plain_linear(self._base.lm_head).out_features
         self._arena = Arena()  # of packed weights
         self._cache: torch.Tensor | None = None  # [layers, 2, slots, K, max_length, D]
+        self._tables_of: torch.Tensor | None = None  # the cache for which `reserve` made them
         self.bind()
+        self.graphs = graphs_for(self.device)
 
     def bind(self) -> None:
         """Take hold of the module's parameters as they are now."""
@@ -107,16 +111,27 @@ class Decoder:
     @torch.inference_mode()
     def reserve(self, slots: int, max_length: int) -> None:
         """Make room for `slots` sequences of at most `max_length` tokens; larger room from before is kept."""
-        shape = (len(self._layers), 2, slots, self.kv_heads, max_length, self.head_dim)
+        nobodys = 0 if self.graphs is None else 1  # the slot of rows that only fill up a recorded step
+        shape = (len(self._layers), 2, slots + nobodys, self.kv_heads, max_length, self.head_dim)
         cache = self._cache
         if (
             cache is None
-            or cache.shape[2] < slots
+            or cache.shape[2] < slots + nobodys
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
             self._cache = cache = self._zeros(shape)
-        self.slots, self.max_length = cache.shape[2], cache.shape[4]
+        self.slots, self.max_length = cache.shape[2] - nobodys, cache.shape[4]
+        if cache is not self._tables_of:
+            self._make_tables(cache)
+            self._tables_of = cache
+        self._whole = self._whole_step(cache)
+        if self.graphs is not None:
+            read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
+            self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
+
+    def _make_tables(self, cache: torch.Tensor) -> None:
+        """What steps look up: views of the cache, positions, sines."""
         self._keys = [cache[layer, 0].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._values = [cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._slot_strides_1K = torch.arange(self.kv_heads, device=self.device)[None] * self.max_length
@@ -127,7 +142,6 @@ class Decoder:
         # rotate_half(x) * sin == roll(x, D/2) * sin with the first half's sign turned
         self._sin = torch.cat([-self._sin[:, :half], self._sin[:, half:]], dim=-1)
         self._positions = positions
-        self._whole = self._whole_step(cache)
 
     def _zeros(self, shape: tuple[int, ...]) -> torch.Tensor:
         if self.device.type != "cpu":
@@ -194,6 +208,7 @@ class Decoder:
         count: int,
         length: int,
         extension: Extension | None = None,
+        slots_n: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take in new tokens and give the logits that follow the last one of each active slot.
 
@@ -201,11 +216,12 @@ class Decoder:
             tokens_N, positions_N: int64 [N]; the first n = `count` are the newest tokens of slots 0..n-1, the others
                 (observations) come before these and are described by `extension`.
             length: attended prefix, the longest of all active slots, new tokens included.
+            slots_n: where the newest tokens' keys and values go; 0, 1, ... where it is left out.
         Returns: [n, V].
         """
         cache = self._cache
         assert cache is not None
-        slots_N = self._positions[:count]  # 0, 1, ...
+        slots_N = self._positions[:count] if slots_n is None else slots_n
         if extension is not None:
             slots_N = torch.cat([slots_N, extension.slots_E])
         if self._native is not None:
@@ -232,6 +248,31 @@ class Decoder:
                 out_NE = torch.cat([out_NE, extra_EE])
             x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
         return self._head(x_NH)
+
+    def sample(
+        self, tokens_n: np.ndarray, positions_n: np.ndarray, uniforms_n: np.ndarray, temperature: float
+    ) -> np.ndarray:
+        """`step` and `draw` by recordings (`graphs`): one upload, one replay, one read-back.
+
+        Returns: float64 [2, n], tokens and log-probabilities.
+        """
+        assert self.graphs is not None
+        count = len(tokens_n)
+        rows = min(padded_rows(count), self.slots)
+        length = min(padded_length(int(positions_n.max()) + 1), self.max_length)
+        inputs_4R = np.zeros((4, rows))  # token ids are exact in float64
+        inputs_4R[3] = self.slots  # nobody's
+        inputs_4R[:, :count] = tokens_n, positions_n, uniforms_n, np.arange(count)
+
+        @torch.inference_mode()
+        def compute(inputs_4R: torch.Tensor) -> torch.Tensor:
+            tokens_R, positions_R, slots_R = (inputs_4R[row].long() for row in (0, 1, 3))
+            logits_RV = self.step(tokens_R, positions_R, rows, length, slots_n=slots_R)
+            return torch.stack([part.double() for part in self.draw(logits_RV, inputs_4R[2], temperature)])
+
+        inputs = torch.from_numpy(inputs_4R).to(self.device, non_blocking=True)
+        both_2R = self.graphs.run((rows, length, temperature), compute, inputs)
+        return both_2R[:, :count].cpu().numpy()
 
     def draw(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float

@@ -254,11 +254,14 @@ class _Run:
         self, tokens: np.ndarray, positions: np.ndarray, n: int, extension: Extension | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The device's part of a step: one upload, one read-back."""
+        drawn, temperature = self._uniforms[self._rows[:n], self._sampled[:n]], self._sampling.temperature
+        if self._decoder.graphs is not None and extension is None:
+            both_2n = self._decoder.sample(tokens, positions, drawn, temperature)
+            return both_2n[0].astype(np.int64), both_2n[1]
         logits_nV = self._decoder.step(
             self._tensor(tokens), self._tensor(positions), n, int(positions[:n].max()) + 1, extension
         )
-        drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
-        tokens_n, logprobs_n = self._decoder.draw(logits_nV, self._tensor(drawn), self._sampling.temperature)
+        tokens_n, logprobs_n = self._decoder.draw(logits_nV, self._tensor(drawn), temperature)
         if tokens_n.device.type == "cpu":
             return tokens_n.numpy(), logprobs_n.numpy()
         both_2n = torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()  # token ids are exact in float64

@@ -13,10 +13,11 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from rl_core.errors import DataError
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.native import decoding, matrix
+from rl_core.native import decoding, digits
 from rl_core.rollouts import decoder, layers
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.engine import Engine, make_backend
+from rl_core.rollouts.graphs import StepGraphs
 from rl_core.rollouts.transformers_backend import TransformersBackend
 from rl_core.settings import LoraSettings, SamplingSettings
 
@@ -24,19 +25,28 @@ EOS = list(range(1, VOCAB, 5))  # often enough for several turns
 ROOM = 24  # tokens after the prompt
 
 
-@pytest.fixture(params=["tiles", "compiled", "packed", "in place"])
+class Rerun(StepGraphs):
+    """Recordings that are no recordings: what they compute is computed anew, from the inputs that they keep."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda compute, inputs: lambda: compute(inputs), worth_it=2)
+
+
+@pytest.fixture(params=["tiles", "compiled", "packed", "in place", "recorded"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How the engine computes: with packed copies of the weights, as for small models on a CPU, and with compiled code
     where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
-    are, as on a GPU."""
-    if request.param == "in place":
+    are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
+    if request.param in ("in place", "recorded"):
         monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    if request.param == "recorded":
+        monkeypatch.setattr(decoder, "graphs_for", lambda device: Rerun())
     if request.param == "packed":
         monkeypatch.setattr(decoding, "load", lambda: None)
-    if request.param == "tiles" and matrix.load() is None:
+    if request.param == "tiles" and digits.load() is None:
         pytest.skip("needs a C compiler and a processor with tiles")
     if request.param != "tiles":
-        monkeypatch.setattr(matrix, "load", lambda: None)
+        monkeypatch.setattr(digits, "load", lambda: None)
     if request.param == "compiled" and decoding.load() is None:
         pytest.skip("needs a C compiler")
     return str(request.param)

@@ -1,0 +1,106 @@
+"""Decoding steps on a GPU, recorded once for each size and replayed (CUDA graphs).
+
+A step is hundreds of kernels that run for a few microseconds each; launched one by one they wait for Python most of the
+time. Sizes are rounded up, so that few recordings serve a whole run, and so are those of steps that are not recorded
+yet: what a row gets does not depend on whether they are.
+
+R rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+
+import torch
+
+__all__ = ["StepGraphs", "graphs_for", "padded_length", "padded_rows"]
+
+logger = logging.getLogger(__name__)
+
+Compute = Callable[[torch.Tensor], torch.Tensor]
+Replay = Callable[[], torch.Tensor]
+
+_WORTH_IT = 8  # steps of a size before it is recorded, which takes as long as some dozens of them
+_MOST = 64  # recordings
+_ROWS, _LENGTHS = 8, 128  # sizes are multiples of these
+
+
+def padded_rows(count: int) -> int:
+    """1, 2, 4, 8 and the multiples of 8."""
+    return next((rows for rows in (1, 2, 4) if count <= rows), count + -count % _ROWS)
+
+
+def padded_length(length: int) -> int:
+    """The multiples of 128."""
+    return length + -length % _LENGTHS
+
+
+class StepGraphs:
+    """Recordings of one computation for inputs of several sizes."""
+
+    def __init__(self, record: Callable[[Compute, torch.Tensor], Replay], worth_it: int = _WORTH_IT) -> None:
+        """record: gives a function that computes the result anew from what the tensor then holds."""
+        self._record, self._worth_it = record, worth_it
+        self._bound: Hashable = None
+        self._works = True
+        self._forget()
+
+    def bind(self, places: Hashable) -> None:
+        """Recordings read from these places in memory: others end them."""
+        if places != self._bound:
+            self._bound = places
+            self._forget()
+
+    def run(self, size: Hashable, compute: Compute, inputs: torch.Tensor) -> torch.Tensor:
+        """compute(inputs), valid until the next call. Equal sizes have to mean equal computations, shapes included."""
+        if size not in self._recorded and self._is_worth_it(size):
+            kept = inputs.clone()
+            try:
+                self._recorded[size] = kept, self._record(compute, kept)
+            except RuntimeError as error:
+                self._works = False
+                logger.warning("steps cannot be recorded here and are launched one by one, which is slower: %s", error)
+        if size not in self._recorded:
+            return compute(inputs)
+        kept, replay = self._recorded[size]
+        kept.copy_(inputs, non_blocking=True)
+        return replay()
+
+    def _is_worth_it(self, size: Hashable) -> bool:
+        self._seen[size] += 1
+        return self._works and self._seen[size] >= self._worth_it and len(self._recorded) < _MOST
+
+    def _forget(self) -> None:
+        self._seen: Counter[Hashable] = Counter()
+        self._recorded: dict[Hashable, tuple[torch.Tensor, Replay]] = {}
+
+
+class _Recorder:
+    """Records on a GPU; all recordings share their memory, as one result is used up before the next one comes."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute, inputs: torch.Tensor) -> Replay:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(2):  # libraries make up their minds, and take their own memory, before
+                compute(inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = compute(inputs)
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return out
+
+        return replay
+
+
+def graphs_for(device: torch.device) -> StepGraphs | None:
+    """Recordings for a GPU; None for anything else."""
+    return StepGraphs(_Recorder()) if device.type == "cuda" else None
