@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,6 +72,7 @@ class Experience:
         self.advantages_RS = torch.zeros(self.shape, device=self.device)
         self.returns_RS: torch.Tensor | None = None
         self.old_logprobs_RS: torch.Tensor | None = None  # None = each update takes its own
+        self.sampled_logprobs_RS: torch.Tensor | None = None
         self.ref_logprobs_RS: torch.Tensor | None = None
         self.values_RS: torch.Tensor | None = None  # when the rollouts came in
         self.value_after_R: torch.Tensor | None = None
@@ -109,6 +110,14 @@ class Experience:
         """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
         with span("measure"):
             self.old_logprobs_RS = self._logprobs(self.learner.policy, plan)
+
+    def take_sampled(self, plan: Plan) -> None:
+        """The sampler's log-probs, for credit alone, where the sampler was this very policy."""
+        logprobs_RS = torch.zeros(self.shape, device=self.device)
+        for batch in self._own_batches(plan):
+            assert batch.old_logprobs_BS is not None
+            logprobs_RS[batch.rows, : batch.old_logprobs_BS.shape[1]] = batch.old_logprobs_BS
+        self.sampled_logprobs_RS = self.learner.updater.workers.total(logprobs_RS)
 
     @torch.no_grad()
     def measure_reference(self, plan: Plan) -> None:
@@ -148,25 +157,32 @@ class Experience:
         return updater.workers.total(logprobs_RS)  # each process has filled in its own rows
 
     def _each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
+        for batch in self._own_batches(plan):
+            function(batch)
+
+    def _own_batches(self, plan: Plan) -> Iterator[TrainBatch]:
+        """On the policy's device, all that is this process's share."""
         for indices in plan:
             for batch in self.batches(indices):
                 if not isinstance(batch, Idle):
-                    function(batch.to(self.device))
+                    yield batch.to(self.device)
 
     # Credit
 
     def credit(self, kl_reward_coef: float = 0.0) -> dict[str, float]:
         """Fill in advantages, and returns where there are values; a replayed sample keeps its own advantage.
 
-        kl_reward_coef: weight of k1 to the reference in the reward, per token; needs old and reference log-probs.
+        kl_reward_coef: weight of k1 to the reference in the reward, per token; needs old (or sampled) log-probs and the
+                reference's.
         Returns: value/... and policy/ref_kl, where they apply.
         """
         rewards_R = torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
         metrics: dict[str, float] = {}
         penalty_RS: torch.Tensor | None = None
         if kl_reward_coef > 0:
-            assert self.old_logprobs_RS is not None and self.ref_logprobs_RS is not None
-            kl_RS = fill_masked(kl_k1(self.old_logprobs_RS, self.ref_logprobs_RS), self.mask_RS)
+            before_RS = self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampled_logprobs_RS
+            assert before_RS is not None and self.ref_logprobs_RS is not None
+            kl_RS = fill_masked(kl_k1(before_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
             metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
         if self.settings.value_function is not None:

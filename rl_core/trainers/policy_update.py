@@ -101,9 +101,13 @@ class PolicyUpdate:
         in_loss = settings.kl_in == "loss" and self.kl_coef > 0
         if critic is not None:
             experience.measure_values(minibatches)
+        measures_old = steps > 1 or settings.kl_max is not None
         if in_reward:
             experience.measure_reference(minibatches)
-            experience.measure_old(minibatches)
+            if measures_old or not self._sampler_is_policy():
+                experience.measure_old(minibatches)
+            else:
+                experience.take_sampled(minibatches)
         metrics = experience.credit(self.kl_coef if in_reward else 0.0)
         needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0
         if not needs_all and (critic is None or critic.value_head is None):
@@ -111,10 +115,16 @@ class PolicyUpdate:
         plan = [self._picked(indices) for indices in minibatches]
         if in_loss:
             experience.measure_reference(plan)
-        if not in_reward and (steps > 1 or settings.kl_max is not None):
+        if not in_reward and measures_old:
             # One forward pass before the first update; a single update takes its own log-probs, at ratio exactly 1.
             experience.measure_old(plan)
         return metrics
+
+    def _sampler_is_policy(self) -> bool:
+        """Whether the sampler's log-probs are the policy's but for float32's rounding: weights would say otherwise."""
+        updater = self.learner.updater
+        is_float32 = next(self.learner.policy.parameters()).dtype == torch.float32
+        return self.settings.importance == "none" and is_float32 and not updater.computes_in_bfloat16
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order where there is a single one."""

@@ -427,6 +427,43 @@ def test_a_kl_reward_changes_the_comparison(tokenizer):
     assert given.view(6, 6).sum(1).abs().max() < 1e-4  # still compared within the group
 
 
+@pytest.mark.parametrize(
+    ("options", "is_measured"),
+    [
+        ({}, False),  # a single step on its own rollouts: the sampler has said it already
+        ({"epochs": 2}, True),
+        ({"kl_max": 100.0}, True),
+        ({"importance": "token"}, True),
+        ({"autocast": "bfloat16"}, True),
+    ],
+)
+def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
+    tokenizer, monkeypatch, options, is_measured
+):
+    calls = []
+    measured = Experience.measure_old
+
+    def spy(experience, plan):
+        calls.append(1)
+        measured(experience, plan)
+
+    monkeypatch.setattr(Experience, "measure_old", spy)
+    found = []
+    for forced in (False, True):
+        trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo", **options)
+        if forced:
+            monkeypatch.setattr(PolicyUpdate, "_sampler_is_policy", lambda update: False)
+        for _ in range(3):
+            metrics = trainer.step()
+        found.append((metrics["policy/ref_kl"], metrics["policy/loss"], weights(trainer)))
+        assert bool(calls) == (is_measured or forced)
+        if not options:  # each update takes its own: the ratio of a single step is 1 exactly
+            assert metrics["policy/ratio_mean"] == 1.0
+    (kl, loss, after), (kl_measured, loss_measured, after_measured) = found
+    assert kl == pytest.approx(kl_measured, abs=1e-5) and abs(kl) > 1e-4
+    assert loss == pytest.approx(loss_measured, abs=1e-4) and torch.allclose(after, after_measured, atol=1e-4)
+
+
 def test_kl_controllers_move_towards_the_target(tokenizer):
     low = build(tokenizer, "kl_reward", kl_controller="adaptive", kl_target=1e9, kl_horizon=36)
     low.step()
