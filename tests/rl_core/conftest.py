@@ -1,5 +1,7 @@
 """What the tests of rl_core share; tiny.py, beside this file, holds the model makers."""
 
+import threading
+
 import pytest
 
 from rl_core import faults
@@ -26,3 +28,17 @@ def way(request, monkeypatch):
     elif layers.load() is None:
         pytest.skip("needs a C compiler")
     return request.param
+
+
+@pytest.fixture
+def in_threads():
+    """Runs work(0), work(1), ... at the same time."""
+
+    def run(work, count):
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(count)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    return run

@@ -1,7 +1,5 @@
 """Packed weights: as exact as float32, for any shape; nothing but a row's own numbers decides about it."""
 
-import threading
-
 import pytest
 import torch
 
@@ -154,7 +152,7 @@ def test_what_is_not_finite_stays_where_it_is(numbers, bad):
     assert torch.equal(of_weights[:7, others], clean[:7, others])
 
 
-def test_threads_of_python_do_not_meet(numbers):
+def test_threads_of_python_do_not_meet(numbers, in_threads):
     """Each has its own room for its rows."""
     x = [torch.randn(200, 256, generator=numbers) for _ in range(4)]
     weight = packed(torch.randn(128, 256, generator=numbers))
@@ -166,9 +164,5 @@ def test_threads_of_python_do_not_meet(numbers):
             if not torch.equal(weight.multiply(x[index], torch.empty(200, 128)), expected[index]):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert wrong == []

@@ -1,7 +1,5 @@
 """Products by tiles: as exact as float32, for any shape; nothing but a row's own numbers decides about it."""
 
-import threading
-
 import pytest
 import torch
 
@@ -88,7 +86,7 @@ def test_what_is_not_finite_stays_where_it_is(numbers):
     assert matrix.load().linear(x, [weight])[7].isnan().all()
 
 
-def test_threads_of_python_do_not_meet(numbers):
+def test_threads_of_python_do_not_meet(numbers, in_threads):
     """Each has its own room for packed operands."""
     x = [torch.randn(200, 256, generator=numbers) for _ in range(4)]
     weight = torch.randn(128, 256, generator=numbers)
@@ -100,9 +98,5 @@ def test_threads_of_python_do_not_meet(numbers):
             if not torch.equal(matrix.load().linear(x[index], [weight]), expected[index]):
                 wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work, 4)
     assert wrong == []
