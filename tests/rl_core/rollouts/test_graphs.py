@@ -3,6 +3,7 @@ same tokens with recordings as without. What rollouts get from them is in test_e
 
 import logging
 
+import numpy as np
 import pytest
 import torch
 from scripted import ScriptedSession, make_model
@@ -151,3 +152,20 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
     assert recorded == launched
     for one, two in zip(logprobs, expected, strict=True):
         assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_rows_that_fill_up_a_step_touch_nobodys_slot(monkeypatch):
+    """Slots behind the active ones may belong to sessions that wait."""
+    monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(Recorder(), worth_it=2))
+    found = decoder.Decoder(make_model("llama"))
+    found.reserve(6, 20)
+    assert found.slots == 6 and found._cache.shape[2] == 7
+    found._cache.normal_(generator=torch.Generator().manual_seed(0))
+    before = found._cache.clone()
+    for _ in range(3):
+        both = found.sample(np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), 1.0)
+        assert both.shape == (2, 3) and (both[1] < 0).all()
+    changed = (found._cache != before).any(-1)  # [layers, 2, slots, K, length]
+    places = {(slot, place) for _, _, slot, _, place in torch.nonzero(changed).tolist()}
+    assert places == {(0, 3), (1, 0), (2, 9), (6, 0)}
