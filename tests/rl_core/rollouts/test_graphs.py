@@ -161,7 +161,8 @@ def test_rows_that_fill_up_a_step_touch_nobodys_slot(monkeypatch):
     found = decoder.Decoder(make_model("llama"))
     found.reserve(6, 20)
     assert found.slots == 6 and found._cache.shape[2] == 7
-    found._cache.normal_(generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        found._cache.normal_(generator=torch.Generator().manual_seed(0))
     before = found._cache.clone()
     for _ in range(3):
         both = found.sample(np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), 1.0)
