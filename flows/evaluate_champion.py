@@ -14,7 +14,7 @@ from pathlib import Path
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import PipelineResult, execute
 from rl_core.analysis.statistics import Rate
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 from tasks.champion import Verdict, count_checks, figure_of, judge, note_check, settings_of_check
 from tasks.config import PipelineSettings
 from tasks.evaluate import read_evaluation

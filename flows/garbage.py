@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import DataError, FolderBusy, nearest
-from rl_core.folders import remove_folder
-from rl_core.locks import FolderLock
+from rl_core.storage.folders import remove_folder
+from rl_core.storage.locks import FolderLock
 from tasks.repair import recorded_runs
 from tasks.retention import Plan, make_plan
 from tasks.tracking import Tracking

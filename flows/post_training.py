@@ -22,7 +22,7 @@ from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_ser
 from flows.repair import crash_flow_runs
 from flows.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 
 __all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "say", "watched"]

@@ -16,7 +16,7 @@ from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import PipelineResult, execute, say, watched
 from flows.waiting import decided
 from rl_core.errors import PosttrainError
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.data_record import record_sources
 from tasks.promote import AWAITING

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from rl_core.errors import DataError
-from rl_core.folders import write_text_atomic
+from rl_core.storage.folders import write_text_atomic
 
 __all__ = ["MetricHistory"]
 

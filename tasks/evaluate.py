@@ -11,9 +11,9 @@ from typing import Any
 
 from rl_core.analysis import write_trajectories
 from rl_core.evaluation import Evaluation, evaluate, heldout_requests
-from rl_core.folders import write_json_atomic
 from rl_core.rollouts.record import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
+from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings
 from tasks.policy_model import load_policy, make_environment, model_folder
 from tasks.session import Session

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.folders import digest_bytes, read_manifest
+from rl_core.storage.folders import digest_bytes, read_manifest
 from tasks.repair import RunRecord, recorded_runs
 from tasks.stage_result import content_digest
 from tasks.tracking import ModelVersion, Tracking

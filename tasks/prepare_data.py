@@ -21,9 +21,9 @@ from rl_core.data.files import data_files
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.base import Environment
 from rl_core.errors import DataError
-from rl_core.folders import digest_bytes, digest_file
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
+from rl_core.storage.folders import digest_bytes, digest_file
 from tasks.policy_model import make_environment
 from tasks.session import Session
 from tasks.stage import StageContext, StageResult, run_stage

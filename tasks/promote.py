@@ -12,8 +12,8 @@ from typing import Any
 
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation, compare
-from rl_core.folders import digest_folder, write_json_atomic
 from rl_core.settings import AnalysisSettings
+from rl_core.storage.folders import digest_folder, write_json_atomic
 from tasks.approval import ask, expire, question, read
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.evaluate import evaluate_models, read_evaluation

@@ -19,8 +19,15 @@ from transformers import PreTrainedModel
 
 from rl_core.data.pairs import Pair
 from rl_core.errors import CheckpointError, CorruptError
-from rl_core.folders import clear_leftovers, digest_bytes, publish_folder, read_manifest, read_verified, remove_folder
 from rl_core.models.precision import Autocast
+from rl_core.storage.folders import (
+    clear_leftovers,
+    digest_bytes,
+    publish_folder,
+    read_manifest,
+    read_verified,
+    remove_folder,
+)
 from rl_core.trainers.preference import reference_logprobs
 from rl_core.trainers.resume import runtime_fingerprint
 

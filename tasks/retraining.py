@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import SettingsError
-from rl_core.folders import write_json_atomic
+from rl_core.storage.folders import write_json_atomic
 from tasks.approval import expire, read
 from tasks.config import PipelineSettings
 from tasks.data_record import NewData, Records, new_since, records_from_tags, tags_of_records

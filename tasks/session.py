@@ -24,8 +24,8 @@ from typing import Any, Literal
 from uuid import UUID
 
 from rl_core.errors import Stopped
-from rl_core.folders import digest_folder, write_json_atomic
-from rl_core.locks import FolderLock
+from rl_core.storage.folders import digest_folder, write_json_atomic
+from rl_core.storage.locks import FolderLock
 from tasks.approval import Request
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.data_record import Records, record_sources, tags_of_records

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped
-from rl_core.folders import seal_folder, write_json_atomic
-from rl_core.locks import FolderLock
+from rl_core.storage.folders import seal_folder, write_json_atomic
+from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.stage_key import input_digest, stage_key, stage_seed
 from tasks.stage_result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
@@ -85,7 +85,7 @@ class StageContext:
 
         Args: as `rl_core.trainers.loop.run_loop`.
         """
-        from rl_core.checkpoint import (
+        from rl_core.storage.checkpoint import (
             CheckpointStore,
         )  # here, as it loads torch, which those who only read folders do not need
         from rl_core.trainers.loop import run_loop

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.folders import verify_folder
+from rl_core.storage.folders import verify_folder
 
 __all__ = ["METRICS_HISTORY", "RECENT_ROLLOUTS", "StageResult", "content_digest", "load_finished"]
 

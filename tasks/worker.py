@@ -23,7 +23,7 @@ import transformers
 
 from rl_core.distributed import Workers, join
 from rl_core.errors import PosttrainError
-from rl_core.folders import write_json_atomic
+from rl_core.storage.folders import write_json_atomic
 from rl_core.tracking import MemoryTracker, Tracker
 from tasks.config import from_dict
 from tasks.launch import EVENTS

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.operations.processes import ProcessId
-from rl_core.folders import write_text_unsynced
+from rl_core.storage.folders import write_text_unsynced
 
 __all__ = ["Options", "Places", "ServiceState", "State", "is_running", "read_state", "write_state"]
 

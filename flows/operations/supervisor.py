@@ -24,8 +24,8 @@ from flows.operations.services import ROOT, Service, client_environment, mlflow_
 from flows.operations.state import Options, Places, State, write_state
 from flows.operations.supervised import Supervised
 from rl_core.errors import BackendError, FolderBusy
-from rl_core.folders import write_json_atomic
-from rl_core.locks import FolderLock
+from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.locks import FolderLock
 
 __all__ = ["Supervisor"]
 

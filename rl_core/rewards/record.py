@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rl_core.folders import write_text_unsynced
+from rl_core.storage.folders import write_text_unsynced
 from rl_core.types import Rollout
 
 __all__ = ["RecentRollouts", "RewardRecord", "record_all"]

@@ -23,12 +23,12 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from rl_core.checkpoint import CheckpointStore
 from rl_core.distributed import ALONE, Workers
 from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
-from rl_core.faults import fault
 from rl_core.metrics import MetricHistory
 from rl_core.settings import LoopSettings
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.faults import fault
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.trainers.memory import peak_memory_gb

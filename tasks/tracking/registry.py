@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DataError, SettingsError, nearest
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 from tasks.tracking.models import MODEL_NAME
 from tasks.tracking.store import Store, missing
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import BackendError, SettingsError, Stopped
-from rl_core.folders import write_text_unsynced
+from rl_core.storage.folders import write_text_unsynced
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
 from tasks.tracking.models import link_tree, log_model

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
-from rl_core.folders import digest_file, digest_folder, verify_folder
+from rl_core.storage.folders import digest_file, digest_folder, verify_folder
 from tasks.config import load
 from tasks.stage_result import StageResult
 

@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.analysis.statistics import Rate, rate_difference
 from rl_core.errors import FolderBusy
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 from tasks.champion import Verdict
 from tasks.config import load
 from tasks.retraining import read_records

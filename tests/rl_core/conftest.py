@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
-from rl_core import faults
 from rl_core.native import attention, layers, matrix
+from rl_core.storage import faults
 
 
 @pytest.fixture(autouse=True)

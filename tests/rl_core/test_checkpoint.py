@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from rl_core import checkpoint, faults
-from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy, NonFiniteError
-from rl_core.folders import verify_folder
+from rl_core.storage import checkpoint, faults
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.folders import verify_folder
 
 
 def state_of(version):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import rl_core
-from rl_core import faults
 from rl_core.errors import SettingsError
-from rl_core.faults import InjectedFault, fault
+from rl_core.storage import faults
+from rl_core.storage.faults import InjectedFault, fault
 
 
 def test_fires_at_its_hit_only():
@@ -44,7 +44,7 @@ def test_sleep_takes_its_seconds():
 
 
 def test_kill_through_the_environment():
-    code = "from rl_core.faults import fault\nfault('loop.step'); print('one', flush=True); fault('loop.step')"
+    code = "from rl_core.storage.faults import fault\nfault('loop.step'); print('one', flush=True); fault('loop.step')"
     environment = {"POSTTRAIN_FAULT": "loop.step:2:kill", "PYTHONPATH": str(Path(rl_core.__file__).parents[1])}
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (child.returncode, child.stdout) == (-9, "one\n")

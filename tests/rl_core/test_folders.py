@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from rl_core import faults
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
-from rl_core.folders import (
+from rl_core.storage import faults
+from rl_core.storage.folders import (
     MANIFEST,
     clear_leftovers,
     digest_bytes,

@@ -8,14 +8,14 @@ import threading
 import pytest
 
 from rl_core.errors import FolderBusy
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 
 
 def test_lock_refuses_a_second_writer_and_names_the_first(tmp_path):
     with FolderLock(tmp_path):
         with pytest.raises(FolderBusy, match=f"process {os.getpid()}"), FolderLock(tmp_path):
             pass
-        code = "import sys; from rl_core.locks import FolderLock\nwith FolderLock(sys.argv[1]): pass"
+        code = "import sys; from rl_core.storage.locks import FolderLock\nwith FolderLock(sys.argv[1]): pass"
         child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
         assert child.returncode == 1
         assert f"locked by process {os.getpid()}" in child.stderr
@@ -25,7 +25,7 @@ def test_lock_refuses_a_second_writer_and_names_the_first(tmp_path):
 
 def test_lock_of_a_killed_holder_is_free(tmp_path):
     code = (
-        "import os, sys, signal; from rl_core.locks import FolderLock\n"
+        "import os, sys, signal; from rl_core.storage.locks import FolderLock\n"
         "FolderLock(sys.argv[1]).__enter__(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     child = subprocess.run([sys.executable, "-c", code, str(tmp_path)])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import CheckpointError
-from rl_core.state_codec import Decoder, Encoder
+from rl_core.storage.state_codec import Decoder, Encoder
 
 
 def round_trip(value, shard_bytes=1 << 20):

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.evaluation import compare, summarize
-from rl_core.folders import digest_folder
+from rl_core.storage.folders import digest_folder
 from rl_core.types import Trajectory
 from tasks import promote
 from tasks.config import from_dict

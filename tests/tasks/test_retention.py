@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.folders import read_manifest, seal_folder
-from rl_core.locks import FolderLock
+from rl_core.storage.folders import read_manifest, seal_folder
+from rl_core.storage.locks import FolderLock
 from tasks.needed import model_digest
 from tasks.retention import make_plan
 from tasks.stage_result import content_digest

@@ -14,7 +14,7 @@ from monitor_runs import MOVES, START, journal, make_run, write_lines
 from flows.monitor.reader import Reader
 from flows.monitor.runs import process_lives
 from rl_core.errors import SettingsError
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 from tasks.tracking.journal import Journal, LineLog, events_path
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -18,8 +18,8 @@ from flows.operations.registration import declared
 from flows.operations.services import ROOT, services
 from flows.operations.state import Options, Places, ServiceState, State, write_state
 from rl_core.errors import BackendError, DataError
-from rl_core.folders import write_json_atomic
-from rl_core.locks import FolderLock
+from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.locks import FolderLock
 
 
 @pytest.fixture(autouse=True)

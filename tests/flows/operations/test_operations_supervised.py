@@ -15,7 +15,7 @@ from flows.operations.services import Service
 from flows.operations.state import Options, Places, ServiceState, State, is_running, read_state, write_state
 from flows.operations.supervised import Supervised, wait_before
 from rl_core.errors import FolderBusy
-from rl_core.locks import FolderLock
+from rl_core.storage.locks import FolderLock
 
 
 class FakeProcess:

@@ -19,12 +19,12 @@ import torch
 from tiny import PAD, VOCABULARY, nano
 from transformers import LlamaForSequenceClassification
 
-from rl_core.checkpoint import CheckpointStore
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.distributed import ALONE, Shards, join
 from rl_core.errors import NonFiniteTensor, Stopped
 from rl_core.models import lora
 from rl_core.settings import LoraSettings, PreferenceSettings, RewardModelSettings, SFTSettings
+from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers import update
 from rl_core.trainers.loop import run_loop

@@ -14,7 +14,7 @@ from rl_core.analysis.coherence import band_score, contradictions, repetitions
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.settings import CoherenceSettings, CuriositySettings
-from rl_core.state_codec import Decoder, Encoder
+from rl_core.storage.state_codec import Decoder, Encoder
 
 
 def test_band_by_hand():

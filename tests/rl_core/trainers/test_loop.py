@@ -17,12 +17,12 @@ import torch
 from tiny import logged_bits, weights_digest
 from torch import nn
 
-from rl_core import faults
-from rl_core.checkpoint import CheckpointStore
 from rl_core.data.batches import DataOrder
 from rl_core.errors import CheckpointError, ResumeRefused, SettingsError, Stopped
-from rl_core.faults import InjectedFault
 from rl_core.settings import LoopSettings, OptimizerSettings
+from rl_core.storage import faults
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.update import Updater

@@ -7,13 +7,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from rl_core import faults
-from rl_core.checkpoint import CheckpointStore
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.errors import SettingsError
-from rl_core.faults import InjectedFault
 from rl_core.models import causal_lm
 from rl_core.models.logprobs import completion_logprobs, token_outputs
 from rl_core.models.lora import add_adapter
@@ -29,6 +26,9 @@ from rl_core.settings import (
     SamplingSettings,
     SFTSettings,
 )
+from rl_core.storage import faults
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers import experience, policy_update
 from rl_core.trainers.loop import run_loop

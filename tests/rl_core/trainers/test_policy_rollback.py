@@ -9,7 +9,6 @@ import torch
 from letters import FewLetters, comparable, make_trainer, weights
 from tiny import weights_digest
 
-from rl_core.checkpoint import CheckpointStore
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.rewards.orchestrator import RewardOrchestrator
@@ -19,6 +18,7 @@ from rl_core.settings import (
     ReplaySettings,
     RollbackSettings,
 )
+from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 

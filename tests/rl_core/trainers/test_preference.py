@@ -9,14 +9,14 @@ import torch
 from tiny import PAD, VOCABULARY
 from torch.nn import functional
 
-from rl_core import faults
-from rl_core.checkpoint import CheckpointStore
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.errors import DataError, SettingsError
-from rl_core.faults import InjectedFault
-from rl_core.folders import digest_bytes
 from rl_core.models import lora
 from rl_core.settings import LoraSettings, PreferenceSettings
+from rl_core.storage import faults
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.faults import InjectedFault
+from rl_core.storage.folders import digest_bytes
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs

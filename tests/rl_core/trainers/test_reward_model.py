@@ -7,11 +7,11 @@ import torch
 from tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 from transformers import LlamaForSequenceClassification
 
-from rl_core import faults
-from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import DataError
-from rl_core.faults import InjectedFault
 from rl_core.settings import RewardModelSettings
+from rl_core.storage import faults
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline

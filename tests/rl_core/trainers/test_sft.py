@@ -6,11 +6,11 @@ import pytest
 import torch
 from tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 
-from rl_core import faults
-from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import CheckpointError, DataError, NonFiniteError
-from rl_core.faults import InjectedFault
 from rl_core.settings import SFTSettings
+from rl_core.storage import faults
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop
 from rl_core.trainers.sft import SFTTrainer

@@ -9,13 +9,13 @@ import torch
 from thinkers import make_trainer, renderer_of_texts, teach
 
 from rl_core import timing
-from rl_core.checkpoint import CheckpointStore
 from rl_core.errors import SettingsError
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.thoughts import ThoughtEpisode, ThoughtStep, answer_rows
 from rl_core.settings import ModelSettings, ThoughtsSettings
+from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.loop import run_loop

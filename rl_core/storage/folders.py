@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
-from rl_core.faults import fault
+from rl_core.storage.faults import fault
 
 __all__ = [
     "FORMAT_VERSION",

@@ -24,8 +24,8 @@ import safetensors.torch
 import torch
 
 from rl_core.errors import CheckpointError, CorruptError, NonFiniteError
-from rl_core.faults import fault
-from rl_core.folders import (
+from rl_core.storage.faults import fault
+from rl_core.storage.folders import (
     clear_leftovers,
     digest_bytes,
     publish_folder,
@@ -36,8 +36,8 @@ from rl_core.folders import (
     write_bytes,
     write_text_atomic,
 )
-from rl_core.locks import FolderLock
-from rl_core.state_codec import Decoder, Encoder
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.state_codec import Decoder, Encoder
 
 __all__ = ["CheckpointStore"]
 
