@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import evaluating
-from rl_core.models.kernels import add_weight_grad, input_grad, linear
 from rl_core.models.lora import unwrap
 from rl_core.models.trunk import hidden_states, model_inputs
 from rl_core.types import TrainBatch

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
+from rl_core.cpu.kernels import add_norm, gated_silu, linears, norm
+from rl_core.cpu.packed_attention import attention_of, chosen
+from rl_core.cpu.shared_prefixes import shared_prefixes
 from rl_core.errors import DataError
-from rl_core.models.attention import attention_of, chosen
-from rl_core.models.kernels import add_norm, gated_silu, linears, norm
-from rl_core.models.prefixes import shared_prefixes
 from rl_core.types import TrainBatch
 
 __all__ = ["STATIC_ROPES", "hidden_states", "model_inputs"]

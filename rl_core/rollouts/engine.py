@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.models.lora import merged
-from rl_core.native.memory import keep_freed_memory
 from rl_core.rollouts.decoder import Decoder, Extension
 from rl_core.rollouts.sampling import (
     RolloutBackend,

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from rl_core.cpu import int8_gemm as digits
+from rl_core.cpu.allocator import Arena
+from rl_core.cpu.fused_decode import Native, PackedWeights
 from rl_core.models.lora import plain_linear
-from rl_core.native import digits
-from rl_core.native.decoding import Native, PackedWeights
-from rl_core.native.memory import Arena
 
 __all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.distributed import ALONE, Idle, Shards, Workers, gathered, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic
 from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
-from rl_core.native.memory import keep_freed_memory
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
 from rl_core.trainers.micro_batches import combine_metrics, cut, halve, padded_tokens

@@ -4,7 +4,9 @@ import threading
 
 import pytest
 
-from rl_core.native import attention, layers, matrix
+from rl_core.cpu import amx_gemm as matrix
+from rl_core.cpu import attention_kernel as attention
+from rl_core.cpu import norm_and_gate as layers
 from rl_core.storage import faults
 
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.models import attention
-from rl_core.models.prefixes import shared_prefixes
-from rl_core.native import attention as native
+from rl_core.cpu import attention_kernel as native
+from rl_core.cpu import packed_attention as attention
+from rl_core.cpu.shared_prefixes import shared_prefixes
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="needs a C compiler")
 

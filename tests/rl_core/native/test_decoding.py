@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from rl_core.native import decoding
-from rl_core.native.decoding import Native, Step
+from rl_core.cpu import fused_decode as decoding
+from rl_core.cpu.fused_decode import Native, Step
 from rl_core.rollouts.sampling import draw
 
 needs_compiler = pytest.mark.skipif(decoding.load() is None, reason="needs a C compiler")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from rl_core.native import digits
-from rl_core.native.memory import Arena
+from rl_core.cpu import int8_gemm as digits
+from rl_core.cpu.allocator import Arena
 
 pytestmark = pytest.mark.skipif(digits.load() is None, reason="needs a C compiler and a processor with tiles")
 

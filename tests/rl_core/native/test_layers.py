@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rl_core.models import kernels
-from rl_core.native import layers
+from rl_core.cpu import kernels
+from rl_core.cpu import norm_and_gate as layers
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from rl_core.native import library
-from rl_core.native.decoding import Native
+from rl_core.cpu import build as library
+from rl_core.cpu.fused_decode import Native
 
 needs_compiler = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 
@@ -18,7 +18,7 @@ needs_compiler = pytest.mark.skipif(library.load() is None, reason="needs a C co
 def test_threads_are_those_of_torch():
     """A second OpenMP library would have threads of its own, which wait where torch's want to work."""
     program = (
-        "from rl_core.native import library; library.load();"
+        "from rl_core.cpu import library; library.load();"
         "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'libiomp' in line}"
         " == {library._openmp()})"
     )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_core.native import matrix
+from rl_core.cpu import amx_gemm as matrix
 
 pytestmark = pytest.mark.skipif(matrix.load() is None, reason="needs a C compiler and a processor with tiles")
 

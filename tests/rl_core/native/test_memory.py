@@ -8,14 +8,14 @@ import sys
 import pytest
 import torch
 
-from rl_core.native.memory import Arena, pages
+from rl_core.cpu.allocator import Arena, pages
 
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
 
 PROGRAM = """
 import resource, sys
 import torch
-from rl_core.native.memory import keep_freed_memory
+from rl_core.cpu.allocator import keep_freed_memory
 torch.set_num_threads(1)
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 def faults(): return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

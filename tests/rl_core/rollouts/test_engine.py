@@ -10,10 +10,11 @@ import torch
 from scripted import MODELS, VOCAB, ScriptedSession, make_model, model_named
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from rl_core.cpu import fused_decode as decoding
+from rl_core.cpu import int8_gemm as digits
 from rl_core.errors import DataError
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.native import decoding, digits
 from rl_core.rollouts import decoder, layers
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.engine import Engine, make_backend

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_core.native import decoding
+from rl_core.cpu import fused_decode as decoding
 from rl_core.rollouts import sampling
 from rl_core.rollouts.sampling import session_seed, uniforms
 

@@ -1,6 +1,6 @@
 """Causal self-attention of a batch's real tokens, which lie end to end and are there once where rows begin alike.
 
-On a CPU it is compiled code where there is some (`rl_core.native.attention`), which takes the rows as they are. torch's
+On a CPU it is compiled code where there is some (`rl_core.cpu.attention_kernel`), which takes the rows as they are. torch's
 kernel sees rectangles instead: rows of similar length together.
 
 B rows, T real tokens, N of them of which no two have the same beginning, h all heads, D head size.
@@ -18,8 +18,8 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rl_core.models.prefixes import SharedPrefixes
-from rl_core.native import attention as native
+from rl_core.cpu import attention_kernel as native
+from rl_core.cpu.shared_prefixes import SharedPrefixes
 
 __all__ = ["Attention", "attention_of", "chosen"]
 

@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch
 
-from rl_core.native import library
-from rl_core.native.digits import Packed
+from rl_core.cpu import build as library
+from rl_core.cpu.int8_gemm import Packed
 
 __all__ = ["Native", "PackedWeights", "Step", "WholeStep", "load"]
 

@@ -10,8 +10,8 @@ import functools
 
 import torch
 
-from rl_core.native import library
-from rl_core.native.memory import Arena, Scratch
+from rl_core.cpu import build as library
+from rl_core.cpu.allocator import Arena, Scratch
 
 __all__ = ["Digits", "Packed", "load"]
 

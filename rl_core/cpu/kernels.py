@@ -1,6 +1,6 @@
 """Parts of a transformer's layer with backward passes of their own: fewer passes over memory than autograd's.
 
-On a CPU they are compiled code where there is some (`rl_core.native`), torch's kernels otherwise.
+On a CPU they are compiled code where there is some (`rl_core.cpu`), torch's kernels otherwise.
 
 N tokens, H hidden, I width of the MLP, O outputs of linear layers.
 """
@@ -15,7 +15,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rl_core.native import layers, matrix
+from rl_core.cpu import amx_gemm as matrix
+from rl_core.cpu import norm_and_gate as layers
 
 __all__ = ["add_norm", "add_weight_grad", "gated_silu", "input_grad", "linear", "linears", "norm", "weight_grad"]
 

@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from rl_core.native import library
+from rl_core.cpu import build as library
 
 __all__ = ["WIDTH", "Layers", "load"]
 

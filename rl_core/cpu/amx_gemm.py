@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rl_core.native import library
-from rl_core.native.memory import Scratch
+from rl_core.cpu import build as library
+from rl_core.cpu.allocator import Scratch
 
 __all__ = ["Matrix", "load"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_core.native import library
+from rl_core.cpu import build as library
 
 __all__ = ["Attention", "Rows", "load"]
 
