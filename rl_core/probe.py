@@ -17,9 +17,9 @@ from rl_core.analysis.probes import ModelProbe
 from rl_core.data.chat import ChatRenderer
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
+from rl_core.models.turn_states import turn_spans, turn_states
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import TrainRow, make_batches
-from rl_core.rollouts.states import turn_spans, turn_states
 from rl_core.settings import CoherenceSettings
 from rl_core.types import Message, Rollout
 

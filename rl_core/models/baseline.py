@@ -17,8 +17,8 @@ from rl_core.data.batches import micro_batches, unscored_batch
 from rl_core.errors import DataError
 from rl_core.losses.value import value_loss
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
-from rl_core.models.trunk import hidden_states
 
 __all__ = ["Baseline", "BaselineHead", "pooled_states"]
 

@@ -13,9 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
+from rl_core.models.hidden_states import hidden_states
 from rl_core.models.logprobs import TokenOutputs, token_outputs
 from rl_core.models.lora import unwrap
-from rl_core.models.trunk import hidden_states
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyWithCritic", "SeparateCritic", "ValueHead", "hidden_size"]

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel, Pr
 
 from rl_core.errors import CheckpointError, DataError
 from rl_core.models.causal_lm import device_of, evaluating, load_pretrained, load_tokenizer
-from rl_core.models.trunk import hidden_states
+from rl_core.models.hidden_states import hidden_states
 from rl_core.settings import ModelSettings
 from rl_core.types import TrainBatch
 

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
 from rl_core.errors import DataError
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.hidden_states import hidden_states, model_inputs
 from rl_core.models.lora import unwrap
-from rl_core.models.trunk import hidden_states, model_inputs
 from rl_core.types import TrainBatch
 
 __all__ = [

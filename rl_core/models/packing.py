@@ -11,8 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.hidden_states import model_inputs
 from rl_core.models.lora import unwrap
-from rl_core.models.trunk import model_inputs
 from rl_core.types import TrainBatch
 
 __all__ = ["can_pack"]

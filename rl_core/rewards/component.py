@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from rl_core.rollouts.states import TurnStates
+from rl_core.models.turn_states import TurnStates
 from rl_core.types import Rollout
 
 __all__ = ["Component", "describe"]

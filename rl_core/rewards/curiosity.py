@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
 from rl_core.rewards.running import RunningNorm
-from rl_core.rollouts.states import TurnStates
 from rl_core.settings import CuriositySettings
 from rl_core.types import Rollout
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Sequence
 from statistics import fmean
 
+from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
-from rl_core.rollouts.states import TurnStates
 from rl_core.settings import FormatSettings
 from rl_core.types import Rollout, StopReason, Trajectory
 

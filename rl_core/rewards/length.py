@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import fmean
 
+from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
-from rl_core.rollouts.states import TurnStates
 from rl_core.settings import LengthSettings
 from rl_core.types import Rollout
 

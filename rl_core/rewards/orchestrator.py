@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_core.errors import RewardError, SettingsError, nearest
+from rl_core.models.turn_states import Embed, TurnStates
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.component import Component, describe
 from rl_core.rewards.curiosity import CuriosityReward
@@ -20,7 +21,6 @@ from rl_core.rewards.task import TaskReward
 from rl_core.rewards.tool_use import ToolUseReward
 from rl_core.rewards.user import RewardFunction, UserReward
 from rl_core.rewards.watch import RewardWatch
-from rl_core.rollouts.states import Embed, TurnStates
 from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, RolloutGroup
 

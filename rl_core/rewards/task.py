@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
-from rl_core.rollouts.states import TurnStates
 from rl_core.types import Rollout
 
 __all__ = ["TaskReward"]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rl_core.errors import RewardError, SettingsError, nearest
+from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component, describe
-from rl_core.rollouts.states import TurnStates
 from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, Trajectory
 

@@ -10,10 +10,10 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.models import causal_lm
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
+from rl_core.models.turn_states import turn_states
 from rl_core.probe import Subject, divergence, mean_nll, probe
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import make_batches
-from rl_core.rollouts.states import turn_states
 from rl_core.settings import CoherenceSettings, ModelSettings, SFTSettings
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.types import Rollout, Trajectory, Turn

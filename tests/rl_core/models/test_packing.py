@@ -154,7 +154,7 @@ def test_flash_kernels_get_the_rows_end_to_end(monkeypatch):
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    monkeypatch.setattr("rl_core.models.trunk._reads_one_row_alone", lambda model: True)
+    monkeypatch.setattr("rl_core.models.hidden_states._reads_one_row_alone", lambda model: True)
     torch.testing.assert_close(completion_logprobs(model, batch)[0], want, rtol=0, atol=1e-10)
     assert can_pack(model)
     assert shapes[0] == (1, batch.input_ids_BS.numel())

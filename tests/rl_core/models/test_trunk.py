@@ -21,9 +21,9 @@ from transformers import (
 from rl_core.cpu import packed_attention as attention
 from rl_core.cpu.shared_prefixes import shared_prefixes
 from rl_core.errors import DataError
-from rl_core.models import trunk
+from rl_core.models import hidden_states as trunk
+from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import add_adapter, unwrap
-from rl_core.models.trunk import hidden_states
 from rl_core.settings import LoraSettings
 from rl_core.types import TrainBatch
 

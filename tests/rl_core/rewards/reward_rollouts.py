@@ -2,7 +2,7 @@
 
 import torch
 
-from rl_core.rollouts.states import TurnStates
+from rl_core.models.turn_states import TurnStates
 from rl_core.types import Rollout, RolloutGroup, ToolCall, Trajectory, Turn
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import nano
 
-from rl_core.rollouts.states import turn_spans, turn_states
+from rl_core.models.turn_states import turn_spans, turn_states
 from rl_core.types import Rollout, Trajectory
 
 

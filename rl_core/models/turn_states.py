@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from rl_core.data.batches import micro_batches, unscored_batch
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
-from rl_core.models.trunk import hidden_states
 from rl_core.types import Rollout
 
 __all__ = ["Embed", "TurnStates", "turn_spans", "turn_states"]
