@@ -22,8 +22,8 @@ from rl_core.analysis.statistics import (
 from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment
 from rl_core.errors import DataError, SettingsError
+from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
-from rl_core.rollouts.sampling import RolloutBackend
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import Rollout, StopReason, Trajectory
 

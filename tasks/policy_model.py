@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rl_core.data.chat import ChatRenderer
 from rl_core.environments import make
 from rl_core.environments.base import Environment
+from rl_core.inference.engine import RolloutBackend, make_backend
 from rl_core.models import causal_lm
-from rl_core.rollouts.engine import RolloutBackend, make_backend
 from tasks.config import PipelineSettings
 
 __all__ = ["Policy", "load_policy", "make_environment", "model_folder"]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
-from rl_core.rollouts.sampling import RolloutBackend, session_seed
+from rl_core.inference.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.steps import PendingTurn, StepPool, Turnover
 from rl_core.settings import SamplingSettings
 from rl_core.timing import span

@@ -24,12 +24,12 @@ from rl_core.data.batches import DataOrder
 from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment
 from rl_core.errors import SettingsError
+from rl_core.inference.sampling import RolloutBackend, session_seed
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
-from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
 from rl_core.trainers.credit import punish_length

@@ -32,6 +32,7 @@ from rl_core.data.batches import attention_mask, micro_batches, pad_rows
 from rl_core.distributed import ALONE, Workers
 from rl_core.environments.base import Environment
 from rl_core.errors import SettingsError
+from rl_core.inference.sampling import RolloutBackend, session_seed
 from rl_core.losses.advantages import gae
 from rl_core.losses.masking import fill_masked
 from rl_core.losses.policy import reinforce_loss
@@ -41,7 +42,6 @@ from rl_core.losses.value import explained_variance
 from rl_core.models.baseline import Baseline, pooled_states
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.rollouts.sampling import RolloutBackend, session_seed
 from rl_core.rollouts.thoughts import (
     AnswerRows,
     Span,

@@ -18,7 +18,7 @@ import torch
 import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_core.rollouts.engine import make_backend
+from rl_core.inference.engine import make_backend
 from rl_core.settings import SamplingSettings
 
 PROMPT = 32

@@ -30,8 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
+from rl_core.inference.engine import make_backend
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.engine import make_backend
 from rl_core.settings import PolicySettings, SamplingSettings, SFTSettings
 from rl_core.timing import collected
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer

@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from rl_core.inference.engine import Engine, make_backend
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
-from rl_core.rollouts.engine import Engine, make_backend
 from rl_core.settings import SamplingSettings
 from speed import inputs, ours
 from speed.episodes import Scripted, ends, ragged_sessions

@@ -9,7 +9,7 @@ import numpy as np
 from rl_core.data.batches import DataOrder
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.rollouts.sampling import session_seed
+from rl_core.inference.sampling import session_seed
 from speed import inputs
 
 LEVEL = "sums"
@@ -99,7 +99,7 @@ class Scripted:
         return sum(self.loss_mask)
 
     def advance(self, action_ids, logprobs, hit_limit):
-        """See `rl_core.rollouts.sampling.Session`."""
+        """See `rl_core.inference.sampling.Session`."""
         self._add(action_ids, logprobs, True)
         if hit_limit or not self._observations:
             return None

@@ -9,9 +9,9 @@ import torch
 import transformers
 
 from rl_core.data.pairs import Pair, PairSide
+from rl_core.inference.engine import make_backend
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.engine import make_backend
 from rl_core.settings import (
     CriticSettings,
     ModelSettings,

@@ -57,7 +57,7 @@ def rollout(options):
     """A function that decodes all rows."""
     import numpy as np
 
-    from rl_core.rollouts.engine import make_backend
+    from rl_core.inference.engine import make_backend
     from rl_core.settings import SamplingSettings
     from speed.episodes import Scripted
 
@@ -71,8 +71,8 @@ def rollout(options):
 
 def collect_many(options):
     """A function that collects `count` rollouts and keeps them."""
+    from rl_core.inference.engine import make_backend
     from rl_core.rollouts.collect import EpisodeRequest, collect
-    from rl_core.rollouts.engine import make_backend
     from rl_core.settings import SamplingSettings
     from speed.episodes import LEVEL, Characters, Sums
 
@@ -88,8 +88,8 @@ def collect_many(options):
 
 def policy(options):
     """A function that trains for `count` iterations."""
+    from rl_core.inference.engine import make_backend
     from rl_core.rewards.orchestrator import RewardOrchestrator
-    from rl_core.rollouts.engine import make_backend
     from rl_core.settings import PolicySettings, SamplingSettings
     from rl_core.trainers.policy_gradient import PolicyGradientTrainer
     from speed.episodes import Characters, Sums
@@ -128,7 +128,7 @@ def main():
     import torch
     import transformers  # noqa: F401
 
-    import rl_core.rollouts.engine
+    import rl_core.inference.engine
     import rl_core.trainers.policy_gradient
     import rl_core.trainers.sft  # noqa: F401
 

@@ -7,11 +7,11 @@ from letters import Letters, make_trainer
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.evaluation import evaluate
+from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
 from rl_core.models.lora import add_adapter
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.rollouts.transformers_backend import TransformersBackend
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from rl_core.cpu import fused_decode as decoding
 from rl_core.cpu.fused_decode import Native, Step
-from rl_core.rollouts.sampling import draw
+from rl_core.inference.sampling import draw
 
 needs_compiler = pytest.mark.skipif(decoding.load() is None, reason="needs a C compiler")
 

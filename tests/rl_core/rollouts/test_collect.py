@@ -11,11 +11,11 @@ from scripted import make_model
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
+from rl_core.inference.engine import make_backend
+from rl_core.inference.sampling import Session
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.rollouts.engine import make_backend
-from rl_core.rollouts.sampling import Session
 from rl_core.rollouts.steps import resolve
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, StopReason, ToolCall

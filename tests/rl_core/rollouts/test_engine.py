@@ -13,13 +13,14 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from rl_core.cpu import fused_decode as decoding
 from rl_core.cpu import int8_gemm as digits
 from rl_core.errors import DataError
+from rl_core.inference import decoder
+from rl_core.inference import decoder_layers as layers
+from rl_core.inference.cuda_graphs import StepGraphs
+from rl_core.inference.engine import Engine, make_backend
+from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.rollouts import decoder, layers
 from rl_core.rollouts.batching import TrainRow, make_batches
-from rl_core.rollouts.engine import Engine, make_backend
-from rl_core.rollouts.graphs import StepGraphs
-from rl_core.rollouts.transformers_backend import TransformersBackend
 from rl_core.settings import LoraSettings, SamplingSettings
 
 EOS = list(range(1, VOCAB, 5))  # often enough for several turns

@@ -8,9 +8,10 @@ import pytest
 import torch
 from scripted import ScriptedSession, make_model
 
-from rl_core.rollouts import decoder, graphs
-from rl_core.rollouts.engine import make_backend
-from rl_core.rollouts.graphs import StepGraphs, padded_length, padded_rows
+from rl_core.inference import cuda_graphs as graphs
+from rl_core.inference import decoder
+from rl_core.inference.cuda_graphs import StepGraphs, padded_length, padded_rows
+from rl_core.inference.engine import make_backend
 from rl_core.settings import SamplingSettings
 
 

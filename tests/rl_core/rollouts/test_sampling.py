@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rl_core.cpu import fused_decode as decoding
-from rl_core.rollouts import sampling
-from rl_core.rollouts.sampling import session_seed, uniforms
+from rl_core.inference import sampling
+from rl_core.inference.sampling import session_seed, uniforms
 
 
 @pytest.fixture(params=["torch", "compiled"])

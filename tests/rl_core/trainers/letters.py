@@ -6,9 +6,9 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import ALONE
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
+from rl_core.inference.engine import make_backend
 from rl_core.models import causal_lm
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.engine import make_backend
 from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings, SamplingSettings
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 

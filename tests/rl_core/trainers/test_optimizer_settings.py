@@ -11,12 +11,12 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.arithmetic import Arithmetic
 from rl_core.errors import SettingsError
+from rl_core.inference.engine import make_backend
+from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
 from rl_core.models.logprobs import completion_logprobs, token_outputs
 from rl_core.models.lora import add_adapter
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rollouts.engine import make_backend
-from rl_core.rollouts.transformers_backend import TransformersBackend
 from rl_core.settings import (
     LoraSettings,
     ModelSettings,

@@ -7,9 +7,9 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.distributed import ALONE
 from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
+from rl_core.inference.engine import make_backend
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.rollouts.engine import make_backend
 from rl_core.settings import ModelSettings, SamplingSettings, SFTSettings, ThoughtsSettings
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.trainers.thoughts import ThoughtsTrainer

@@ -23,11 +23,11 @@ from transformers import PreTrainedModel
 from rl_core.cpu import fused_decode as decoding
 from rl_core.cpu.allocator import Arena, pages
 from rl_core.cpu.fused_decode import Native, Step, WholeStep
+from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
+from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
+from rl_core.inference.sampling import draw
 from rl_core.models.hidden_states import STATIC_ROPES
 from rl_core.models.lora import is_lora, plain_linear, unwrap
-from rl_core.rollouts.graphs import graphs_for, padded_length, padded_rows
-from rl_core.rollouts.layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
-from rl_core.rollouts.sampling import draw
 
 __all__ = ["Decoder", "Extension"]
 
