@@ -20,7 +20,7 @@ from rl_core.analysis.statistics import (
     sign_test,
 )
 from rl_core.distributed import ALONE, Workers
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect

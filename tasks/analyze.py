@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import AnalysisResult, analyze
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.environments.pixel_grid_render import to_png
 from rl_core.errors import DataError, PosttrainError
 from rl_core.settings import AnalysisSettings

@@ -11,7 +11,7 @@ from pathlib import Path
 from rl_core.analysis.calibration import Calibration, calibrate
 from rl_core.analysis.probes import ModelProbe, Probes
 from rl_core.data.chat import ChatRenderer
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.models import heads
 from rl_core.probe import MAX_TOKENS, Subject, probe, same_vocabulary
 from rl_core.rollouts.record import read_rollouts, tokens_path

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.evaluation import evaluate, heldout_requests, validation_requests
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.environments import make
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.inference.engine import RolloutBackend, make_backend
 from rl_core.models import causal_lm
 from tasks.config import PipelineSettings

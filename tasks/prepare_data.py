@@ -19,7 +19,7 @@ from rl_core.data import records, splits
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.files import data_files
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from rl_core.environments.question import ANSWER_WORD, read_answer, same_text
 from rl_core.environments.solutions import final_of_solution, same_number
+from rl_core.environments.tool_question import ANSWER_WORD, read_answer, same_text
 from rl_core.types import Trajectory, Turn
 
 __all__ = ["band_score", "contradictions", "repetitions"]

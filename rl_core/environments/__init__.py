@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.environments.base import Demonstration, Environment, Episode, Step
+from rl_core.environments.environment import Demonstration, Environment, Episode, Step
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import SettingsError, nearest
 

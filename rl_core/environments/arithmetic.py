@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rl_core.environments.calculator import CALCULATOR, calculate
 from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration, choose_mistake
-from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.tool_question import ANSWER_WORD, Costs, QuestionEpisode
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import ToolCall

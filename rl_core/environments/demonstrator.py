@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rl_core.environments.base import Demonstration, Environment, Episode
-from rl_core.environments.question import ANSWER_WORD, Costs
+from rl_core.environments.environment import Demonstration, Environment, Episode
+from rl_core.environments.tool_question import ANSWER_WORD, Costs
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError, nearest
 from rl_core.types import Message, ToolCall

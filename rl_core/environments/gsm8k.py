@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Literal
 from rl_core.data.files import BadRow
 from rl_core.data.records import Row, read_questions
 from rl_core.data.splits import split_by_prompt
-from rl_core.environments.base import HELDOUT_START, Demonstration, Environment, Episode, Step
 from rl_core.environments.calculator import CALCULATOR
+from rl_core.environments.environment import HELDOUT_START, Demonstration, Environment, Episode, Step
 from rl_core.environments.solutions import convert_solution, final_of_solution, read_final, same_number, single_number
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError, ToolMisuse

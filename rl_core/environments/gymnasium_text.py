@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rl_core.environments.base import Demonstration, Environment, Episode, Step
-from rl_core.environments.optional import require_module
+from rl_core.environments.environment import Demonstration, Environment, Episode, Step
+from rl_core.environments.optional_packages import require_module
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import Message

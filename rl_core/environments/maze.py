@@ -17,9 +17,9 @@ import random
 from collections import deque
 from pathlib import Path
 
-from rl_core.environments.base import Step
 from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDemonstration, choose_mistake
-from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.environment import Step
+from rl_core.environments.tool_question import ANSWER_WORD, Costs, QuestionEpisode
 from rl_core.environments.tools import CallFormat, Tool, Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import ToolCall

@@ -20,7 +20,7 @@ from rl_core.environments.demonstrator import DemonstratedQuestions, MistakenDem
 from rl_core.environments.pixel_grid_demonstrator import plan
 from rl_core.environments.pixel_grid_questions import COLOURS, Cell, Grid, Line, Question, draw
 from rl_core.environments.pixel_grid_render import draw_grid
-from rl_core.environments.question import ANSWER_WORD, Costs, QuestionEpisode
+from rl_core.environments.tool_question import ANSWER_WORD, Costs, QuestionEpisode
 from rl_core.environments.tools import CallFormat, Tool, Toolset
 from rl_core.types import ToolCall
 

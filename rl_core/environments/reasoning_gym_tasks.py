@@ -13,11 +13,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from rl_core.environments.base import HELDOUT_START, Demonstration, Environment, Episode, Step
-from rl_core.environments.child import ChildFailed, ChildPool
-from rl_core.environments.optional import require
-from rl_core.environments.question import ANSWER_WORD
-from rl_core.environments.scored import NO_ANSWER, judge, read_tagged_answer
+from rl_core.environments.environment import HELDOUT_START, Demonstration, Environment, Episode, Step
+from rl_core.environments.external_scoring import NO_ANSWER, judge, read_tagged_answer
+from rl_core.environments.optional_packages import require
+from rl_core.environments.subprocess_host import ChildFailed, ChildPool
+from rl_core.environments.tool_question import ANSWER_WORD
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, nearest
 from rl_core.types import Message

@@ -17,9 +17,9 @@ import itertools
 import random
 from pathlib import Path
 
-from rl_core.environments.base import Environment, Episode, Step
 from rl_core.environments.demonstrator import MistakenDemonstration
-from rl_core.environments.question import ANSWER_WORD, read_answer, same_text
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.tool_question import ANSWER_WORD, read_answer, same_text
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError
 from rl_core.types import Message

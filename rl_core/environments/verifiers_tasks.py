@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.environments.base import HELDOUT_START, Environment, Episode, Step
-from rl_core.environments.child import ChildFailed, ChildPool
-from rl_core.environments.optional import require
-from rl_core.environments.scored import judge
+from rl_core.environments.environment import HELDOUT_START, Environment, Episode, Step
+from rl_core.environments.external_scoring import judge
+from rl_core.environments.optional_packages import require
+from rl_core.environments.subprocess_host import ChildFailed, ChildPool
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError
 from rl_core.types import Message

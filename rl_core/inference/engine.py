@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.data.batches import micro_batches, pad_rows
+from rl_core.environments.step_pool import PendingTurn, wait_for_any
 from rl_core.inference.decoder import Decoder, Extension
 from rl_core.inference.sampling import (
     RolloutBackend,
@@ -30,7 +31,6 @@ from rl_core.inference.sampling import (
 )
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models.lora import merged
-from rl_core.rollouts.steps import PendingTurn, wait_for_any
 from rl_core.settings import SamplingSettings
 
 __all__ = ["Engine", "RolloutBackend", "Session", "make_backend"]

@@ -12,8 +12,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from rl_core.environments.step_pool import Turnover
 from rl_core.errors import DataError
-from rl_core.rollouts.steps import Turnover
 from rl_core.settings import SamplingSettings
 
 __all__ = ["RolloutBackend", "Session", "check_observation", "check_prompt", "draw", "session_seed", "uniforms"]

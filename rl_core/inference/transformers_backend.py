@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.environments.step_pool import Turnover, resolve
 from rl_core.inference.sampling import Session, check_observation, check_prompt, draw, uniforms
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
-from rl_core.rollouts.steps import Turnover, resolve
 from rl_core.settings import SamplingSettings
 
 __all__ = ["TransformersBackend"]

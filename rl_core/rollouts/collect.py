@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rl_core.distributed import ALONE, Workers
-from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.step_pool import PendingTurn, StepPool, Turnover
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.inference.sampling import RolloutBackend, session_seed
-from rl_core.rollouts.steps import PendingTurn, StepPool, Turnover
 from rl_core.settings import SamplingSettings
 from rl_core.timing import span
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, Trajectory, Turn

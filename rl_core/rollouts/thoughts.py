@@ -18,8 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.environments.base import Environment
-from rl_core.environments.question import ANSWER_WORD, read_answer
+from rl_core.environments.environment import Environment
+from rl_core.environments.tool_question import ANSWER_WORD, read_answer
 from rl_core.errors import DataError, EnvironmentFault
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs

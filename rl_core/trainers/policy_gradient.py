@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.data.batches import DataOrder
 from rl_core.distributed import ALONE, Workers
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend, session_seed
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data.batches import attention_mask, micro_batches, pad_rows
 from rl_core.distributed import ALONE, Workers
-from rl_core.environments.base import Environment
+from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend, session_seed
 from rl_core.losses.advantages import gae

@@ -28,7 +28,7 @@ from speed import inputs
 from speed.episodes import Scripted
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.inference.engine import make_backend
 from rl_core.rewards.orchestrator import RewardOrchestrator

@@ -5,12 +5,12 @@ import pytest
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.step_pool import resolve
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, SettingsError
 from rl_core.evaluation import Evaluation, compare, evaluate, heldout_requests, summarize, validation_requests
 from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.rollouts.steps import resolve
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, ToolCall, Trajectory, Turn
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from rl_core.data.batches import DataOrder
-from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.inference.sampling import session_seed
 from speed import inputs

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from rl_core.environments.arithmetic import LEVELS, Arithmetic
-from rl_core.environments.base import HELDOUT_START
+from rl_core.environments.environment import HELDOUT_START
 from rl_core.errors import EnvironmentFault, SettingsError
 
 

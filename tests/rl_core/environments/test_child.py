@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_core.environments.child import ChildFailed, ChildPool, ChildTimeout
+from rl_core.environments.subprocess_host import ChildFailed, ChildPool, ChildTimeout
 
 SCRIPT = """
 import os, subprocess, sys, time

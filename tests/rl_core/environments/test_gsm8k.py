@@ -11,7 +11,7 @@ import pytest
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
-from rl_core.environments.base import HELDOUT_START
+from rl_core.environments.environment import HELDOUT_START
 from rl_core.environments.gsm8k import GSM8K, level_of
 from rl_core.errors import DataError, EnvironmentFault, RecordsError, SettingsError
 

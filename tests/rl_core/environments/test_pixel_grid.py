@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rl_core.environments import make
-from rl_core.environments.base import HELDOUT_START
+from rl_core.environments.environment import HELDOUT_START
 from rl_core.environments.pixel_grid import LEVELS, PixelGrid
 from rl_core.environments.pixel_grid_questions import COLOURS, KINDS, Grid
 from rl_core.environments.pixel_grid_render import RGB, draw_grid, to_png

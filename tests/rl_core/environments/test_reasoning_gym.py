@@ -8,10 +8,10 @@ import pytest
 from adapters import stand_in
 
 from rl_core.environments import make
-from rl_core.environments.base import HELDOUT_START
+from rl_core.environments.environment import HELDOUT_START
+from rl_core.environments.external_scoring import read_tagged_answer
 from rl_core.environments.reasoning_gym_child import draw
 from rl_core.environments.reasoning_gym_tasks import TASKS
-from rl_core.environments.scored import read_tagged_answer
 from rl_core.errors import EnvironmentFault, SettingsError
 
 fake = stand_in("reasoning_gym")

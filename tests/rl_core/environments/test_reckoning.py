@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from rl_core.environments import make
-from rl_core.environments.base import HELDOUT_START
+from rl_core.environments.environment import HELDOUT_START
 from rl_core.environments.reckoning import LEVELS, MIRROR, Reckoning, running_values
 from rl_core.errors import EnvironmentFault, SettingsError
 

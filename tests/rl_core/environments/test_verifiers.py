@@ -11,7 +11,7 @@ import pytest
 from adapters import stand_in
 
 from rl_core.environments import make
-from rl_core.environments.base import HELDOUT_START
+from rl_core.environments.environment import HELDOUT_START
 from rl_core.errors import EnvironmentFault, SettingsError
 
 fake = stand_in("verifiers")

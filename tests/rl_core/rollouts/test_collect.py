@@ -8,7 +8,8 @@ import pytest
 import torch
 from scripted import make_model
 
-from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.step_pool import resolve
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.inference.engine import make_backend
@@ -16,7 +17,6 @@ from rl_core.inference.sampling import Session
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.rollouts.steps import resolve
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, StopReason, ToolCall
 

@@ -11,13 +11,13 @@ from scripted import VOCAB, ScriptedSession, make_model
 from test_collect import EOS, Looking, LookThenAnswer, Renderer, Typist
 from test_engine import make_sessions, sampling
 
-from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.step_pool import PendingTurn, StepPool, wait_for_any
 from rl_core.errors import EnvironmentFault
 from rl_core.inference.engine import Engine
 from rl_core.inference.sampling import Session
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.rollouts.steps import PendingTurn, StepPool, wait_for_any
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message
 

@@ -4,7 +4,7 @@ import torch
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import ALONE
-from rl_core.environments.base import Environment, Episode, Step
+from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.inference.engine import make_backend
 from rl_core.models import causal_lm

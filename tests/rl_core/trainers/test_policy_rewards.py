@@ -11,7 +11,7 @@ import torch
 from letters import LOW, LetterEpisode, Letters, comparable, make_trainer, weights
 
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments.base import Step
+from rl_core.environments.environment import Step
 from rl_core.losses.advantages import group_advantages
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.record import RewardRecord

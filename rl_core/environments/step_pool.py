@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from rl_core.environments.base import Step
+from rl_core.environments.environment import Step
 from rl_core.errors import EnvironmentFault
 from rl_core.timing import span
 

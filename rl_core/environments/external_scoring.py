@@ -8,9 +8,9 @@ import math
 import re
 from collections.abc import Callable
 
-from rl_core.environments.base import Episode, Step
-from rl_core.environments.child import ChildFailed, ChildTimeout
-from rl_core.environments.question import ANSWER_WORD, read_answer
+from rl_core.environments.environment import Episode, Step
+from rl_core.environments.subprocess_host import ChildFailed, ChildTimeout
+from rl_core.environments.tool_question import ANSWER_WORD, read_answer
 
 __all__ = ["NO_ANSWER", "judge", "read_tagged_answer"]
 

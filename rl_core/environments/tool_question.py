@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rl_core.environments.base import Episode, Step
+from rl_core.environments.environment import Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError, ToolMisuse
 from rl_core.types import Message, ToolCall
