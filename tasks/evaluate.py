@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.analysis import write_trajectories
 from rl_core.evaluation import Evaluation, evaluate, heldout_requests
-from rl_core.rollouts.record import tokens_path, write_tokens
+from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings

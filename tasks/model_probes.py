@@ -14,7 +14,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.environments.environment import Environment
 from rl_core.models import heads
 from rl_core.probe import MAX_TOKENS, Subject, probe, same_vocabulary
-from rl_core.rollouts.record import read_rollouts, tokens_path
+from rl_core.rollouts.token_files import read_rollouts, tokens_path
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Message, Rollout
 from tasks.config import PipelineSettings

@@ -30,13 +30,13 @@ from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
 from rl_core.trainers.credit import punish_length
 from rl_core.trainers.experience import make_learner
 from rl_core.trainers.policy_update import PolicyUpdate
 from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
-from rl_core.trainers.rollout_metrics import rollout_metrics
 from rl_core.trainers.snapshots import StageEntries
 from rl_core.trainers.update import Updater
 from rl_core.types import Rollout, RolloutGroup

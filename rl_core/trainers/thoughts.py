@@ -42,6 +42,7 @@ from rl_core.losses.value import explained_variance
 from rl_core.models.baseline import Baseline, pooled_states
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.rollouts.thoughts import (
     AnswerRows,
     Span,
@@ -54,7 +55,6 @@ from rl_core.rollouts.thoughts import (
 )
 from rl_core.settings import ThoughtsSettings
 from rl_core.timing import span
-from rl_core.trainers.rollout_metrics import rollout_metrics
 from rl_core.trainers.update import Updater
 from rl_core.types import Rollout, RolloutGroup, TrainBatch
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.trainers.rollout_metrics import rollout_metrics
+from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks.checks import METRICS
 from tasks.config import ConfigError, from_dict

@@ -2,7 +2,7 @@ import pytest
 
 from rl_core.analysis import write_trajectories
 from rl_core.errors import DataError
-from rl_core.rollouts.record import read_rollouts, tokens_path, write_tokens
+from rl_core.rollouts.token_files import read_rollouts, tokens_path, write_tokens
 from rl_core.types import Rollout, Trajectory
 
 MASKS = ([True, True, False, True], [False, True], [True])
