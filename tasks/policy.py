@@ -13,7 +13,7 @@ from rl_core.evaluation import evaluate, heldout_requests, validation_requests
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rewards.record import RecentRollouts, RewardRecord, record_all
+from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import CurriculumStage, EvaluationSettings, PolicySettings
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from tasks.evaluate import episodes_seed

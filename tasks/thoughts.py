@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.analysis.thoughts import ThoughtVerdict, judge_thoughts
 from rl_core.errors import CheckFailed
 from rl_core.evaluation import heldout_requests
-from rl_core.rewards.record import RecentRollouts
+from rl_core.rewards.rollout_log import RecentRollouts
 from rl_core.rollouts.thought_controls import measure_gains
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
 from rl_core.storage.folders import write_json_atomic

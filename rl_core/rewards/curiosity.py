@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
-from rl_core.rewards.running import RunningNorm
+from rl_core.rewards.running_stats import RunningNorm
 from rl_core.settings import CuriositySettings
 from rl_core.types import Rollout
 

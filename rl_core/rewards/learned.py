@@ -10,7 +10,7 @@ from typing import Any
 from rl_core.errors import RewardError
 from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
-from rl_core.rewards.running import RunningNorm
+from rl_core.rewards.running_stats import RunningNorm
 from rl_core.types import Rollout
 
 __all__ = ["LearnedReward", "Scorer"]

@@ -14,13 +14,13 @@ from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.component import Component, describe
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.rewards.format import FormatReward
+from rl_core.rewards.hacking_monitor import RewardWatch
 from rl_core.rewards.learned import LearnedReward, Scorer
 from rl_core.rewards.length import LengthReward
-from rl_core.rewards.running import RunningNorm
+from rl_core.rewards.running_stats import RunningNorm
 from rl_core.rewards.task import TaskReward
 from rl_core.rewards.tool_use import ToolUseReward
-from rl_core.rewards.user import RewardFunction, UserReward
-from rl_core.rewards.watch import RewardWatch
+from rl_core.rewards.user_function import RewardFunction, UserReward
 from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, RolloutGroup
 

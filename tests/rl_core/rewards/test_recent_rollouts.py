@@ -2,7 +2,7 @@
 
 import json
 
-from rl_core.rewards.record import RecentRollouts, record_all
+from rl_core.rewards.rollout_log import RecentRollouts, record_all
 from rl_core.types import Rollout, Trajectory, Turn
 
 

@@ -8,7 +8,7 @@ import pytest
 from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.learned import LearnedReward
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rewards.running import RunningNorm
+from rl_core.rewards.running_stats import RunningNorm
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_rollouts import group, rollout
 
-from rl_core.rewards.record import RewardRecord
-from rl_core.rewards.running import RunningNorm
-from rl_core.rewards.watch import RewardWatch, point_biserial, rise
+from rl_core.rewards.hacking_monitor import RewardWatch, point_biserial, rise
+from rl_core.rewards.rollout_log import RewardRecord
+from rl_core.rewards.running_stats import RunningNorm
 
 
 def scored(success, total, part=None):
@@ -74,7 +74,7 @@ def iteration(successes, reward):
 def test_alarm_when_the_reward_rises_while_success_falls(caplog):
     watch = RewardWatch(window=4, margin=0.05)
     course = [(8, 0.0), (7, 0.2), (6, 0.4), (5, 0.6), (4, 0.8)]
-    with caplog.at_level(logging.WARNING, logger="rl_core.rewards.watch"):
+    with caplog.at_level(logging.WARNING, logger="rl_core.rewards.hacking_monitor"):
         alarms = [watch.observe(iteration(*at), [])["reward/alarm"] for at in course]
         assert alarms == [0, 0, 0, 1, 1]
         assert len(caplog.records) == 1 and "success fell by 0.3 over 4 iterations" in caplog.text

@@ -14,7 +14,7 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Step
 from rl_core.losses.advantages import group_advantages
 from rl_core.rewards.orchestrator import RewardOrchestrator
-from rl_core.rewards.record import RewardRecord
+from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.settings import (
     CuriositySettings,
     CurriculumStage,

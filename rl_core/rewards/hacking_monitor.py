@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from rl_core.rewards.running import RunningNorm
+from rl_core.rewards.running_stats import RunningNorm
 from rl_core.types import Rollout
 
 __all__ = ["RewardWatch", "point_biserial", "rise"]
