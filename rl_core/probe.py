@@ -13,7 +13,7 @@ from statistics import fmean
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.analysis.probes import ModelProbe
+from rl_core.analysis.probe_results import ModelProbe
 from rl_core.data.chat import ChatRenderer
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs

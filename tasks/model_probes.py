@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from rl_core.analysis.calibration import Calibration, calibrate
-from rl_core.analysis.probes import ModelProbe, Probes
+from rl_core.analysis.probe_results import ModelProbe, Probes
 from rl_core.data.chat import ChatRenderer
 from rl_core.environments.environment import Environment
 from rl_core.models import heads

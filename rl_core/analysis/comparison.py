@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any
 
-from rl_core.analysis.index import EpisodeIndex, EpisodeRef, PairCounts
+from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef, PairCounts
 from rl_core.analysis.statistics import Difference, bootstrap_mean, sign_test
 from rl_core.analysis.trajectories import turning_point
 from rl_core.errors import DataError

@@ -10,7 +10,7 @@ import numpy as np
 
 from rl_core.analysis.calibration import Calibration
 from rl_core.analysis.canvas import COLORS, FAINT, INK, MUTED, canvas, color_of, finish, legend
-from rl_core.analysis.probes import ModelProbe
+from rl_core.analysis.probe_results import ModelProbe
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from rl_core.analysis.canvas import color_of
 from rl_core.analysis.comparison import Comparison
+from rl_core.analysis.glossary import GLOSSARY, MEASURES
+from rl_core.analysis.report_style import STYLE
 from rl_core.analysis.results import Analysis, Case, ModelResult
 from rl_core.analysis.statistics import Difference, Rate
-from rl_core.analysis.style import STYLE
 from rl_core.analysis.summary import NO_CALL
-from rl_core.analysis.wording import GLOSSARY, MEASURES
 from rl_core.types import Trajectory, Turn
 
 __all__ = ["render"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.comparison import Comparison
-from rl_core.analysis.index import EpisodeRef
-from rl_core.analysis.probes import ModelProbe, Probes
+from rl_core.analysis.episode_index import EpisodeRef
+from rl_core.analysis.probe_results import ModelProbe, Probes
 from rl_core.analysis.statistics import Rate
 from rl_core.analysis.summary import Summary
 from rl_core.types import Trajectory

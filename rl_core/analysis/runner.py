@@ -14,13 +14,13 @@ from typing import Any
 
 from rl_core.analysis import training_figure
 from rl_core.analysis.comparison import Comparison, compare_models
-from rl_core.analysis.index import EpisodeIndex, EpisodeRef
-from rl_core.analysis.pictures import draw
-from rl_core.analysis.probes import Probes
+from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef
+from rl_core.analysis.figure_set import draw
+from rl_core.analysis.probe_results import Probes
 from rl_core.analysis.report import render
 from rl_core.analysis.results import Analysis, Case, ModelResult, metrics_of, summary_rows, write_csv, write_json
 from rl_core.analysis.summary import Summary
-from rl_core.analysis.training import TrainingCurves, read_training
+from rl_core.analysis.training_curves import TrainingCurves, read_training
 from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings

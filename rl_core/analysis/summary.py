@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from rl_core.analysis.coherence import contradictions, repetitions
+from rl_core.analysis.coherence_measures import contradictions, repetitions
 from rl_core.analysis.statistics import distinct_n, entropy, find_loop
 from rl_core.analysis.trajectories import action_key, state_key
 from rl_core.types import StopReason, Trajectory

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.analysis.canvas import COLORS, MUTED, canvas, finish, shades, short, tall
 from rl_core.analysis.statistics import moving_average
-from rl_core.analysis.training import Curve, TrainingCurves
+from rl_core.analysis.training_curves import Curve, TrainingCurves
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch.nn import functional
 
-from rl_core.analysis.coherence import band_score, contradictions, repetitions
+from rl_core.analysis.coherence_measures import band_score, contradictions, repetitions
 from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
 from rl_core.settings import CoherenceSettings

@@ -12,8 +12,8 @@ from numpy.testing import assert_allclose
 from rl_core.analysis import analyze, training_figure, write_trajectories
 from rl_core.analysis.calibration import calibrate
 from rl_core.analysis.canvas import COLORS, shades
-from rl_core.analysis.probes import ModelProbe, Probes
-from rl_core.analysis.training import MAX_POINTS, Curve, read_training
+from rl_core.analysis.probe_results import ModelProbe, Probes
+from rl_core.analysis.training_curves import MAX_POINTS, Curve, read_training
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Turn

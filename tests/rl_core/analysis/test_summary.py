@@ -6,7 +6,7 @@ import pytest
 from handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
-from rl_core.analysis.index import EpisodeIndex
+from rl_core.analysis.episode_index import EpisodeIndex
 from rl_core.analysis.statistics import clustered_rate
 from rl_core.analysis.summary import MAX_NAMES, NO_CALL, OTHER, Moments, Reservoir, Summary
 from rl_core.errors import DataError

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_rollouts import call, rollout, say, walk
 
-from rl_core.analysis.coherence import band_score, contradictions, repetitions
+from rl_core.analysis.coherence_measures import band_score, contradictions, repetitions
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.settings import CoherenceSettings, CuriositySettings

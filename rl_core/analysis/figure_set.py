@@ -8,7 +8,7 @@ from pathlib import Path
 from rl_core.analysis import figures, probe_figures, training_figure
 from rl_core.analysis.canvas import COLORS, color_of
 from rl_core.analysis.results import Analysis, ModelResult
-from rl_core.analysis.training import TrainingCurves
+from rl_core.analysis.training_curves import TrainingCurves
 
 __all__ = ["draw"]
 
