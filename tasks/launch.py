@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
-from rl_core.trainers.signals import StopRequests
+from rl_core.training.signals import StopRequests
 from tasks.config import resolve
 from tasks.processes import wait_until_gone
 from tasks.relay import Events

@@ -29,7 +29,7 @@ from rl_core.storage.folders import (
     remove_folder,
 )
 from rl_core.trainers.preference import reference_logprobs
-from rl_core.trainers.resume import runtime_fingerprint
+from rl_core.training.resume import runtime_fingerprint
 
 __all__ = ["cached_references", "pairs_digest", "weights_digest"]
 

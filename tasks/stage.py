@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from rl_core.distributed import Workers
-    from rl_core.trainers.loop import LoopOutcome, Trainer
-    from rl_core.trainers.update import Updater
+    from rl_core.training.loop import LoopOutcome, Trainer
+    from rl_core.training.optimizer_step import Updater
     from tasks.session import Session
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
@@ -83,12 +83,12 @@ class StageContext:
     ) -> LoopOutcome:
         """Run a trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
 
-        Args: as `rl_core.trainers.loop.run_loop`.
+        Args: as `rl_core.training.loop.run_loop`.
         """
         from rl_core.storage.checkpoint import (
             CheckpointStore,
         )  # here, as it loads torch, which those who only read folders do not need
-        from rl_core.trainers.loop import run_loop
+        from rl_core.training.loop import run_loop
 
         return run_loop(
             trainer,
@@ -120,7 +120,7 @@ class StageContext:
             load: gives the model that training started from, for settings with another device.
         """
         from rl_core.models import causal_lm
-        from rl_core.trainers.resume import load_trainable_weights, trainable_weights
+        from rl_core.training.resume import load_trainable_weights, trainable_weights
 
         if self.workers.size > 1:
             weights = updater.whole(trainable_weights(model))

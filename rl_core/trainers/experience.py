@@ -26,7 +26,7 @@ from rl_core.settings import PolicySettings
 from rl_core.timing import span
 from rl_core.trainers.credit import compared_rewards, estimated_advantages, fill_masked_rewards
 from rl_core.trainers.replay import Sample
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
 from rl_core.types import TrainBatch
 
 __all__ = ["Experience", "Learner", "make_learner"]

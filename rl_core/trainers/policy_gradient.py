@@ -38,7 +38,7 @@ from rl_core.trainers.experience import make_learner
 from rl_core.trainers.policy_update import PolicyUpdate
 from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
 from rl_core.trainers.snapshots import StageEntries
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
 from rl_core.types import Rollout, RolloutGroup
 
 __all__ = ["PolicyGradientTrainer"]

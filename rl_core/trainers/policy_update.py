@@ -24,7 +24,7 @@ from rl_core.settings import PolicySettings
 from rl_core.trainers.experience import Experience, Learner
 from rl_core.trainers.policy_objective import StepCounts, importance_weights, policy_loss, sampler_agreement
 from rl_core.trainers.replay import Sample
-from rl_core.trainers.resume import load_trainable_weights, trainable_weights
+from rl_core.training.resume import load_trainable_weights, trainable_weights
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]

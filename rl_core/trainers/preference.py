@@ -24,7 +24,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import PreferenceSettings
-from rl_core.trainers.update import Updater, combine_metrics
+from rl_core.training.optimizer_step import Updater, combine_metrics
 from rl_core.types import TrainBatch
 
 __all__ = ["PreferenceTrainer", "reference_logprobs"]

@@ -20,7 +20,7 @@ from rl_core.errors import DataError
 from rl_core.losses.preference import bradley_terry_loss, calibration_error
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
 
 __all__ = ["RewardModelTrainer", "longer_answer_baseline"]
 

@@ -22,7 +22,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.packing import can_pack
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
 from rl_core.types import TrainBatch
 
 __all__ = ["SFTTrainer"]

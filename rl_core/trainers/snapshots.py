@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl_core.errors import CheckpointError
-from rl_core.trainers.resume import load_trainable_weights, restore_rng, rng_state, trainable_weights
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
+from rl_core.training.resume import load_trainable_weights, restore_rng, rng_state, trainable_weights
 
 __all__ = ["StageEntries"]
 

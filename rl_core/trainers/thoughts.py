@@ -55,7 +55,7 @@ from rl_core.rollouts.thoughts import (
 )
 from rl_core.settings import ThoughtsSettings
 from rl_core.timing import span
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
 from rl_core.types import Rollout, RolloutGroup, TrainBatch
 
 __all__ = ["ThoughtsTrainer"]

@@ -36,7 +36,7 @@ from rl_core.settings import PolicySettings, SamplingSettings, SFTSettings
 from rl_core.timing import collected
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from rl_core.trainers.sft import SFTTrainer
-from rl_core.trainers.throughput import peak_flops, throughput_metrics
+from rl_core.training.throughput import peak_flops, throughput_metrics
 
 SHAPES = {
     "half_billion": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,

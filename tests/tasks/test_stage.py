@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
-from rl_core.trainers import loop
+from rl_core.training import loop
 from tasks import stage_key as keys
 from tasks.config import from_dict
 from tasks.stage import StageContext, run_stage

@@ -26,12 +26,12 @@ from rl_core.models import lora
 from rl_core.settings import LoraSettings, PreferenceSettings, RewardModelSettings, SFTSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers import update
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.preference import PreferenceTrainer
-from rl_core.trainers.resume import trainable_weights
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
+from rl_core.training import optimizer_step as update
+from rl_core.training.loop import run_loop
+from rl_core.training.resume import trainable_weights
 
 # 11 rows in batches of 5: the last batch of an epoch has one row, so one process has nothing of its own to do.
 OPTIONS = {"learning_rate": 1e-2, "warmup_steps": 2, "batch_size": 5, "epochs": 2.0, "eval_every": 2}

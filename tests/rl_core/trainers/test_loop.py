@@ -24,8 +24,8 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.loop import run_loop
-from rl_core.trainers.update import Updater
+from rl_core.training.loop import run_loop
+from rl_core.training.optimizer_step import Updater
 from rl_core.types import TrainBatch
 
 

@@ -31,11 +31,11 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers import experience, policy_update
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.policy_gradient import PolicyGradientTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
-from rl_core.trainers.update import Updater
+from rl_core.training.loop import run_loop
+from rl_core.training.optimizer_step import Updater
 from rl_core.types import TrainBatch
 
 EVERYTHING = {"optimizer": "muon", "grokfast_lambda": 2.0, "grokfast_alpha": 0.9, "ema_decay": 0.8}

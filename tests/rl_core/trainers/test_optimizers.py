@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models.lora import add_adapter
 from rl_core.settings import LoraSettings, OptimizerSettings
-from rl_core.trainers.optimizers import hidden_matrices
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizers import hidden_matrices
 from rl_core.types import TrainBatch
 
 HIDDEN = {

@@ -20,7 +20,7 @@ from rl_core.settings import (
 )
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.loop import run_loop
+from rl_core.training.loop import run_loop
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,9 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.storage.folders import digest_bytes
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
-from rl_core.trainers.update import halve
+from rl_core.training.loop import run_loop
+from rl_core.training.optimizer_step import halve
 
 
 @pytest.fixture(autouse=True)

@@ -13,9 +13,9 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
-from rl_core.trainers.update import halve
+from rl_core.training.loop import run_loop
+from rl_core.training.optimizer_step import halve
 
 
 def scorer(seed=0, dropout=0.0):

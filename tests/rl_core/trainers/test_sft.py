@@ -12,8 +12,8 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.loop import run_loop
 from rl_core.trainers.sft import SFTTrainer
+from rl_core.training.loop import run_loop
 
 
 def tied(**options):

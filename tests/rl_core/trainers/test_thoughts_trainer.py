@@ -18,7 +18,7 @@ from rl_core.settings import ModelSettings, ThoughtsSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers.loop import run_loop
+from rl_core.training.loop import run_loop
 
 
 @pytest.fixture(scope="module")

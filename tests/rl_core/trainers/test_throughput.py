@@ -11,8 +11,8 @@ from rl_core.models.critic import PolicyWithCritic, SeparateCritic
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import collected
-from rl_core.trainers.throughput import peak_flops, sequence_lengths, step_flops, throughput_metrics
-from rl_core.trainers.update import Updater
+from rl_core.training.optimizer_step import Updater
+from rl_core.training.throughput import peak_flops, sequence_lengths, step_flops, throughput_metrics
 
 
 def make(*, tied=False):

@@ -12,9 +12,9 @@ from torch import nn
 from rl_core.errors import DataError, NonFiniteError, OutOfMemory
 from rl_core.losses.masking import check_finite
 from rl_core.settings import OptimizerSettings
-from rl_core.trainers.micro_batches import combine_metrics, halve
-from rl_core.trainers.optimizers import learning_rate_at
-from rl_core.trainers.update import Updater
+from rl_core.training.micro_batches import combine_metrics, halve
+from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizers import learning_rate_at
 from rl_core.types import TrainBatch
 
 

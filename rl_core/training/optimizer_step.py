@@ -24,16 +24,16 @@ from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
-from rl_core.trainers.micro_batches import combine_metrics, cut, halve, padded_tokens
-from rl_core.trainers.optimizers import (
+from rl_core.training.micro_batches import combine_metrics, cut, halve, padded_tokens
+from rl_core.training.optimizers import (
     Grokfast,
     WeightAverage,
     build_optimizer,
     enable_activation_checkpointing,
     learning_rate_at,
 )
-from rl_core.trainers.throughput import sequence_lengths, step_flops
-from rl_core.trainers.together import accumulate_together, plain, received
+from rl_core.training.sharded_step import accumulate_together, plain, received
+from rl_core.training.throughput import sequence_lengths, step_flops
 
 __all__ = ["LossFn", "Updater"]
 

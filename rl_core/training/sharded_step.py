@@ -13,7 +13,7 @@ from torch import nn
 
 from rl_core.distributed import Idle, Shards, Workers, spread
 from rl_core.errors import OutOfMemory
-from rl_core.trainers.micro_batches import padded_tokens
+from rl_core.training.micro_batches import padded_tokens
 
 __all__ = ["accumulate_together", "plain", "received"]
 

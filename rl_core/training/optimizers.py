@@ -1,6 +1,6 @@
 """What an optimizer step is made of: the schedule, AdamW or Muon, Grokfast, the average of the weights.
 
-`rl_core.trainers.update` puts them together. All of them work on the float32 parameters, by name.
+`rl_core.training.optimizer_step` puts them together. All of them work on the float32 parameters, by name.
 """
 
 from __future__ import annotations

@@ -31,8 +31,9 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
-from rl_core.trainers.memory import peak_memory_gb
-from rl_core.trainers.resume import (
+from rl_core.training.optimizer_step import Updater
+from rl_core.training.peak_memory import peak_memory_gb
+from rl_core.training.resume import (
     check_fingerprint,
     load_trainable_weights,
     restore_rng,
@@ -40,9 +41,8 @@ from rl_core.trainers.resume import (
     runtime_fingerprint,
     trainable_weights,
 )
-from rl_core.trainers.signals import StopRequests
-from rl_core.trainers.throughput import throughput_metrics
-from rl_core.trainers.update import Updater
+from rl_core.training.signals import StopRequests
+from rl_core.training.throughput import throughput_metrics
 
 __all__ = ["LoopOutcome", "Trainer", "run_loop"]
 
