@@ -15,7 +15,7 @@ from rl_core.models import causal_lm, heads
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import CurriculumStage, EvaluationSettings, PolicySettings
-from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from tasks.evaluate import episodes_seed
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session

@@ -34,7 +34,7 @@ from rl_core.inference.engine import make_backend
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import PolicySettings, SamplingSettings, SFTSettings
 from rl_core.timing import collected
-from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.throughput import peak_flops, throughput_metrics
 

@@ -195,7 +195,7 @@ def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
     """One run: its curve, its final successes, its seconds."""
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
-    from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+    from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
     options = {**COMMON, **job.settings}
     if isinstance(options.get("critic"), dict):
@@ -305,9 +305,9 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
 
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import CriticSettings, PolicySettings
-    from rl_core.trainers.policy_gradient import PolicyGradientTrainer
-    from rl_core.trainers.policy_update import PolicyUpdate
-    from rl_core.trainers.replay import samples_of
+    from rl_core.trainers.policy_gradient.replay_buffer import samples_of
+    from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+    from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
     bench = Bench(config, model)
     kinds: dict[str, dict[str, Any]] = {

@@ -91,7 +91,7 @@ def policy(options):
     from rl_core.inference.engine import make_backend
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import PolicySettings, SamplingSettings
-    from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+    from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
     from speed.episodes import Characters, Sums
 
     model = make_model(options.parameters)
@@ -129,7 +129,7 @@ def main():
     import transformers  # noqa: F401
 
     import rl_core.inference.engine
-    import rl_core.trainers.policy_gradient
+    import rl_core.trainers.policy_gradient.trainer
     import rl_core.trainers.sft  # noqa: F401
 
     torch.set_num_threads(options.threads)

@@ -10,7 +10,7 @@ from rl_core.inference.engine import make_backend
 from rl_core.models import causal_lm
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.settings import CurriculumStage, ModelSettings, PolicySettings, SamplingSettings
-from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 
 
 class LetterEpisode(Episode):

@@ -14,9 +14,9 @@ from rl_core.distributed import ALONE
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
 from rl_core.timing import collected
-from rl_core.trainers import policy_gradient
-from rl_core.trainers.experience import Experience
-from rl_core.trainers.replay import ReplayBuffer, Sample
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
+from rl_core.trainers.policy_gradient.rollout_buffer import Experience
+from rl_core.trainers.policy_gradient.trainer import trainer as policy_gradient
 
 
 def sample(number=0, **values):

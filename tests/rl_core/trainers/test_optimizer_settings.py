@@ -30,8 +30,9 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.trainers import experience, policy_update
-from rl_core.trainers.policy_gradient import PolicyGradientTrainer
+from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+from rl_core.trainers.policy_gradient.trainer import rollout_buffer as experience
+from rl_core.trainers.policy_gradient.trainer import update as policy_update
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.loop import run_loop

@@ -22,11 +22,11 @@ from rl_core.settings import (
     ReplaySettings,
     SamplingSettings,
 )
-from rl_core.trainers.credit import compared_rewards, estimated_advantages, last_token_rewards
-from rl_core.trainers.experience import Experience
-from rl_core.trainers.policy_objective import StepCounts, policy_loss
-from rl_core.trainers.policy_update import PolicyUpdate
-from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
+from rl_core.trainers.policy_gradient.advantages import compared_rewards, estimated_advantages, last_token_rewards
+from rl_core.trainers.policy_gradient.losses import StepCounts, policy_loss
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, samples_of
+from rl_core.trainers.policy_gradient.rollout_buffer import Experience
+from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.types import StopReason
 
 

@@ -12,7 +12,7 @@ from rl_core.models.logprobs import completion_logprobs, token_outputs
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import CurriculumStage, ExitCondition
-from rl_core.trainers import policy_update
+from rl_core.trainers.policy_gradient.trainer import update as policy_update
 
 
 @pytest.fixture(scope="module")

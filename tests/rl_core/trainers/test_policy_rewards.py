@@ -23,9 +23,9 @@ from rl_core.settings import (
     RewardSettings,
     SamplingSettings,
 )
-from rl_core.trainers import policy_update
-from rl_core.trainers.credit import fill_masked_rewards
-from rl_core.trainers.replay import ReplayBuffer, samples_of
+from rl_core.trainers.policy_gradient.advantages import fill_masked_rewards
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, samples_of
+from rl_core.trainers.policy_gradient.trainer import update as policy_update
 
 FAULTY = "faulty_reward_for_test:score"
 

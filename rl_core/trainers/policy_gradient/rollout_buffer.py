@@ -24,8 +24,8 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
-from rl_core.trainers.credit import compared_rewards, estimated_advantages, fill_masked_rewards
-from rl_core.trainers.replay import Sample
+from rl_core.trainers.policy_gradient.advantages import compared_rewards, estimated_advantages, fill_masked_rewards
+from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.training.optimizer_step import Updater
 from rl_core.types import TrainBatch
 

@@ -33,11 +33,11 @@ from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
-from rl_core.trainers.credit import punish_length
-from rl_core.trainers.experience import make_learner
-from rl_core.trainers.policy_update import PolicyUpdate
-from rl_core.trainers.replay import ReplayBuffer, Sample, samples_of
-from rl_core.trainers.snapshots import StageEntries
+from rl_core.trainers.policy_gradient.advantages import punish_length
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, samples_of
+from rl_core.trainers.policy_gradient.rollout_buffer import make_learner
+from rl_core.trainers.policy_gradient.stage_snapshots import StageEntries
+from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.training.optimizer_step import Updater
 from rl_core.types import Rollout, RolloutGroup
 
