@@ -7,14 +7,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.analysis.thoughts import ThoughtVerdict, judge_thoughts
 from rl_core.errors import CheckFailed
 from rl_core.evaluation import heldout_requests
 from rl_core.rewards.rollout_log import RecentRollouts
-from rl_core.rollouts.thought_controls import measure_gains
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
 from rl_core.storage.folders import write_json_atomic
-from rl_core.trainers.thoughts import ThoughtsTrainer
+from rl_core.thoughts.controls import measure_gains
+from rl_core.thoughts.trainer import ThoughtsTrainer
+from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
 from tasks.policy_model import Policy, load_policy, make_environment
 from tasks.session import Session
 from tasks.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rl_core.analysis.thoughts import judge_thoughts
 from rl_core.errors import DataError
+from rl_core.thoughts.verdict import judge_thoughts
 
 NAMES = ("own", "shuffled", "filler", "truncated")
 

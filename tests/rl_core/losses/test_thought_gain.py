@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.thoughts import thought_gain
+from rl_core.thoughts.gain import thought_gain
 
 WITH = torch.tensor([math.log(0.8), math.log(0.1), math.log(0.5)])
 WITHOUT = torch.tensor([math.log(0.2), math.log(0.4), math.log(0.5)])

@@ -6,8 +6,8 @@ import torch
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
-from rl_core.models.baseline import Baseline, BaselineHead, pooled_states
 from rl_core.settings import ModelSettings
+from rl_core.thoughts.baseline import Baseline, BaselineHead, pooled_states
 
 
 @pytest.fixture(scope="module")

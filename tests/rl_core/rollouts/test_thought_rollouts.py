@@ -10,9 +10,9 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.reckoning import Reckoning
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
-from rl_core.rollouts.thought_controls import CONTROLS, control_thoughts, measure_gains, shuffle_partners
-from rl_core.rollouts.thoughts import Span, ThoughtEpisode, ThoughtReader, answer_rows, read_episode, span_logprobs
 from rl_core.settings import ModelSettings
+from rl_core.thoughts.controls import CONTROLS, control_thoughts, measure_gains, shuffle_partners
+from rl_core.thoughts.episodes import Span, ThoughtEpisode, ThoughtReader, answer_rows, read_episode, span_logprobs
 from rl_core.types import Rollout, StopReason, Trajectory, Turn
 
 ENVIRONMENT = Reckoning()
@@ -169,7 +169,7 @@ def test_partners_are_others_of_the_same_level():
 
 
 def episode_step(answered=True):
-    from rl_core.rollouts.thoughts import ThoughtStep
+    from rl_core.thoughts.episodes import ThoughtStep
 
     return ThoughtStep(1, 2, 3, [1], 0, answered)
 

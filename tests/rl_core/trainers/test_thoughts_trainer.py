@@ -13,9 +13,9 @@ from rl_core.errors import SettingsError
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.rollouts.thoughts import ThoughtEpisode, ThoughtStep, answer_rows
 from rl_core.settings import ModelSettings, ThoughtsSettings
 from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.thoughts.episodes import ThoughtEpisode, ThoughtStep, answer_rows
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop

@@ -11,8 +11,8 @@ from rl_core.inference.engine import make_backend
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import ModelSettings, SamplingSettings, SFTSettings, ThoughtsSettings
+from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.trainers.sft import SFTTrainer
-from rl_core.trainers.thoughts import ThoughtsTrainer
 
 
 class SecretEpisode(Episode):

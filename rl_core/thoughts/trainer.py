@@ -37,13 +37,13 @@ from rl_core.losses.advantages import gae
 from rl_core.losses.masking import fill_masked
 from rl_core.losses.policy import reinforce_loss
 from rl_core.losses.supervised import entropy_bonus, entropy_coef_at, supervised_loss
-from rl_core.losses.thoughts import thought_gain
 from rl_core.losses.value import explained_variance
-from rl_core.models.baseline import Baseline, pooled_states
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.rollouts.rollout_metrics import rollout_metrics
-from rl_core.rollouts.thoughts import (
+from rl_core.settings import ThoughtsSettings
+from rl_core.thoughts.baseline import Baseline, pooled_states
+from rl_core.thoughts.episodes import (
     AnswerRows,
     Span,
     ThoughtEpisode,
@@ -53,7 +53,7 @@ from rl_core.rollouts.thoughts import (
     read_episode,
     span_logprobs,
 )
-from rl_core.settings import ThoughtsSettings
+from rl_core.thoughts.gain import thought_gain
 from rl_core.timing import span
 from rl_core.training.optimizer_step import Updater
 from rl_core.types import Rollout, RolloutGroup, TrainBatch

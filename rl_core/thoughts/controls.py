@@ -13,8 +13,8 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from rl_core.errors import DataError
-from rl_core.losses.thoughts import GainKind, thought_gain
-from rl_core.rollouts.thoughts import Span, ThoughtEpisode, ThoughtReader, answer_rows, span_logprobs
+from rl_core.thoughts.episodes import Span, ThoughtEpisode, ThoughtReader, answer_rows, span_logprobs
+from rl_core.thoughts.gain import GainKind, thought_gain
 
 __all__ = ["CONTROLS", "control_thoughts", "measure_gains", "shuffle_partners"]
 
