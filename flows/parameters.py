@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.config import PipelineSettings, from_dict, load, pipeline_model
-from tasks.overrides import apply_overrides
-from tasks.problems import ConfigError, Places
+from tasks.config.overrides import apply_overrides
+from tasks.config.problems import ConfigError, Places
 
 __all__ = ["PipelineForm", "pipeline_name", "read_settings"]
 

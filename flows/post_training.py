@@ -1,4 +1,4 @@
-"""The pipeline as a DAG, from data to promotion: see `tasks.settings.STAGES` for the stages and their order.
+"""The pipeline as a DAG, from data to promotion: see `tasks.config.settings.STAGES` for the stages and their order.
 
 Stages that a config leaves out are skipped; what comes after them starts from what came before them.
 """

@@ -18,8 +18,8 @@ from rl_core.errors import DataError
 from rl_core.evaluation import Evaluation, PairedResult, compare
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Trajectory, Turn
+from tasks.config.settings import PromotionSettings
 from tasks.evaluate import read_evaluation, trajectories_path
-from tasks.settings import PromotionSettings
 from tasks.stage_result import StageResult
 from tasks.tracking import read_metrics
 

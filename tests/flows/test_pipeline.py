@@ -360,8 +360,8 @@ def play(*outcomes, **limits):
     """Run a flow of one stage whose tries raise an error or call a function; returns (tries, results by stage)."""
     from prefect import flow
 
+    from tasks.config.settings import RunSettings
     from tasks.prefect_task import stage_task
-    from tasks.settings import RunSettings
 
     run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
     session = SimpleNamespace(

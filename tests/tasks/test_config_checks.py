@@ -5,8 +5,8 @@ import pytest
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
-from tasks.checks import METRICS
 from tasks.config import ConfigError, from_dict
+from tasks.config.cross_checks import METRICS
 
 
 def problems_of(**values) -> dict[str, str]:

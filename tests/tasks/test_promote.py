@@ -10,8 +10,8 @@ from rl_core.storage.folders import digest_folder
 from rl_core.types import Trajectory
 from tasks import promote
 from tasks.config import from_dict
+from tasks.config.settings import PromotionSettings
 from tasks.promote import ChampionChanged, decide
-from tasks.settings import PromotionSettings
 from tasks.stage import StageContext, StageResult
 
 

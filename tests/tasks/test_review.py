@@ -5,8 +5,8 @@ import json
 from rl_core.analysis import write_trajectories
 from rl_core.evaluation import summarize
 from rl_core.types import Trajectory, Turn
+from tasks.config.settings import PromotionSettings
 from tasks.review import Side, regressions, spark, write_report, write_review
-from tasks.settings import PromotionSettings
 from tasks.stage_result import StageResult
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import SettingsError
-from tasks.yaml_loader import MAX_BYTES, parse_value, read_yaml
+from tasks.config.yaml_loader import MAX_BYTES, parse_value, read_yaml
 
 
 def write(folder: Path, content: str | bytes, name: str = "config.yaml") -> Path:

@@ -10,7 +10,7 @@ from rl_core.curriculum.conditions import metric_name
 from rl_core.curriculum.manager import END
 from rl_core.errors import nearest
 from rl_core.settings import ExitCondition, PolicySettings, RollbackSettings
-from tasks.problems import Key, Problem
+from tasks.config.problems import Key, Problem
 
 __all__ = ["METRICS", "POLICY", "curriculum_problems"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from rl_core.errors import SettingsError
-from tasks.problems import Key, Problem
+from tasks.config.problems import Key, Problem
 
 __all__ = ["Document", "parse_value", "read_yaml"]
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from rl_core.data.files import DATA_SUFFIXES, data_files
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, Settings
-from tasks.problems import Key, Problem
-from tasks.settings import PipelineSettings
+from tasks.config.problems import Key, Problem
+from tasks.config.settings import PipelineSettings
 
 __all__ = ["context_of", "resolve_files"]
 

@@ -18,7 +18,7 @@ import pydantic
 
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings import Settings
-from tasks.problems import Key, Problem, overlap, shown
+from tasks.config.problems import Key, Problem, overlap, shown
 
 __all__ = ["model_of", "read"]
 

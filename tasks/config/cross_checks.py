@@ -10,10 +10,10 @@ from pathlib import Path
 
 from rl_core.errors import PosttrainError, nearest
 from rl_core.settings import LoopSettings, SamplingSettings
-from tasks.curriculum_checks import METRICS, POLICY, curriculum_problems
-from tasks.files import context_of
-from tasks.problems import Key, Problem, overlap
-from tasks.settings import PipelineSettings
+from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
+from tasks.config.files import context_of
+from tasks.config.problems import Key, Problem, overlap
+from tasks.config.settings import PipelineSettings
 
 __all__ = ["METRICS", "check_combinations"]
 
@@ -176,7 +176,7 @@ def _environment(settings: PipelineSettings) -> Iterator[_Finding]:
     options = dict(settings.environment.options)
     path = options.get("path")
     if isinstance(path, str) and not Path(path).is_file():
-        # tasks/files says what is wrong with it; names and levels are checked all the same
+        # tasks/config/files says what is wrong with it; names and levels are checked all the same
         options["path"] = os.devnull
     try:
         known = tuple(make(settings.environment.name, options).levels)

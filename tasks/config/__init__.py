@@ -2,9 +2,9 @@
 
     settings = load("configs/demo.yaml", overrides=["stages.policy.learning_rate=3e-4"])
 
-`load` reads the file (tasks/yaml_loader), applies overrides (tasks/overrides), checks unknown keys, types and ranges
-(tasks/schema, built from the dataclasses of tasks/settings and rl_core/settings), finds the files (tasks/files), then
-checks what the settings mean together (tasks/checks).
+`load` reads the file (tasks/config/yaml_loader), applies overrides (tasks/config/overrides), checks unknown keys, types and ranges
+(tasks/config/schema, built from the dataclasses of tasks/config/settings and rl_core/settings), finds the files (tasks/config/files), then
+checks what the settings mean together (tasks/config/cross_checks).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.settings import Settings
-from tasks.checks import check_combinations
-from tasks.files import resolve_files
-from tasks.overrides import apply_overrides
-from tasks.problems import ConfigError, Places, Problem
-from tasks.schema import model_of, read
-from tasks.settings import (
+from tasks.config.cross_checks import check_combinations
+from tasks.config.files import resolve_files
+from tasks.config.overrides import apply_overrides
+from tasks.config.problems import ConfigError, Places, Problem
+from tasks.config.schema import model_of, read
+from tasks.config.settings import (
     STAGES,
     PipelineSettings,
     PromotionSettings,
@@ -32,7 +32,7 @@ from tasks.settings import (
     StagesSettings,
     TrackingSettings,
 )
-from tasks.yaml_loader import read_yaml
+from tasks.config.yaml_loader import read_yaml
 
 __all__ = [
     "STAGES",

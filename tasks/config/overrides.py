@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.errors import SettingsError
-from tasks.problems import Key, Places, Problem, dotted
-from tasks.yaml_loader import parse_value
+from tasks.config.problems import Key, Places, Problem, dotted
+from tasks.config.yaml_loader import parse_value
 
 __all__ = ["apply_overrides"]
 
