@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from tasks.session import Session
+    from tasks.pipeline.run import Session
 
 __all__ = ["describe", "headline", "parent_metrics", "result_rows", "result_table"]
 

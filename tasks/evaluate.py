@@ -15,9 +15,9 @@ from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings
+from tasks.pipeline.run import Session
+from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.policy_model import load_policy, make_environment, model_folder
-from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
 
 __all__ = ["episodes_seed", "evaluate_models", "read_evaluation", "trajectories_path"]
 

@@ -1,7 +1,7 @@
 """A stage in several processes: started by torchrun, watched from here, gone when this process is.
 
     <stage's open folder>/workers/
-        job.json          what the processes need to know (tasks/worker.py reads it)
+        job.json          what the processes need to know (tasks/pipeline/stage_worker.py reads it)
         events.jsonl      metrics, progress and log lines of the first process (tasks/relay.py)
         pid-<host>-<rank> the processes
         stop              made to ask for a stop: the loop saves, then ends
@@ -38,7 +38,7 @@ from tasks.relay import Events
 from tasks.tracking import RunTracker
 
 if TYPE_CHECKING:
-    from tasks.stage import StageContext
+    from tasks.pipeline.stage import StageContext
 
 __all__ = ["WORKERS", "recover_events", "run_in_workers"]
 
@@ -107,7 +107,7 @@ def torchrun_command(settings: LaunchSettings, folder: Path) -> list[str]:
         f"--log-dir={folder / 'logs'}",
         "--redirects=3",
         "-m",
-        "tasks.worker",
+        "tasks.pipeline.stage_worker",
         str(folder / "job.json"),
     ]
 

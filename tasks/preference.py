@@ -9,12 +9,12 @@ from typing import Any
 from rl_core.analysis.statistics import wilson_interval
 from rl_core.settings import PreferenceSettings
 from rl_core.trainers.preference import PreferenceTrainer
+from tasks.pipeline.key import code_version
+from tasks.pipeline.run import Session
+from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.policy_model import load_policy
 from tasks.preference_pairs import stage_pairs
 from tasks.reference_cache import cached_references
-from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
-from tasks.stage_key import code_version
 
 __all__ = ["optimise_preferences"]
 

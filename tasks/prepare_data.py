@@ -24,9 +24,9 @@ from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from rl_core.storage.folders import digest_bytes, digest_file
+from tasks.pipeline.run import Session
+from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.policy_model import make_environment
-from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
 
 __all__ = ["prepare_data"]
 

@@ -20,7 +20,7 @@ from rl_core.settings import AnalysisSettings
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
 from tasks.evaluate import read_evaluation, trajectories_path
-from tasks.stage_result import StageResult
+from tasks.pipeline.result import StageResult
 from tasks.tracking import read_metrics
 
 __all__ = ["REVIEW", "Side", "spark", "write_report", "write_review"]

@@ -11,9 +11,9 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
+from tasks.pipeline.run import Session
+from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.preference_pairs import StagePairs, stage_pairs
-from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
 
 __all__ = ["reward_model"]
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from rl_core.settings import SFTSettings
 from rl_core.trainers.sft import SFTTrainer
+from tasks.pipeline.run import Session
+from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.policy_model import load_policy
-from tasks.session import Session
-from tasks.stage import StageContext, StageResult, run_stage
 
 __all__ = ["read_jsonl", "sft"]
 

@@ -15,9 +15,9 @@ from rl_core.storage.folders import write_json_atomic
 from rl_core.thoughts.controls import measure_gains
 from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
+from tasks.pipeline.run import Session
+from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
 from tasks.policy_model import Policy, load_policy, make_environment
-from tasks.session import Session
-from tasks.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
 
 __all__ = ["learn_thoughts"]
 

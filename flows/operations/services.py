@@ -35,7 +35,7 @@ __all__ = [
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout: deployments name their flows and configs from here
 
-GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/gpu_slot.py
+GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/pipeline/gpu_slot.py
 
 # What a user's environment or profile says about other servers; ours are told about theirs and no others.
 _ELSEWHERE = (

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
 from rl_core.storage.folders import digest_file, digest_folder, verify_folder
 from tasks.config import load
-from tasks.stage_result import StageResult
+from tasks.pipeline.result import StageResult
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs/test.yaml"
@@ -361,7 +361,7 @@ def play(*outcomes, **limits):
     from prefect import flow
 
     from tasks.config.settings import RunSettings
-    from tasks.prefect_task import stage_task
+    from tasks.pipeline.prefect_task import stage_task
 
     run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
     session = SimpleNamespace(
@@ -408,7 +408,7 @@ def test_what_the_user_has_to_mend_is_not_tried_again(prefect_api, error):
 
 
 def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api, monkeypatch):
-    monkeypatch.setattr("tasks.prefect_task.create_progress_artifact", lambda **_: None)  # it takes of the limit
+    monkeypatch.setattr("tasks.pipeline.prefect_task.create_progress_artifact", lambda **_: None)  # it takes of the limit
 
     def work():  # in small pieces, between which a limit can be heeded
         for _ in range(2000):

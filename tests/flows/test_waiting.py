@@ -9,7 +9,7 @@ import pytest
 from flows import waiting
 from flows.post_training import PipelineResult
 from tasks.approval import Request
-from tasks.stage_result import StageResult
+from tasks.pipeline.result import StageResult
 
 QUESTION = Request(
     name="demo", version=2, state="waiting", key="k" * 16, champion=1, deadline=0.0, asked="2026-01-01 10:00:00 UTC",

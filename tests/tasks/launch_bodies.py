@@ -15,7 +15,7 @@ from tiny import PAD, nano
 from rl_core.errors import RecordsError
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
-from tasks.stage import StageContext
+from tasks.pipeline.stage import StageContext
 
 
 class FileTracker(MemoryTracker):

@@ -222,7 +222,7 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
     from types import SimpleNamespace
 
     from tasks import promote
-    from tasks.stage_result import StageResult
+    from tasks.pipeline.result import StageResult
 
     summary = {
         "decision": "awaiting approval", "registered_model": "m", "model_version": 2, "champion_before": 1, "key": "k1",

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tasks import gpu_slot
+from tasks.pipeline import gpu_slot
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from rl_core.settings import LaunchSettings, SFTSettings
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
 from tasks.launch import _result, recover_events, run_in_workers, torchrun_command
+from tasks.pipeline.key import stage_key
 from tasks.processes import wait_until_gone
 from tasks.relay import Events, EventTracker, RelayHandler
-from tasks.stage_key import stage_key
 
 HERE = Path(__file__).parent
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
@@ -56,7 +56,7 @@ def test_torchrun_gets_its_own_words(tmp_path):
     assert command[:5] == [
         "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=job 7", "--rdzv-endpoint=node-1:29400",
     ]  # fmt: skip
-    assert command[-3:] == ["-m", "tasks.worker", str(tmp_path / "job.json")]
+    assert command[-3:] == ["-m", "tasks.pipeline.stage_worker", str(tmp_path / "job.json")]
     assert "--local-addr=127.0.0.1" in torchrun_command(TORCHRUN, tmp_path)
 
 

@@ -15,7 +15,7 @@ from rl_core.tracking import MemoryTracker
 from tasks import policy
 from tasks.config import from_dict
 from tasks.launch import run_in_workers
-from tasks.stage import REWARD_RECORD, StageContext, _clear_leftovers
+from tasks.pipeline.stage import REWARD_RECORD, StageContext, _clear_leftovers
 
 PARTS = ("task", "curiosity", "coherence", "tool_use", "format", "length")
 

@@ -11,8 +11,8 @@ from rl_core.types import Trajectory
 from tasks import promote
 from tasks.config import from_dict
 from tasks.config.settings import PromotionSettings
+from tasks.pipeline.stage import StageContext, StageResult
 from tasks.promote import ChampionChanged, decide
-from tasks.stage import StageContext, StageResult
 
 
 def evaluation(successes):

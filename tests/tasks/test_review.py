@@ -6,8 +6,8 @@ from rl_core.analysis import write_trajectories
 from rl_core.evaluation import summarize
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
+from tasks.pipeline.result import StageResult
 from tasks.review import Side, regressions, spark, write_report, write_review
-from tasks.stage_result import StageResult
 
 
 def episode(seed, won, level="easy", reward=None, text="look"):

@@ -10,11 +10,11 @@ import pytest
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.training import loop
-from tasks import stage_key as keys
 from tasks.config import from_dict
-from tasks.stage import StageContext, run_stage
-from tasks.stage_key import input_digest, stage_key, stage_seed
-from tasks.stage_result import content_digest
+from tasks.pipeline import key as keys
+from tasks.pipeline.key import input_digest, stage_key, stage_seed
+from tasks.pipeline.result import content_digest
+from tasks.pipeline.stage import StageContext, run_stage
 
 PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
 

@@ -14,7 +14,7 @@ from rl_core.models import causal_lm
 from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
 from tasks import thoughts
 from tasks.config import from_dict
-from tasks.stage import RECENT_ROLLOUTS, StageContext
+from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext
 
 SETTINGS = ThoughtsSettings(
     iterations=2,

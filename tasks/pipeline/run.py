@@ -4,7 +4,7 @@
     .lock             held while the pipeline runs; a second run into the same folder is refused
     run.json          the newest run: its MLflow run, its settings' digest, whether it ended
     runs/<started>/   journal of the parent run, and its own run.json
-    stages/           see tasks/stage.py
+    stages/           see tasks/pipeline/stage.py
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from rl_core.storage.locks import FolderLock
 from tasks.approval import Request
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.data_record import Records, record_sources, tags_of_records
+from tasks.pipeline.key import code_version
+from tasks.pipeline.result import StageResult
 from tasks.repair import GoneRun, bury
-from tasks.stage_key import code_version
-from tasks.stage_result import StageResult
 from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
 __all__ = ["ProgressCallback", "Session", "git_commit"]

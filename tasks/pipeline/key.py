@@ -14,7 +14,7 @@ from typing import Any
 from rl_core.errors import SettingsError
 from rl_core.storage.folders import digest_file, digest_folder
 from tasks.config import PipelineSettings
-from tasks.stage_result import StageResult
+from tasks.pipeline.result import StageResult
 
 __all__ = ["code_version", "input_digest", "stage_key", "stage_seed"]
 

@@ -1,6 +1,6 @@
 """One of the processes that train a stage together; torchrun starts it (see tasks/launch.py).
 
-python -m tasks.worker JOB.json
+python -m tasks.pipeline.stage_worker JOB.json
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rl_core.storage.folders import write_json_atomic
 from rl_core.tracking import MemoryTracker, Tracker
 from tasks.config import from_dict
 from tasks.launch import EVENTS
+from tasks.pipeline.stage import StageContext
 from tasks.processes import die_with_parent
 from tasks.relay import EventTracker, RelayHandler
-from tasks.stage import StageContext
 from tasks.torchrun import AGENT
 
 __all__ = ["main"]

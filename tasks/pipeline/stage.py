@@ -30,8 +30,8 @@ from rl_core.errors import PosttrainError, Stopped
 from rl_core.storage.folders import seal_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
-from tasks.stage_key import input_digest, stage_key, stage_seed
-from tasks.stage_result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
+from tasks.pipeline.key import input_digest, stage_key, stage_seed
+from tasks.pipeline.result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rl_core.distributed import Workers
     from rl_core.training.loop import LoopOutcome, Trainer
     from rl_core.training.optimizer_step import Updater
-    from tasks.session import Session
+    from tasks.pipeline.run import Session
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
 __all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]

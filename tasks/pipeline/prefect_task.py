@@ -23,10 +23,10 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.task_engine import TaskRunTimeoutError
 
 from rl_core.errors import BackendError, StageTimeout
-from tasks.gpu_slot import gpu_slot
+from tasks.pipeline.gpu_slot import gpu_slot
+from tasks.pipeline.result import StageResult
+from tasks.pipeline.run import Session
 from tasks.review import REVIEW
-from tasks.session import Session
-from tasks.stage_result import StageResult
 
 __all__ = ["is_transient", "stage_task"]
 
@@ -53,7 +53,7 @@ def _retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -> Callable[..., StageResult]:
     """A Prefect task over one stage's function, with the pipeline's retries and timeout.
 
-    The stage's own manifest decides what is run again (tasks/stage.py); Prefect's result cache is off. Calling it
+    The stage's own manifest decides what is run again (tasks/pipeline/stage.py); Prefect's result cache is off. Calling it
     raises StageTimeout past the stage's limit, and else what the stage raised at its last try.
     """
     run = session.settings.run
