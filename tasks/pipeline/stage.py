@@ -187,7 +187,7 @@ def _run_open(
     folder = final.with_name(f"{key}.open")
     journal = final.with_name(f"{key}.tracking")
     _clear_leftovers(folder)
-    from tasks.launch import recover_events, run_in_workers  # here, as it knows this module
+    from tasks.processes.launch import recover_events, run_in_workers  # here, as it knows this module
 
     started = time.monotonic()
     tracker = session.open_stage_run(label, name, journal, settings, digests, key)

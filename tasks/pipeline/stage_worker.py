@@ -1,4 +1,4 @@
-"""One of the processes that train a stage together; torchrun starts it (see tasks/launch.py).
+"""One of the processes that train a stage together; torchrun starts it (see tasks/processes/launch.py).
 
 python -m tasks.pipeline.stage_worker JOB.json
 """
@@ -26,11 +26,11 @@ from rl_core.errors import PosttrainError
 from rl_core.storage.folders import write_json_atomic
 from rl_core.tracking import MemoryTracker, Tracker
 from tasks.config import from_dict
-from tasks.launch import EVENTS
 from tasks.pipeline.stage import StageContext
-from tasks.processes import die_with_parent
-from tasks.relay import EventTracker, RelayHandler
-from tasks.torchrun import AGENT
+from tasks.processes.child_processes import die_with_parent
+from tasks.processes.launch import EVENTS
+from tasks.processes.rank_zero_events import EventTracker, RelayHandler
+from tasks.processes.torchrun import AGENT
 
 __all__ = ["main"]
 

@@ -83,7 +83,7 @@ def fail_in_the_second(context):
 
 
 def main(folder, name):
-    from tasks.launch import recover_events, run_in_workers
+    from tasks.processes.launch import recover_events, run_in_workers
 
     context = context_of(folder, FileTracker(folder.with_name("metrics.jsonl")))
     recover_events(folder, context.tracker)

@@ -18,10 +18,10 @@ from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped,
 from rl_core.settings import LaunchSettings, SFTSettings
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
-from tasks.launch import _result, recover_events, run_in_workers, torchrun_command
 from tasks.pipeline.key import stage_key
-from tasks.processes import wait_until_gone
-from tasks.relay import Events, EventTracker, RelayHandler
+from tasks.processes.child_processes import wait_until_gone
+from tasks.processes.launch import _result, recover_events, run_in_workers, torchrun_command
+from tasks.processes.rank_zero_events import Events, EventTracker, RelayHandler
 
 HERE = Path(__file__).parent
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
@@ -172,7 +172,7 @@ def environment():
 
 
 def test_a_child_dies_with_its_parent():
-    child = "import os, sys; from tasks.processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
+    child = "import os, sys; from tasks.processes.child_processes import die_with_parent; die_with_parent(int(sys.argv[1]));"
     child += "print(os.getpid(), flush=True); import time; time.sleep(100)"
     parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
     process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment())

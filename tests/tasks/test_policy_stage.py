@@ -14,8 +14,8 @@ from rl_core.settings import ModelSettings
 from rl_core.tracking import MemoryTracker
 from tasks import policy
 from tasks.config import from_dict
-from tasks.launch import run_in_workers
 from tasks.pipeline.stage import REWARD_RECORD, StageContext, _clear_leftovers
+from tasks.processes.launch import run_in_workers
 
 PARTS = ("task", "curiosity", "coherence", "tool_use", "format", "length")
 

@@ -2,7 +2,7 @@
 
     <stage's open folder>/workers/
         job.json          what the processes need to know (tasks/pipeline/stage_worker.py reads it)
-        events.jsonl      metrics, progress and log lines of the first process (tasks/relay.py)
+        events.jsonl      metrics, progress and log lines of the first process (tasks/processes/rank_zero_events.py)
         pid-<host>-<rank> the processes
         stop              made to ask for a stop: the loop saves, then ends
         result.json       what the stage's body returned in the first process
@@ -33,8 +33,8 @@ from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
 from rl_core.training.signals import StopRequests
 from tasks.config import resolve
-from tasks.processes import wait_until_gone
-from tasks.relay import Events
+from tasks.processes.child_processes import wait_until_gone
+from tasks.processes.rank_zero_events import Events
 from tasks.tracking import RunTracker
 
 if TYPE_CHECKING:
@@ -139,13 +139,13 @@ def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.P
     """torchrun, in a session of its own: the terminal's Ctrl-C comes to this process alone, which passes it on."""
     command = torchrun_command(settings, folder)
     if settings.nodes > 1:
-        elsewhere = shlex.join([sys.executable, "-m", "tasks.torchrun", "0", os.devnull, *command])
+        elsewhere = shlex.join([sys.executable, "-m", "tasks.processes.torchrun", "0", os.devnull, *command])
         logger.warning(
             "waiting for %d more nodes; run there, in this project's folder: %s", settings.nodes - 1, elsewhere
         )
     with (folder / "agent.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "tasks.torchrun", str(os.getpid()), str(folder / "report.json"), *command],
+            [sys.executable, "-m", "tasks.processes.torchrun", str(os.getpid()), str(folder / "report.json"), *command],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,6 +1,6 @@
 """torchrun as a child of a stage: the same program, that dies with its parent and says how its processes ended.
 
-    python -m tasks.torchrun PARENT_PID REPORT.json [torchrun's own arguments]
+    python -m tasks.processes.torchrun PARENT_PID REPORT.json [torchrun's own arguments]
 
 On further nodes, where no stage is the parent, PARENT_PID is 0.
 """
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.processes import die_with_parent
+from tasks.processes.child_processes import die_with_parent
 
 __all__ = ["AGENT", "main"]
 
