@@ -238,7 +238,7 @@ def promote(arguments: argparse.Namespace) -> int:
     """Move the alias `champion`."""
     settings = _load(arguments)
     _connect_mlflow(settings.output)
-    from tasks.promote import promote_version
+    from tasks.stages.promote import promote_version
 
     print(promote_version(settings, arguments.version, arguments.note))
     return 0

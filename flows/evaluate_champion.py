@@ -17,8 +17,8 @@ from rl_core.analysis.statistics import Rate
 from rl_core.storage.locks import FolderLock
 from tasks.champion import Verdict, count_checks, figure_of, judge, note_check, settings_of_check
 from tasks.config import PipelineSettings
-from tasks.evaluate import read_evaluation
-from tasks.promote import figure_tags
+from tasks.stages.evaluate import read_evaluation
+from tasks.stages.promote import figure_tags
 from tasks.tracking import ModelVersion, Tracking
 
 # Prefect was prepared when flows.post_training was imported.

@@ -34,19 +34,19 @@ from prefect.runtime import flow_run  # noqa: E402
 from prefect.settings import get_current_settings  # noqa: E402
 
 from flows.waiting import decided  # noqa: E402
-from tasks.analyze import analyze_trajectories  # noqa: E402
 from tasks.approval import Request  # noqa: E402
-from tasks.evaluate import evaluate_models  # noqa: E402
 from tasks.pipeline.prefect_task import stage_task  # noqa: E402
 from tasks.pipeline.result import StageResult  # noqa: E402
 from tasks.pipeline.run import Session  # noqa: E402
-from tasks.policy import optimise_policy  # noqa: E402
-from tasks.preference import optimise_preferences  # noqa: E402
-from tasks.prepare_data import prepare_data  # noqa: E402
-from tasks.promote import promote  # noqa: E402
-from tasks.reward_model import reward_model  # noqa: E402
-from tasks.sft import sft  # noqa: E402
-from tasks.thoughts import learn_thoughts  # noqa: E402
+from tasks.stages.analyze import analyze_trajectories  # noqa: E402
+from tasks.stages.evaluate import evaluate_models  # noqa: E402
+from tasks.stages.policy import optimise_policy  # noqa: E402
+from tasks.stages.preference import optimise_preferences  # noqa: E402
+from tasks.stages.prepare_data import prepare_data  # noqa: E402
+from tasks.stages.promote import promote  # noqa: E402
+from tasks.stages.reward_model import reward_model  # noqa: E402
+from tasks.stages.sft import sft  # noqa: E402
+from tasks.stages.thoughts import learn_thoughts  # noqa: E402
 from tasks.tracking.store import without_password  # noqa: E402
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from rl_core.errors import PosttrainError
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.data_record import record_sources
-from tasks.promote import AWAITING
 from tasks.retraining import Plan, close_record, open_record, plan_retraining, settle_waiting
+from tasks.stages.promote import AWAITING
 from tasks.tracking import Tracking
 
 # Prefect was prepared when flows.post_training was imported.

@@ -12,9 +12,9 @@ from flows.post_training import PipelineResult, execute, run_pipeline
 from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings, EvaluationSettings
-from tasks.analyze import find_trajectories, image_function, image_tools, log_analysis
 from tasks.config import STAGES, PipelineSettings, StageName, StagesSettings
-from tasks.policy_model import make_environment
+from tasks.stages.analyze import find_trajectories, image_function, image_tools, log_analysis
+from tasks.stages.loading import make_environment
 from tasks.tracking import Tracking
 
 # Prefect was prepared when flows.post_training was imported.

@@ -26,7 +26,7 @@ from rl_core.errors import BackendError, StageTimeout
 from tasks.pipeline.gpu_slot import gpu_slot
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run import Session
-from tasks.review import REVIEW
+from tasks.stages.promotion_review import REVIEW
 
 __all__ = ["is_transient", "stage_task"]
 

@@ -145,7 +145,7 @@ class Bench:
         from rl_core.evaluation import heldout_requests, validation_requests
         from rl_core.settings import EvaluationSettings, SamplingSettings
         from tasks.config import load
-        from tasks.policy_model import load_policy
+        from tasks.stages.loading import load_policy
 
         torch.set_num_threads(1)
         self.pipeline = load(config, ["threads=1"])
@@ -172,7 +172,7 @@ class LaggedBackend:
     """Samples from the weights of `lag` iterations ago, from a copy of the model."""
 
     def __init__(self, bench: Bench, lag: int) -> None:
-        from tasks.policy_model import Policy
+        from tasks.stages.loading import Policy
 
         policy = bench.policy
         self._live = policy.model

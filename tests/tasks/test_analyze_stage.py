@@ -3,7 +3,7 @@
 import pytest
 
 from rl_core.errors import DataError
-from tasks.analyze import find_trajectories
+from tasks.stages.analyze import find_trajectories
 
 
 def touch(path):

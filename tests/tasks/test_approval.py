@@ -221,8 +221,8 @@ def test_the_command_shows_then_decides(tracking, model):
 def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks, decision):
     from types import SimpleNamespace
 
-    from tasks import promote
     from tasks.pipeline.result import StageResult
+    from tasks.stages import promote
 
     summary = {
         "decision": "awaiting approval", "registered_model": "m", "model_version": 2, "champion_before": 1, "key": "k1",

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from rl_core.settings import CurriculumStage, PolicySettings
-from tasks.policy import _curriculum_note, _show_curriculum
+from tasks.stages.policy import _curriculum_note, _show_curriculum
 
 
 class Tracker:

@@ -12,10 +12,10 @@ from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm
 from rl_core.settings import ModelSettings
 from rl_core.tracking import MemoryTracker
-from tasks import policy
 from tasks.config import from_dict
 from tasks.pipeline.stage import REWARD_RECORD, StageContext, _clear_leftovers
 from tasks.processes.launch import run_in_workers
+from tasks.stages import policy
 
 PARTS = ("task", "curiosity", "coherence", "tool_use", "format", "length")
 

@@ -8,11 +8,11 @@ import pytest
 from rl_core.evaluation import compare, summarize
 from rl_core.storage.folders import digest_folder
 from rl_core.types import Trajectory
-from tasks import promote
 from tasks.config import from_dict
 from tasks.config.settings import PromotionSettings
 from tasks.pipeline.stage import StageContext, StageResult
-from tasks.promote import ChampionChanged, decide
+from tasks.stages import promote
+from tasks.stages.promote import ChampionChanged, decide
 
 
 def evaluation(successes):

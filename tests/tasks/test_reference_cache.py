@@ -6,8 +6,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.trainers.preference import reference_logprobs
-from tasks import reference_cache
-from tasks.reference_cache import FILE, cached_references
+from tasks.stages import reference_cache
+from tasks.stages.reference_cache import FILE, cached_references
 
 
 def nano(seed=0):

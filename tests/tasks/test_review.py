@@ -7,7 +7,7 @@ from rl_core.evaluation import summarize
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
 from tasks.pipeline.result import StageResult
-from tasks.review import Side, regressions, spark, write_report, write_review
+from tasks.stages.promotion_review import Side, regressions, spark, write_report, write_review
 
 
 def episode(seed, won, level="easy", reward=None, text="look"):

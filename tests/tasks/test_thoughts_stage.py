@@ -12,9 +12,9 @@ from rl_core.environments import make
 from rl_core.errors import CheckFailed
 from rl_core.models import causal_lm
 from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
-from tasks import thoughts
 from tasks.config import from_dict
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext
+from tasks.stages import thoughts
 
 SETTINGS = ThoughtsSettings(
     iterations=2,

@@ -17,7 +17,7 @@ from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
-from tasks.policy_model import Policy, load_policy, make_environment
+from tasks.stages.loading import Policy, load_policy, make_environment
 
 __all__ = ["learn_thoughts"]
 

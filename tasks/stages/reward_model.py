@@ -13,7 +13,7 @@ from rl_core.settings import RewardModelSettings
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.preference_pairs import StagePairs, stage_pairs
+from tasks.stages.preference_pairs import StagePairs, stage_pairs
 
 __all__ = ["reward_model"]
 

@@ -16,10 +16,10 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import CurriculumStage, EvaluationSettings, PolicySettings
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
-from tasks.evaluate import episodes_seed
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
-from tasks.policy_model import Policy, load_policy, make_environment
+from tasks.stages.evaluate import episodes_seed
+from tasks.stages.loading import Policy, load_policy, make_environment
 
 __all__ = ["optimise_policy"]
 

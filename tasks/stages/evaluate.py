@@ -17,7 +17,7 @@ from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.policy_model import load_policy, make_environment, model_folder
+from tasks.stages.loading import load_policy, make_environment, model_folder
 
 __all__ = ["episodes_seed", "evaluate_models", "read_evaluation", "trajectories_path"]
 

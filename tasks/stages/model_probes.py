@@ -18,7 +18,7 @@ from rl_core.rollouts.token_files import read_rollouts, tokens_path
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Message, Rollout
 from tasks.config import PipelineSettings
-from tasks.policy_model import load_policy, model_folder
+from tasks.stages.loading import load_policy, model_folder
 
 __all__ = ["measure_models"]
 

@@ -11,7 +11,7 @@ from rl_core.settings import SFTSettings
 from rl_core.trainers.sft import SFTTrainer
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.policy_model import load_policy
+from tasks.stages.loading import load_policy
 
 __all__ = ["read_jsonl", "sft"]
 

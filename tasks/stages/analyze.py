@@ -11,10 +11,10 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.pixel_grid_render import to_png
 from rl_core.errors import DataError, PosttrainError
 from rl_core.settings import AnalysisSettings
-from tasks.model_probes import measure_models
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.policy_model import make_environment
+from tasks.stages.loading import make_environment
+from tasks.stages.model_probes import measure_models
 from tasks.tracking import RunTracker
 
 __all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image_tools", "log_analysis"]

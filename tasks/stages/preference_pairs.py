@@ -18,8 +18,8 @@ from rl_core.settings import PreferenceSettings, RewardModelSettings
 from rl_core.trainers.reward_model import longer_answer_baseline
 from rl_core.types import Message
 from tasks.pipeline.stage import StageContext
-from tasks.policy_model import load_policy, make_environment
-from tasks.sft import read_jsonl
+from tasks.stages.loading import load_policy, make_environment
+from tasks.stages.sft import read_jsonl
 
 __all__ = ["StagePairs", "stage_pairs"]
 

@@ -12,9 +12,9 @@ from rl_core.trainers.preference import PreferenceTrainer
 from tasks.pipeline.key import code_version
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.policy_model import load_policy
-from tasks.preference_pairs import stage_pairs
-from tasks.reference_cache import cached_references
+from tasks.stages.loading import load_policy
+from tasks.stages.preference_pairs import stage_pairs
+from tasks.stages.reference_cache import cached_references
 
 __all__ = ["optimise_preferences"]
 

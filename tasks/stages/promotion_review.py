@@ -19,8 +19,8 @@ from rl_core.evaluation import Evaluation, PairedResult, compare
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
-from tasks.evaluate import read_evaluation, trajectories_path
 from tasks.pipeline.result import StageResult
+from tasks.stages.evaluate import read_evaluation, trajectories_path
 from tasks.tracking import read_metrics
 
 __all__ = ["REVIEW", "Side", "spark", "write_report", "write_review"]

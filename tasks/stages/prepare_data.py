@@ -26,7 +26,7 @@ from rl_core.settings import DataSettings
 from rl_core.storage.folders import digest_bytes, digest_file
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
-from tasks.policy_model import make_environment
+from tasks.stages.loading import make_environment
 
 __all__ = ["prepare_data"]
 
