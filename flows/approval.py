@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError, nearest
-from tasks.approval import Request, answer, requests
 from tasks.config import PipelineSettings
+from tasks.lifecycle.approval import Request, answer, requests
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri, user_name
 

@@ -236,7 +236,7 @@ def _prefect() -> Finding:
 
 def _dead_runs(output: Path) -> Iterator[Finding]:
     """Runs that were killed without a word and still look as if they ran."""
-    from tasks.repair import dead_runs
+    from tasks.lifecycle.dead_runs import dead_runs
 
     dead = [run for run in dead_runs(output.absolute()) if not run.elsewhere]
     if dead:

@@ -15,8 +15,8 @@ from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import PipelineResult, execute
 from rl_core.analysis.statistics import Rate
 from rl_core.storage.locks import FolderLock
-from tasks.champion import Verdict, count_checks, figure_of, judge, note_check, settings_of_check
 from tasks.config import PipelineSettings
+from tasks.lifecycle.champion import Verdict, count_checks, figure_of, judge, note_check, settings_of_check
 from tasks.stages.evaluate import read_evaluation
 from tasks.stages.promote import figure_tags
 from tasks.tracking import ModelVersion, Tracking

@@ -9,7 +9,7 @@ from pathlib import Path
 from rl_core.errors import DataError, FolderBusy, nearest
 from rl_core.storage.folders import remove_folder
 from rl_core.storage.locks import FolderLock
-from tasks.repair import recorded_runs
+from tasks.lifecycle.dead_runs import recorded_runs
 from tasks.retention import Plan, make_plan
 from tasks.tracking import Tracking
 from tasks.tracking.removal import remove_from_store

@@ -34,7 +34,7 @@ from prefect.runtime import flow_run  # noqa: E402
 from prefect.settings import get_current_settings  # noqa: E402
 
 from flows.waiting import decided  # noqa: E402
-from tasks.approval import Request  # noqa: E402
+from tasks.lifecycle.approval import Request  # noqa: E402
 from tasks.pipeline.prefect_task import stage_task  # noqa: E402
 from tasks.pipeline.result import StageResult  # noqa: E402
 from tasks.pipeline.run import Session  # noqa: E402

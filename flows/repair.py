@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from tasks.approval import expire, requests
-from tasks.repair import GoneRun, bury
+from tasks.lifecycle.approval import expire, requests
+from tasks.lifecycle.dead_runs import GoneRun, bury
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rl_core.errors import DataError, FolderBusy, SettingsError, nearest
 from tasks.config import PipelineSettings, from_dict
+from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
 from tasks.pipeline.key import code_version
-from tasks.repair import RunRecord, recorded_runs
 
 __all__ = ["find", "settings_of"]
 

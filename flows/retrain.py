@@ -18,8 +18,8 @@ from flows.waiting import decided
 from rl_core.errors import PosttrainError
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
-from tasks.data_record import record_sources
-from tasks.retraining import Plan, close_record, open_record, plan_retraining, settle_waiting
+from tasks.lifecycle.data_lineage import record_sources
+from tasks.lifecycle.retraining import Plan, close_record, open_record, plan_retraining, settle_waiting
 from tasks.stages.promote import AWAITING
 from tasks.tracking import Tracking
 

@@ -26,8 +26,8 @@ from pydantic import Field
 from flows.approval import how_to_answer
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.folders import write_json_atomic
-from tasks.approval import Request, answer, asked, expire
 from tasks.config import PipelineSettings
+from tasks.lifecycle.approval import Request, answer, asked, expire
 from tasks.tracking import Tracking
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import Any
 
 from rl_core.errors import CorruptError
 from rl_core.storage.folders import digest_bytes, read_manifest
+from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
 from tasks.pipeline.result import content_digest
-from tasks.repair import RunRecord, recorded_runs
 from tasks.tracking import ModelVersion, Tracking
 from tasks.tracking.journal import events_path, read_lines
 from tasks.tracking.removal import StoredRun, stored_runs

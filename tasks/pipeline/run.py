@@ -26,12 +26,12 @@ from uuid import UUID
 from rl_core.errors import Stopped
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
-from tasks.approval import Request
 from tasks.config import PipelineSettings, resolve, settings_digest
-from tasks.data_record import Records, record_sources, tags_of_records
+from tasks.lifecycle.approval import Request
+from tasks.lifecycle.data_lineage import Records, record_sources, tags_of_records
+from tasks.lifecycle.dead_runs import GoneRun, bury
 from tasks.pipeline.key import code_version
 from tasks.pipeline.result import StageResult
-from tasks.repair import GoneRun, bury
 from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
 __all__ = ["ProgressCallback", "Session", "git_commit"]

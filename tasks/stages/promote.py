@@ -1,6 +1,6 @@
 """Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence.
 
-With `approve: manual` what passes the gate waits for a person (tasks/approval.py): `session.approval` is the question.
+With `approve: manual` what passes the gate waits for a person (tasks/lifecycle/approval.py): `session.approval` is the question.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation, compare
 from rl_core.settings import AnalysisSettings
 from rl_core.storage.folders import digest_folder, write_json_atomic
-from tasks.approval import ask, expire, question, read
 from tasks.config import PipelineSettings, PromotionSettings
+from tasks.lifecycle.approval import ask, expire, question, read
 from tasks.pipeline.run import Session
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation

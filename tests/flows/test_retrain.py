@@ -10,9 +10,9 @@ import pytest
 from rl_core.analysis.statistics import Rate, rate_difference
 from rl_core.errors import FolderBusy
 from rl_core.storage.locks import FolderLock
-from tasks.champion import Verdict
 from tasks.config import load
-from tasks.retraining import read_records
+from tasks.lifecycle.champion import Verdict
+from tasks.lifecycle.retraining import read_records
 from tasks.tracking import ModelVersion, Tracking
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -8,7 +8,7 @@ import pytest
 
 from flows import waiting
 from flows.post_training import PipelineResult
-from tasks.approval import Request
+from tasks.lifecycle.approval import Request
 from tasks.pipeline.result import StageResult
 
 QUESTION = Request(

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from rl_core.errors import DataError, SettingsError
-from tasks import approval
-from tasks.approval import Request, answer, ask, asked, expire, read, requests
+from tasks.lifecycle import approval
+from tasks.lifecycle.approval import Request, answer, ask, asked, expire, read, requests
 from tasks.tracking import Tracking
 
 

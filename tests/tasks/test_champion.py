@@ -5,8 +5,8 @@ import pytest
 from rl_core.analysis.statistics import Rate, wilson_interval
 from rl_core.evaluation import summarize
 from rl_core.types import Trajectory
-from tasks.champion import count_checks, figure_of, judge, note_check, settings_of_check
 from tasks.config import from_dict
+from tasks.lifecycle.champion import count_checks, figure_of, judge, note_check, settings_of_check
 from tasks.stages.promote import figure_tags
 from tasks.tracking import ModelVersion
 

@@ -7,7 +7,7 @@ import pytest
 from rl_core.errors import DataError
 from rl_core.storage.folders import digest_file
 from tasks.config import from_dict
-from tasks.data_record import Change, new_since, record_sources, records_from_tags, tags_of_records
+from tasks.lifecycle.data_lineage import Change, new_since, record_sources, records_from_tags, tags_of_records
 
 
 def settings(demonstrations=None, preferences=None, **options):

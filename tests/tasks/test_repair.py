@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import DataError, FolderBusy, SettingsError
-from tasks.repair import bury, dead_runs, recorded_runs
+from tasks.lifecycle.dead_runs import bury, dead_runs, recorded_runs
 from tasks.tracking import Tracking
 from tasks.tracking.journal import LineLog, events_path
 

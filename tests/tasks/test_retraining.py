@@ -7,8 +7,8 @@ import pytest
 
 from rl_core.errors import SettingsError
 from tasks.config import from_dict
-from tasks.data_record import record_sources, tags_of_records
-from tasks.retraining import close_record, open_record, plan_retraining, read_records, settle_waiting
+from tasks.lifecycle.data_lineage import record_sources, tags_of_records
+from tasks.lifecycle.retraining import close_record, open_record, plan_retraining, read_records, settle_waiting
 from tasks.tracking import ModelVersion
 
 STAGES = {"prepare_data": {}, "sft": {}, "policy": {}, "evaluate": {}, "promote": {}}

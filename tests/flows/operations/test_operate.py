@@ -11,7 +11,7 @@ import pytest
 import yaml
 from team import ROOT, Team, wait_for
 
-from tasks.retraining import read_records
+from tasks.lifecycle.retraining import read_records
 from tasks.tracking import ModelVersion, Tracking
 
 TRAIN = {"entrypoint": "flows/retrain.py:retrain", "work_pool": {"name": "posttrain"}, "concurrency_limit": 1}

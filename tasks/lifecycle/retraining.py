@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.storage.folders import write_json_atomic
-from tasks.approval import expire, read
 from tasks.config import PipelineSettings
-from tasks.data_record import NewData, Records, new_since, records_from_tags, tags_of_records
+from tasks.lifecycle.approval import expire, read
+from tasks.lifecycle.data_lineage import NewData, Records, new_since, records_from_tags, tags_of_records
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["Plan", "Retraining", "close_record", "open_record", "plan_retraining", "read_records", "settle_waiting"]
