@@ -1,4 +1,4 @@
-"""`posttrain gc`: what the plan of tasks/retention.py frees, said or done."""
+"""`posttrain gc`: what the plan of tasks/retention/plan.py frees, said or done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rl_core.errors import DataError, FolderBusy, nearest
 from rl_core.storage.folders import remove_folder
 from rl_core.storage.locks import FolderLock
 from tasks.lifecycle.dead_runs import recorded_runs
-from tasks.retention import Plan, make_plan
+from tasks.retention.plan import Plan, make_plan
 from tasks.tracking import Tracking
 from tasks.tracking.removal import remove_from_store
 

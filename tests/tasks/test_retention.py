@@ -9,9 +9,9 @@ import pytest
 from rl_core.errors import DataError
 from rl_core.storage.folders import read_manifest, seal_folder
 from rl_core.storage.locks import FolderLock
-from tasks.needed import model_digest
 from tasks.pipeline.result import content_digest
-from tasks.retention import make_plan
+from tasks.retention.graph import model_digest
+from tasks.retention.plan import make_plan
 from tasks.tracking import Tracking
 
 SIZE = 1000  # bytes of every model file and checkpoint made here

@@ -1,6 +1,6 @@
 """What goes of a pipeline's folder and of the store, and how many bytes that frees: the plan behind `posttrain gc`.
 
-What stays is decided in tasks/needed.py; everything else of the pipeline goes.
+What stays is decided in tasks/retention/graph.py; everything else of the pipeline goes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.needed import KEY, Needed
+from tasks.retention.graph import KEY, Needed
 from tasks.tracking import Tracking
 from tasks.tracking.removal import StoredModel, StoredRun, stored_models, traces_of
 
