@@ -118,13 +118,13 @@ def _let_go(request: Request, approve: bool) -> list[str]:
     """Tell the Prefect server, where the run waits on one that everybody reaches; a run's own process looks itself."""
     if not request.prefect_api or not request.flow_run_id:
         return []
-    from flows.prefect_home import prepare_prefect
+    from flows.runtime.prefect_home import prepare_prefect
 
     prepare_prefect()
     from prefect.exceptions import NotPausedError, ObjectNotFound
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from flows.waiting import resume
+    from flows.runtime.approval_wait import resume
 
     try:
         with temporary_settings({PREFECT_API_URL: request.prefect_api}):

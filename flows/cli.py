@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.cli_parser import build_parser
 from flows.own_code import find_own_code
-from flows.stopping import Terminated, unwind_on_sigterm
+from flows.runtime.stopping import Terminated, unwind_on_sigterm
 from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:
 def _prepare(settings: PipelineSettings) -> None:
     """Put Prefect's own files beside the pipeline's, or use the servers that are up; before Prefect is imported."""
     from flows.operations.connect import connect
-    from flows.prefect_home import prepare_prefect
+    from flows.runtime.prefect_home import prepare_prefect
 
     prepare_prefect(Path(settings.output))
     connect(Path(settings.output))
@@ -371,7 +371,7 @@ def doctor(arguments: argparse.Namespace) -> int:
 
         connect(output)
     if arguments.repair:
-        from flows.repair import repair
+        from flows.runtime.repair import repair
 
         print("\n".join(repair(output, uri)))
         return 0

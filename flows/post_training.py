@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flows import stopping
-from flows.display import Display
 from flows.parameters import PipelineForm, pipeline_name, read_settings
-from flows.picture import draw_pipeline
-from flows.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_server
-from flows.repair import crash_flow_runs
-from flows.summary import describe, headline, parent_metrics, result_rows, result_table
+from flows.runtime import stopping
+from flows.runtime.dag_figure import draw_pipeline
+from flows.runtime.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_server
+from flows.runtime.progress import Display
+from flows.runtime.repair import crash_flow_runs
+from flows.runtime.summary import describe, headline, parent_metrics, result_rows, result_table
 from rl_core.errors import SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
@@ -33,7 +33,7 @@ from prefect import flow  # noqa: E402
 from prefect.runtime import flow_run  # noqa: E402
 from prefect.settings import get_current_settings  # noqa: E402
 
-from flows.waiting import decided  # noqa: E402
+from flows.runtime.approval_wait import decided  # noqa: E402
 from tasks.lifecycle.approval import Request  # noqa: E402
 from tasks.pipeline.prefect_task import stage_task  # noqa: E402
 from tasks.pipeline.result import StageResult  # noqa: E402

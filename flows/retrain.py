@@ -14,7 +14,7 @@ from typing import Literal
 
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import PipelineResult, execute, say, watched
-from flows.waiting import decided
+from flows.runtime.approval_wait import decided
 from rl_core.errors import PosttrainError
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve

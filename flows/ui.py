@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from flows.prefect_home import prefect_environment
+from flows.runtime.prefect_home import prefect_environment
 from rl_core.errors import BackendError, SettingsError
 from tasks.tracking import Tracking, offline_environment
 

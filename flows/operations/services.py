@@ -18,7 +18,7 @@ from flows.operations.database import Databases
 from flows.operations.ports import HOST
 from flows.operations.processes import MARK, mark_of
 from flows.operations.state import Options
-from flows.prefect_home import prefect_environment
+from flows.runtime.prefect_home import prefect_environment
 from tasks.mlflow_environment import default_uri, offline_environment
 
 __all__ = [

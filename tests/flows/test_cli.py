@@ -324,7 +324,8 @@ def test_sigterm_unwinds_and_exits_with_143(tmp_path):
 
 
 def test_a_sigterm_that_something_swallowed_stops_the_run_at_its_next_stage(monkeypatch):
-    from flows import post_training, stopping
+    from flows import post_training
+    from flows.runtime import stopping
 
     before = signal.getsignal(signal.SIGTERM)
     seen = []

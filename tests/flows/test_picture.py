@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.picture import _arrows, _places
+from flows.runtime.dag_figure import _arrows, _places
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import psutil
 import pytest
 from rich.console import Console
 
-from flows import prefect_home
-from flows.display import Display
-from flows.stopping import Terminated
+from flows.runtime import prefect_home
+from flows.runtime.progress import Display
+from flows.runtime.stopping import Terminated
 from rl_core.errors import BackendError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def test_a_server_that_does_not_start_is_ended_and_said(monkeypatch, error, said
 def test_what_a_run_started_ends_with_it_even_after_kill_9():
     script = (
         "import subprocess, time\n"
-        "from flows.prefect_home import own_session\n"
+        "from flows.runtime.prefect_home import own_session\n"
         "print(own_session()(['sleep', '600']).pid, flush=True)\n"
         "time.sleep(600)\n"
     )

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows import waiting
 from flows.post_training import PipelineResult
+from flows.runtime import approval_wait as waiting
 from tasks.lifecycle.approval import Request
 from tasks.pipeline.result import StageResult
 

@@ -33,7 +33,7 @@ def repair(output: Path, uri: str | None = None) -> list[str]:
     lines = [_line(run, output) for run in found]
     dead = [run.flow_run_id for run in found if not run.elsewhere and run.flow_run_id]
     if dead:
-        from flows.prefect_home import prepare_prefect, start_embedded_server
+        from flows.runtime.prefect_home import prepare_prefect, start_embedded_server
 
         prepare_prefect(output)
         start_embedded_server()

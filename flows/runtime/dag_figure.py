@@ -17,7 +17,7 @@ _COLOURS = {"ran": "#d7e8f7", "cached": "#eeeeee"}
 
 
 def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = "") -> Path:
-    """Draw the stages in `rows` (see `flows.summary.result_rows`) and write a PNG; returns its path."""
+    """Draw the stages in `rows` (see `flows.runtime.summary.result_rows`) and write a PNG; returns its path."""
     import matplotlib
 
     matplotlib.use("Agg", force=False)
