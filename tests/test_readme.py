@@ -55,7 +55,7 @@ def test_the_command_finds_both_in_the_folder_that_it_is_called_from(tmp_path):
     rewards = next(block for block in YAML if "my_package.rewards:brevity" in block)
     shown = re.search(r"\(`(environment: \{name: .*?\})`\)", README)[1]
     (tmp_path / "mine.yaml").write_text(f"name: mine\nmodel: {{path: a/b}}\n{shown}\n{rewards}")
-    command = "import sys; from flows.cli import main; sys.exit(main(['validate', 'mine.yaml']))"
+    command = "import sys; from flows.cli.main import main; sys.exit(main(['validate', 'mine.yaml']))"
     done = subprocess.run(
         [sys.executable, "-P", "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=120,
@@ -88,7 +88,7 @@ def test_the_curriculum_is_read_as_shown():
 
 
 def test_every_path_and_command_that_it_names_exists():
-    from flows.cli import COMMANDS
+    from flows.cli.main import COMMANDS
 
     for path in re.findall(r"`((?:configs|rl_core|tasks|flows|tests)/[\w./]+)`", README):
         assert (ROOT / path).exists(), path

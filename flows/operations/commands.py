@@ -29,7 +29,7 @@ DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # in place of --database, which other 
 READY_SECONDS = 900.0  # for a start in the background, or a repair
 DOWN_SECONDS = 150.0
 GIVE_UP_AFTER = 3  # ends of a server during a repair; the supervisor goes on trying
-COMMAND = (sys.executable, "-m", "flows.cli")
+COMMAND = (sys.executable, "-m", "flows.cli.main")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
     "runs": "--runs", "gpu_slots": "--gpu-slots", "deployments": "--deployments",

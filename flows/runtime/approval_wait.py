@@ -23,7 +23,7 @@ from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
-from flows.approval import how_to_answer
+from flows.cli.approve import how_to_answer
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows import cli
-from flows.cli_parser import STAGE_NAMES, build_parser
+from flows.cli.main import main as cli
+from flows.cli.parser import STAGE_NAMES, build_parser
 from rl_core.errors import BackendError, DataError, SettingsError, Stopped
 from tasks.config import STAGES, from_dict
 
@@ -52,7 +52,7 @@ def python(code: str, *arguments: str, **more) -> subprocess.CompletedProcess:
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\n"
-        "from flows.cli import main\n"
+        "from flows.cli.main import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as end: assert end.code == 0\n"
         "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'pydantic', 'yaml', 'numpy', 'rich', 'tasks.config'}\n"
@@ -150,7 +150,7 @@ def test_every_entry_checks_the_config_first(command, tmp_path, monkeypatch, cap
 
 def test_bad_config_in_a_process_of_its_own(tmp_path):
     (tmp_path / "bad.yaml").write_text("name: a/b\nstages: {policy: {group_size: 1}}\n")
-    code = "import sys; from flows.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from flows.cli.main import main; sys.exit(main(sys.argv[1:]))"
     done = python(code, "run", "bad.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("posttrain: 2 problems:\nbad.yaml:1: name: 'a/b' must be")
@@ -381,7 +381,7 @@ def test_approve_asks_with_what_was_given(config, tmp_path, monkeypatch, capsys)
         calls.append((str(output), uri, run, named))
         return "decided"
 
-    monkeypatch.setitem(sys.modules, "flows.approval", SimpleNamespace(decide=decide))
+    monkeypatch.setitem(sys.modules, "flows.cli.approve", SimpleNamespace(decide=decide))
     assert cli.main(["approve", "demo", "--no", "--note", "worse", "--output", "o"]) == 0
     assert cli.main(["approve"]) == 0
     given = {"approve": False, "by": "", "note": "worse", "where": " --output o"}
@@ -398,7 +398,7 @@ def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, 
     settings = from_dict({"name": "demo", "model": {"path": "a/b"}, "stages": {"policy": {}}}, check_files=False)
     record = SimpleNamespace(name="demo · 1", status="killed", only="policy", given={"a": "b"}, started="1")
     monkeypatch.setitem(
-        sys.modules, "flows.resume", SimpleNamespace(find=lambda *_: record, settings_of=lambda *_: settings)
+        sys.modules, "flows.cli.resume", SimpleNamespace(find=lambda *_: record, settings_of=lambda *_: settings)
     )
     monkeypatch.setattr(cli, "_prepare", lambda settings: None)
     found = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from flows.cli_parser import build_parser
+from flows.cli.parser import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOCKERFILE = (ROOT / "deployments/Dockerfile").read_text()

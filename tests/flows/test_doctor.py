@@ -8,7 +8,8 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from flows import cli, doctor
+from flows.cli.main import doctor
+from flows.cli.main import main as cli
 
 
 @pytest.fixture(autouse=True)

@@ -149,7 +149,7 @@ def metric_value(result, stage, name):
 
 
 def test_every_second_of_an_iteration_is_accounted_for(first):
-    from flows.time_profile import time_parts
+    from flows.cli.time_profile import time_parts
     from tasks.tracking.journal import read_metrics
 
     records = read_metrics(Path(first[1].results["policy"].folder))
@@ -277,7 +277,7 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, 
     config, overrides = policy_only(tmp_path, "test")
     overrides += [f"stages.policy.{setting}" for setting in settings]
     whole = run(tmp_path / "whole", *overrides, config=config)
-    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--quiet", "--set", f"output={tmp_path / 'cut'}"]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--quiet", "--set", f"output={tmp_path / 'cut'}"]
     for override in overrides:
         command += ["--set", override]
     environment = {**os.environ, "POSTTRAIN_FAULT": point, "PREFECT_API_URL": prefect_api}
@@ -300,7 +300,7 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, 
 def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):
     config, overrides = policy_only(tmp_path, "test")
     overrides.append("stages.policy.iterations=2000")
-    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--set", f"output={tmp_path}"]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--set", f"output={tmp_path}"]
     for override in overrides:
         command += ["--set", override]
     environment = {**os.environ, "PREFECT_API_URL": prefect_api, "PYTHONUNBUFFERED": "1"}
@@ -321,7 +321,7 @@ def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):
 
 
 def test_a_wrong_setting_leaves_no_folder_and_no_traceback(tmp_path):
-    command = [sys.executable, "-m", "flows.cli", "run", str(CONFIG), "--set", f"output={tmp_path / 'o'}"]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(CONFIG), "--set", f"output={tmp_path / 'o'}"]
     command += ["--set", "stages.policy.learning_rte=1e-3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
@@ -333,7 +333,7 @@ def test_a_wrong_setting_leaves_no_folder_and_no_traceback(tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_reaches_the_run_and_not_its_embedded_server(tmp_path):
     config, overrides = policy_only(tmp_path, "test")
-    command = [sys.executable, "-m", "flows.cli", "run", str(config), "--set", f"output={tmp_path}"]
+    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--set", f"output={tmp_path}"]
     for override in [*overrides, "stages.policy.iterations=4000"]:
         command += ["--set", override]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT_")} | {"PYTHONUNBUFFERED": "1"}

@@ -130,7 +130,7 @@ def test_the_event_says_what_was_found(monkeypatch):
 def test_the_command_refuses_what_it_cannot_do(tmp_path):
     def command(*arguments):
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", "retrain", *arguments], cwd=ROOT, capture_output=True, text=True
+            [sys.executable, "-m", "flows.cli.main", "retrain", *arguments], cwd=ROOT, capture_output=True, text=True
         )
         assert "Traceback" not in done.stderr
         return done.returncode, done.stderr

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flows.time_profile import profile_table, shortened, time_parts
+from flows.cli.time_profile import profile_table, shortened, time_parts
 from rl_core.errors import SettingsError
 from tasks.config import load, resolve
 
@@ -90,7 +90,7 @@ def test_a_shortened_stage_never_stops_early():
 
 
 def test_unknown_stages(tmp_path):
-    from flows.time_profile import profile_stage
+    from flows.cli.time_profile import profile_stage
 
     settings = load("configs/dpo.yaml")
     with pytest.raises(SettingsError, match="no stage 'policy' to profile, only sft, preference"):

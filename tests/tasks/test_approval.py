@@ -158,7 +158,7 @@ def test_the_same_comparison_with_another_version_of_the_champions_model(trackin
 
 
 def test_the_run_is_found_by_name_pipeline_or_id(tracking, model):
-    from flows.approval import find
+    from flows.cli.approve import find
 
     request = asking(tracking, model, run=f"{model} · 2026", run_id="0123456789")
     known = requests(tracking)
@@ -172,7 +172,7 @@ def test_the_run_is_found_by_name_pipeline_or_id(tracking, model):
 
 
 def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
-    from flows.approval import decide, find
+    from flows.cli.approve import decide, find
 
     with tracking.start_run("plain · 1", tmp_path / "run") as run:
         run.require_run_id()
@@ -191,7 +191,7 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
 
 
 def test_the_command_shows_then_decides(tracking, model):
-    from flows.approval import decide
+    from flows.cli.approve import decide
 
     asking(tracking, model, run=f"{model} · 2026", run_id="b" * 32)
     uri = tracking.store.uri

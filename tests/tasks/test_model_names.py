@@ -1,7 +1,7 @@
 import pytest
 
+from flows.cli.model_names import given_models
 from rl_core.errors import DataError
-from tasks.model_names import given_models
 
 
 def model(path):

@@ -132,7 +132,7 @@ def config(**stages):
 
 
 def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
-    from flows.resume import find
+    from flows.cli.resume import find
 
     text = {"op": "text", "name": "config.json", "text": json.dumps(config())}
     journal(tmp_path, text, end("KILLED"))
@@ -158,7 +158,7 @@ def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
 
 
 def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog):
-    from flows.resume import find, settings_of
+    from flows.cli.resume import find, settings_of
     from tasks import config as loading
 
     monkeypatch.setattr(loading, "resolve_files", lambda settings, folder: (settings, []))
@@ -177,7 +177,7 @@ def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog
 
 
 def test_repair_says_what_it_did_and_how_to_go_on(tmp_path, monkeypatch, capsys):
-    from flows import cli
+    from flows.cli.main import main as cli
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path / "none")]) == 0

@@ -243,7 +243,7 @@ def test_the_bytes_are_those_that_come_free(pipeline, tmp_path):
 
 
 def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
-    from flows.garbage import collect
+    from flows.cli.gc import collect
 
     runs = three_runs(pipeline)
     pipeline.version(pipeline.children(runs[2])["policy"], champion=True)
@@ -268,7 +268,7 @@ def test_dry_run_changes_nothing_and_yes_removes_what_was_said(pipeline):
 
 
 def test_a_pipeline_that_runs_is_left_alone(pipeline):
-    from flows.garbage import collect
+    from flows.cli.gc import collect
 
     pipeline.run(("policy", "a", {}))
     pipeline.run(("policy", "b", {}))
@@ -279,7 +279,7 @@ def test_a_pipeline_that_runs_is_left_alone(pipeline):
 
 
 def test_wrong_places_are_said(pipeline, tmp_path):
-    from flows.garbage import collect
+    from flows.cli.gc import collect
 
     with pytest.raises(DataError, match="no runs in"):
         collect(tmp_path / "none", None, keep=1)

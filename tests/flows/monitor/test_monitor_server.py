@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from monitor_runs import make_run
 
-from flows.cli import main
+from flows.cli.main import main
 from flows.monitor import server
 from flows.monitor.reader import Reader
 from rl_core.errors import SettingsError
@@ -68,7 +68,7 @@ def test_the_page_asks_nobody_else_and_ctrl_c_ends_it(tmp_path):
     pytest.importorskip("gradio")
     make_run(tmp_path)
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "monitor", "--output", str(tmp_path), "--port", "18760"],
+        [sys.executable, "-m", "flows.cli.main", "monitor", "--output", str(tmp_path), "--port", "18760"],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "GRADIO_ANALYTICS_ENABLED": "True"},
     )  # fmt: skip

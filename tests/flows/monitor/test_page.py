@@ -53,7 +53,7 @@ def monitor(tmp_path):
     output = tmp_path / "out"
     output.mkdir()
     process = subprocess.Popen(
-        [sys.executable, "-m", "flows.cli", "monitor", "--output", str(output), "--port", "18860"],
+        [sys.executable, "-m", "flows.cli.main", "monitor", "--output", str(output), "--port", "18860"],
         cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     yield output, process.stdout.readline().split()[1]
@@ -68,7 +68,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
         page.wait("!!document.body && document.body.innerText.includes('No runs here yet')")
         command = ["run", str(ROOT / "configs/test.yaml"), "--quiet", "--set", f"output={output}"]
         command += ["--set", "stages.policy.iterations=40", "--set", "tracking.system_metrics_seconds=1"]
-        run = subprocess.Popen([sys.executable, "-m", "flows.cli", *command], cwd=output, env=ENVIRONMENT,
+        run = subprocess.Popen([sys.executable, "-m", "flows.cli.main", *command], cwd=output, env=ENVIRONMENT,
                                stdout=subprocess.DEVNULL)  # fmt: skip
         try:
             page.wait("(document.querySelector('.pt-header .pt-badge') || {}).textContent == 'running'", 240)
@@ -111,7 +111,7 @@ def test_a_run_is_watched_from_its_beginning_to_its_end(monitor):
 
         again = [*command, "--set", "stages.policy.iterations=20"]
         subprocess.run(
-            [sys.executable, "-m", "flows.cli", *again], cwd=output, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
+            [sys.executable, "-m", "flows.cli.main", *again], cwd=output, env=ENVIRONMENT, stdout=subprocess.DEVNULL,
             check=True, timeout=240,
         )  # fmt: skip
         first, second = (

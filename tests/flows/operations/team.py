@@ -76,7 +76,7 @@ class Team:
 
     def call(self, command: str, *options: str, code: int = 0) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "flows.cli", command, "--output", str(self.output), *options],
+            [sys.executable, "-m", "flows.cli.main", command, "--output", str(self.output), *options],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=self.environment, cwd=ROOT, timeout=1500,
         )  # fmt: skip
         assert done.returncode == code, done.stdout

@@ -9,7 +9,7 @@ import sys
 import pytest
 from waiting import wait_for
 
-from flows.cli import main
+from flows.cli.main import main
 from flows.operations import commands, connect, database
 from flows.operations.checks import SettingsError
 from flows.operations.commands import down, status, up

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flows.cli_parser import build_parser
-from flows.own_code import find_own_code
+from flows.cli.parser import build_parser
+from flows.cli.user_code_path import find_own_code
 from flows.runtime.stopping import Terminated, unwind_on_sigterm
 from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
 
@@ -167,7 +167,7 @@ def profile(arguments: argparse.Namespace) -> int:
     """Say where a stage's time goes."""
     settings = _load(arguments)
     _prepare(settings)
-    from flows.time_profile import profile_stage
+    from flows.cli.time_profile import profile_stage
 
     print(profile_stage(settings, arguments.stage, arguments.iterations, quiet=arguments.quiet))
     return 0
@@ -203,7 +203,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 def analyze(arguments: argparse.Namespace) -> int:
     """Analyse trajectory files, or models that play the same episodes first."""
     settings = _optional(arguments)
-    from tasks.model_names import given_models
+    from flows.cli.model_names import given_models
 
     models = given_models(arguments.paths) if settings else {}
     missing = [path for path in arguments.paths if not models and not Path(path).exists()]
@@ -247,7 +247,7 @@ def promote(arguments: argparse.Namespace) -> int:
 def approve(arguments: argparse.Namespace) -> int:
     """Decide on a promotion that waits, or list those that do."""
     settings = _optional(arguments)
-    from flows.approval import decide
+    from flows.cli.approve import decide
 
     output = _connect_mlflow(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
@@ -261,7 +261,7 @@ def resume(arguments: argparse.Namespace) -> int:
     """Go on with a run that was cut short."""
     chosen = _optional(arguments)
     output = Path(chosen.output if chosen else arguments.output)
-    from flows.resume import find, settings_of
+    from flows.cli.resume import find, settings_of
 
     record = find(output, arguments.run)
     settings = settings_of(record, output)
@@ -279,7 +279,7 @@ def resume(arguments: argparse.Namespace) -> int:
 def gc(arguments: argparse.Namespace) -> int:
     """Say what nothing needs any more, or remove it."""
     settings = _optional(arguments)
-    from flows.garbage import collect
+    from flows.cli.gc import collect
 
     output = _connect_mlflow(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
@@ -317,8 +317,8 @@ def status(arguments: argparse.Namespace) -> int:
 def ui(arguments: argparse.Namespace) -> int:
     """Serve the MLflow and the Prefect pages until Ctrl-C."""
     settings = _optional(arguments)
+    from flows.cli.ui import serve
     from flows.operations.connect import running
-    from flows.ui import serve
 
     output = Path(settings.output if settings else arguments.output)
     if (state := running(output)) is not None:
@@ -363,7 +363,7 @@ def runs(arguments: argparse.Namespace) -> int:
 def doctor(arguments: argparse.Namespace) -> int:
     """Say what this machine has and what is missing."""
     settings = _optional(arguments)
-    from flows.doctor import examine, report
+    from flows.cli.doctor import examine, report
 
     output, uri = Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
     with contextlib.suppress(PosttrainError):  # what does not answer is a finding
