@@ -17,12 +17,12 @@ from typing import Any
 
 from flows.operations.checks import explain
 from flows.operations.database import prepare
+from flows.operations.managed_service import Supervised
 from flows.operations.ports import check_port
 from flows.operations.processes import ProcessId, end_all, mark_of, spawn
 from flows.operations.registration import Request
 from flows.operations.services import ROOT, Service, client_environment, mlflow_url, services
 from flows.operations.state import Options, Places, State, write_state
-from flows.operations.supervised import Supervised
 from rl_core.errors import BackendError, FolderBusy
 from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from waiting import wait_for
 
-from flows.operations.keeper import descendants
 from flows.operations.ports import check_port, holder, is_free
 from flows.operations.processes import MARK, ProcessId, end_all, leftovers, mark_of, spawn
+from flows.operations.subreaper import descendants
 from rl_core.errors import SettingsError
 
 # A server with a child in a session of its own, as a worker has: prints both ids.

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from flows.operations.managed_service import Supervised, wait_before
 from flows.operations.processes import ProcessId
 from flows.operations.report import table
 from flows.operations.services import Service
 from flows.operations.state import Options, Places, ServiceState, State, is_running, read_state, write_state
-from flows.operations.supervised import Supervised, wait_before
 from rl_core.errors import FolderBusy
 from rl_core.storage.locks import FolderLock
 
