@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers")  # extras: one environment each
 FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 

@@ -5,12 +5,12 @@ import re
 import subprocess
 import sys
 import types
-from pathlib import Path
+
+from helpers import ROOT
 
 from rl_core.environments import make
 from rl_core.types import Trajectory
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 YAML = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)

@@ -24,7 +24,7 @@ __all__ = ["Finding", "examine", "report"]
 
 GIB = 2**30
 TIMEOUT_SECONDS = 5.0  # for a server to answer
-CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
+CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
 
 
 @dataclass(frozen=True, slots=True)

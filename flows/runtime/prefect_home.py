@@ -35,7 +35,7 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         # The first start of the embedded server makes its database; 20 s, the default, is tight on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
-        # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the log in full.
+        # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
         # The thread that ships metrics warns where no flow is known; Prefect would warn of that on the terminal.
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",

@@ -1,4 +1,4 @@
-"""Products of float32 matrices in compiled code (`matrix.c`), on processors whose tiles (AMX) make them faster.
+"""Products of float32 matrices in compiled code (`amx_gemm.c`), on processors whose tiles (AMX) make them faster.
 
 As exact as float32: each number is split into three of bfloat16, whose products are added up in float32.
 N rows, I inputs, O outputs.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rl_core.cpu import build as library
+from rl_core.cpu import build
 from rl_core.cpu.allocator import Scratch
 
 __all__ = ["Matrix", "load"]
@@ -86,5 +86,5 @@ class Matrix:
 @functools.cache
 def load() -> Matrix | None:
     """The products, or None where nothing is compiled or the processor has no such tiles."""
-    code = library.load()
+    code = build.load()
     return Matrix(code) if code is not None and code.matrix_ready() else None

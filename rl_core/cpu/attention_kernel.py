@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_core.cpu import build as library
+from rl_core.cpu import build
 
 __all__ = ["Attention", "Rows", "load"]
 
@@ -112,5 +112,5 @@ class Attention:
 @functools.cache
 def load() -> Attention | None:
     """The functions, or None where nothing is compiled."""
-    code = library.load()
+    code = build.load()
     return Attention(code) if code is not None else None

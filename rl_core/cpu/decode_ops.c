@@ -12,7 +12,7 @@
 #else
 #define omp_get_thread_num() 0
 #endif
-#include "decode.h"
+#include "decode_ops.h"
 #include "vectors.h"
 
 #define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)

@@ -6,7 +6,7 @@
 
 #include <string.h>
 
-#include "decode.h"
+#include "decode_ops.h"
 #include "tiles.h"
 
 typedef struct {

@@ -1,4 +1,4 @@
-"""Decoding steps in compiled code: what they do between matrix products (`decode.c`), or all of it (`step.c`).
+"""Compiled decoding steps: the operations between matrix products (`decode_ops.c`), or a whole step (`fused_decode.c`).
 
 N new tokens, n of them attending, D head size, Q query and K key/value heads, V vocabulary.
 """
@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 
-from rl_core.cpu import build as library
+from rl_core.cpu import build
 from rl_core.cpu.int8_gemm import Packed
 
 __all__ = ["Native", "PackedWeights", "Step", "WholeStep", "load"]
 
-MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode.c
+MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode_ops.c
 
 
 class _Step(ctypes.Structure):
@@ -99,7 +99,7 @@ class PackedWeights:
 
 
 class WholeStep:
-    """A whole decoding step in one call (`step.c`), for weights packed for tiles."""
+    """A whole decoding step in one call (`fused_decode.c`), for weights packed for tiles."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class WholeStep:
         cache: torch.Tensor,
     ) -> None:
         """cache: keys and values, [layers, 2, slots, K, length, D]."""
-        code = library.load()
+        code = build.load()
         assert code is not None
         self._call = code.decode_step
         self._call.restype = None
@@ -233,5 +233,5 @@ class Native:
 @functools.cache
 def load() -> Native | None:
     """The functions, or None where nothing is compiled."""
-    found = library.load()
+    found = build.load()
     return Native(found) if found is not None else None

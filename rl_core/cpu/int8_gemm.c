@@ -13,7 +13,7 @@
  * float32, in the order of depth, whatever the number of rows and threads.
  */
 
-#include "decode.h"
+#include "decode_ops.h"
 #include "tiles.h"
 
 #ifdef HAS_TILES

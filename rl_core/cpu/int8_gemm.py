@@ -1,4 +1,4 @@
-"""Weights packed for products with few rows (`digits.c`), on processors whose tiles (AMX) multiply 8-bit integers.
+"""Weights packed for products with few rows (`int8_gemm.c`), on processors whose tiles (AMX) multiply 8-bit integers.
 
 As exact as float32, in three quarters of its place. N rows, I inputs, O outputs.
 """
@@ -10,7 +10,7 @@ import functools
 
 import torch
 
-from rl_core.cpu import build as library
+from rl_core.cpu import build
 from rl_core.cpu.allocator import Arena, Scratch
 
 __all__ = ["Digits", "Packed", "load"]
@@ -59,5 +59,5 @@ class Packed:
 @functools.cache
 def load() -> Digits | None:
     """The functions, or None where nothing is compiled or the processor has no such tiles."""
-    code = library.load()
+    code = build.load()
     return Digits(code) if code is not None and code.matrix_ready() else None

@@ -15,8 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rl_core.cpu import amx_gemm as matrix
-from rl_core.cpu import norm_and_gate as layers
+from rl_core.cpu import amx_gemm, norm_and_gate
 
 __all__ = ["add_norm", "add_weight_grad", "gated_silu", "input_grad", "linear", "linears", "norm", "weight_grad"]
 
@@ -98,12 +97,12 @@ def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Ten
         sum_OI.addmm_(grad_NO.t(), x_NI)
 
 
-def _matrix(*operands: torch.Tensor) -> matrix.Matrix | None:
+def _matrix(*operands: torch.Tensor) -> amx_gemm.Matrix | None:
     """The compiled products, where they apply."""
     for operand in operands:
         if operand.device.type != "cpu" or operand.dtype != torch.float32 or not operand.numel():
             return None
-    return matrix.load()
+    return amx_gemm.load()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -139,10 +138,10 @@ class _Linear(torch.autograd.Function):
 # -- norms and gates ---------------------------------------------------------------------------------------------------
 
 
-def _compiled(x: torch.Tensor, width: int) -> layers.Layers | None:
-    if x.device.type != "cpu" or x.dtype != torch.float32 or width % layers.WIDTH:
+def _compiled(x: torch.Tensor, width: int) -> norm_and_gate.Layers | None:
+    if x.device.type != "cpu" or x.dtype != torch.float32 or width % norm_and_gate.WIDTH:
         return None
-    return layers.load()
+    return norm_and_gate.load()
 
 
 def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

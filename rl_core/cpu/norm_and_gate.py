@@ -1,4 +1,4 @@
-"""What layers do between their matrix products in training, in compiled code (`layers.c`).
+"""What layers do between their matrix products in training, in compiled code (`norm_and_gate.c`).
 
 All tensors are contiguous float32 on the CPU. N tokens, H hidden, I width of the MLP.
 """
@@ -10,12 +10,12 @@ import functools
 
 import torch
 
-from rl_core.cpu import build as library
+from rl_core.cpu import build
 
 __all__ = ["WIDTH", "Layers", "load"]
 
 WIDTH = 16  # as in vectors.h: widths have to be multiples of it
-_SUMMED = 64  # as in layers.c
+_SUMMED = 64  # as in norm_and_gate.c
 
 
 class Layers:
@@ -87,5 +87,5 @@ def _place(tensor: torch.Tensor | None) -> int | None:
 @functools.cache
 def load() -> Layers | None:
     """The functions, or None where nothing is compiled."""
-    code = library.load()
+    code = build.load()
     return Layers(code) if code is not None else None

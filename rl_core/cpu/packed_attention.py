@@ -1,6 +1,6 @@
 """Causal self-attention of a batch's real tokens, which lie end to end and are there once where rows begin alike.
 
-On a CPU it is compiled code where there is some (`rl_core.cpu.attention_kernel`), which takes the rows as they are. torch's
+Where compiled code is available on a CPU (`rl_core.cpu.attention_kernel`) it takes the rows as they are; torch's
 kernel sees rectangles instead: rows of similar length together.
 
 B rows, T real tokens, N of them of which no two have the same beginning, h all heads, D head size.
@@ -18,7 +18,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rl_core.cpu import attention_kernel as native
+from rl_core.cpu import attention_kernel
 from rl_core.cpu.shared_prefixes import SharedPrefixes
 
 __all__ = ["Attention", "attention_of", "chosen"]
@@ -43,7 +43,7 @@ def attention_of(
     lengths: list[int], shared: SharedPrefixes | None, head_dim: int, cos_ND: torch.Tensor, sin_ND: torch.Tensor
 ) -> Attention:
     """Attention for rows of these lengths, whose tokens lie end to end."""
-    compiled = native.load() if native.Attention.suits(head_dim) else None
+    compiled = attention_kernel.load() if attention_kernel.Attention.suits(head_dim) else None
     if compiled is not None:
         return _Compiled(compiled, _named_rows(lengths, shared), cos_ND, sin_ND)
     return _Rectangles(_rows_of(lengths, shared), cos_ND, sin_ND)
@@ -60,7 +60,11 @@ def chosen(x_N: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 class _Compiled(Attention):
     def __init__(
-        self, compiled: native.Attention, rows: native.Rows, cos_ND: torch.Tensor, sin_ND: torch.Tensor
+        self,
+        compiled: attention_kernel.Attention,
+        rows: attention_kernel.Rows,
+        cos_ND: torch.Tensor,
+        sin_ND: torch.Tensor,
     ) -> None:
         super().__init__(cos_ND, sin_ND)
         self._compiled, self._rows = compiled, rows
@@ -71,25 +75,27 @@ class _Compiled(Attention):
         return out_NE
 
 
-def _named_rows(lengths: Sequence[int], shared: SharedPrefixes | None) -> native.Rows:
+def _named_rows(lengths: Sequence[int], shared: SharedPrefixes | None) -> attention_kernel.Rows:
     lengths_R = torch.tensor(lengths)
     starts_R = functional.pad(lengths_R.cumsum(0), (1, 0))
     count = int(starts_R[-1])
     if shared is None:
         every = torch.arange(count)
         ends_N = torch.arange(count + 1)
-        return native.Rows(starts_R, every, torch.zeros_like(lengths_R), ends_N, every, max(lengths))
+        return attention_kernel.Rows(starts_R, every, torch.zeros_like(lengths_R), ends_N, every, max(lengths))
     # What a row has in common with one before it is its beginning, so what is new in it comes after that.
     row_of_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_R)
     first_R = torch.bincount(row_of_T[shared.repeated_R], minlength=len(lengths))
     ends_N = functional.pad(torch.bincount(shared.unique_T, minlength=len(shared.first_N)).cumsum(0), (1, 0))
     places_T = shared.unique_T.argsort(stable=True)
-    return native.Rows(starts_R, shared.unique_T, first_R, ends_N, places_T, max(lengths))
+    return attention_kernel.Rows(starts_R, shared.unique_T, first_R, ends_N, places_T, max(lengths))
 
 
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, heads_NhD: torch.Tensor, compiled: native.Attention, fixed: tuple[Any, ...]) -> torch.Tensor:
+    def forward(
+        ctx: Any, heads_NhD: torch.Tensor, compiled: attention_kernel.Attention, fixed: tuple[Any, ...]
+    ) -> torch.Tensor:
         out_NE, turned_NhD, logs_NQ = compiled.forward(heads_NhD.contiguous(), *fixed)
         ctx.save_for_backward(out_NE, turned_NhD, logs_NQ)
         ctx.compiled, ctx.fixed = compiled, fixed

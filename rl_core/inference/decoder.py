@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rl_core.cpu import fused_decode as decoding
+from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
 from rl_core.cpu.fused_decode import Native, Step, WholeStep
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
@@ -100,7 +100,7 @@ class Decoder:
             if self._embedding.dtype == torch.float32 and Native.can_attend(
                 head_dim=self.head_dim, query_heads=self.query_heads, kv_heads=self.kv_heads
             ):
-                self._native = decoding.load()
+                self._native = fused_decode.load()
             self._layers: Sequence[Layer] = [PackedLayer(layer, self._arena, self._native) for layer in layers]
             self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._native)
         else:

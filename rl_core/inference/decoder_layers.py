@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from rl_core.cpu import int8_gemm as digits
+from rl_core.cpu import int8_gemm
 from rl_core.cpu.allocator import Arena
 from rl_core.cpu.fused_decode import Native, PackedWeights
 from rl_core.models.lora import plain_linear
@@ -161,7 +161,7 @@ class PackedOutputHead(OutputHead):
         self._native = native
         self._packed = _Packed(arena, [self.head], self.norm.weight)
 
-    def tiles(self) -> tuple[digits.Packed, torch.Tensor | None] | None:
+    def tiles(self) -> tuple[int8_gemm.Packed, torch.Tensor | None] | None:
         """As `PackedLayer.tiles`."""
         return self._packed.tiles()
 
@@ -179,11 +179,11 @@ class _Packed:
         """Copy the parameters, for tiles into the arena; `scale_I` multiplies the inputs."""
         weights = [weight for weight, _ in linears]
         self._size = sum(len(weight) for weight in weights)
-        products = digits.load() if weights[0].dtype == torch.float32 else None
-        self._tiles: digits.Packed | None = None
+        products = int8_gemm.load() if weights[0].dtype == torch.float32 else None
+        self._tiles: int8_gemm.Packed | None = None
         if products is not None:
             weight_OI = torch.cat(weights)
-            self._tiles = digits.Packed(products, weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena)
+            self._tiles = int8_gemm.Packed(products, weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena)
         else:
             self._weight = weights[0].new_empty(weights[0].shape[1], self._size)
             for part, weight in zip(self._weight.split([len(w) for w in weights], dim=1), weights, strict=True):
@@ -197,7 +197,7 @@ class _Packed:
                 [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in linears]
             )
 
-    def tiles(self) -> tuple[digits.Packed, torch.Tensor | None] | None:
+    def tiles(self) -> tuple[int8_gemm.Packed, torch.Tensor | None] | None:
         """Weight and bias, where the weight is packed for tiles."""
         return (self._tiles, self._bias) if self._tiles is not None else None
 

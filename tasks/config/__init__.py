@@ -2,9 +2,9 @@
 
     settings = load("configs/demo.yaml", overrides=["stages.policy.learning_rate=3e-4"])
 
-`load` reads the file (tasks/config/yaml_loader), applies overrides (tasks/config/overrides), checks unknown keys, types and ranges
-(tasks/config/schema, built from the dataclasses of tasks/config/settings and rl_core/settings), finds the files (tasks/config/files), then
-checks what the settings mean together (tasks/config/cross_checks).
+`load` reads the file (`yaml_loader`), applies overrides (`overrides`), checks unknown keys, types and ranges (`schema`,
+built from the dataclasses of `settings` and rl_core/settings), finds the files (`files`), then checks combinations of
+settings (`cross_checks`).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _SOURCES = (".py", ".c", ".h")
 @functools.cache
 def code_version() -> str:
     """Short SHA-256 of the source of rl_core and tasks: what decides a stage's numbers."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for package in ("rl_core", "tasks"):
         for path in sorted(path for ending in _SOURCES for path in (root / package).rglob(f"*{ending}")):

@@ -53,8 +53,8 @@ def _retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
 def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -> Callable[..., StageResult]:
     """A Prefect task over one stage's function, with the pipeline's retries and timeout.
 
-    The stage's own manifest decides what is run again (tasks/pipeline/stage.py); Prefect's result cache is off. Calling it
-    raises StageTimeout past the stage's limit, and else what the stage raised at its last try.
+    The stage's own manifest decides what is run again (tasks/pipeline/stage.py); Prefect's result cache is off. Calling
+    it raises StageTimeout past the stage's limit, and else what the stage raised at its last try.
     """
     run = session.settings.run
     limit = run.timeout(name)

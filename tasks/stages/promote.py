@@ -1,6 +1,7 @@
 """Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence.
 
-With `approve: manual` what passes the gate waits for a person (tasks/lifecycle/approval.py): `session.approval` is the question.
+With `approve: manual`, a model that passes the gate waits for manual approval (tasks/lifecycle/approval.py);
+`session.approval` holds the request.
 """
 
 from __future__ import annotations

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT
 
 from flows.cli.parser import build_parser
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 DOCKERFILE = (ROOT / "deployments/Dockerfile").read_text()
 CLAIM, JOB = yaml.safe_load_all((ROOT / "deployments/kubernetes-job.yaml").read_text())
 CONTAINER = JOB["spec"]["template"]["spec"]["containers"][0]

@@ -3,14 +3,13 @@
 import importlib
 import json
 import re
-from pathlib import Path
 
 import pytest
 import yaml
+from helpers import ROOT
 
 from tasks.config import load, resolve
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "deployments"
 PREFECT = yaml.safe_load((FOLDER / "prefect.yaml").read_text())
 DEPLOYMENTS = {deployment["name"]: deployment for deployment in PREFECT["deployments"]}

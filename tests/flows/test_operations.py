@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from tasks.tracking import Tracking
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs/test.yaml"
 SMALL = (
     "stages.reward_model=null", "stages.analyze=null", "stages.sft.max_steps=10", "stages.policy.iterations=4",

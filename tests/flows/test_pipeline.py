@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import ROOT
 from transformers import AutoModelForCausalLM
 
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
@@ -19,7 +20,6 @@ from rl_core.storage.folders import digest_file, digest_folder, verify_folder
 from tasks.config import load
 from tasks.pipeline.result import StageResult
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs/test.yaml"
 STAGES = ["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"]
 
@@ -277,7 +277,16 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, 
     config, overrides = policy_only(tmp_path, "test")
     overrides += [f"stages.policy.{setting}" for setting in settings]
     whole = run(tmp_path / "whole", *overrides, config=config)
-    command = [sys.executable, "-m", "flows.cli.main", "run", str(config), "--quiet", "--set", f"output={tmp_path / 'cut'}"]
+    command = [
+        sys.executable,
+        "-m",
+        "flows.cli.main",
+        "run",
+        str(config),
+        "--quiet",
+        "--set",
+        f"output={tmp_path / 'cut'}",
+    ]
     for override in overrides:
         command += ["--set", override]
     environment = {**os.environ, "POSTTRAIN_FAULT": point, "PREFECT_API_URL": prefect_api}
@@ -408,7 +417,9 @@ def test_what_the_user_has_to_mend_is_not_tried_again(prefect_api, error):
 
 
 def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect_api, monkeypatch):
-    monkeypatch.setattr("tasks.pipeline.prefect_task.create_progress_artifact", lambda **_: None)  # it takes of the limit
+    monkeypatch.setattr(
+        "tasks.pipeline.prefect_task.create_progress_artifact", lambda **_: None
+    )  # it takes of the limit
 
     def work():  # in small pieces, between which a limit can be heeded
         for _ in range(2000):

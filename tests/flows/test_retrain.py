@@ -3,9 +3,9 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
 from rl_core.analysis.statistics import Rate, rate_difference
 from rl_core.errors import FolderBusy
@@ -15,7 +15,6 @@ from tasks.lifecycle.champion import Verdict
 from tasks.lifecycle.retraining import read_records
 from tasks.tracking import ModelVersion, Tracking
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIG = ROOT / "configs/test.yaml"
 
 

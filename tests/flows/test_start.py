@@ -4,18 +4,16 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
+from helpers import ROOT
 from rich.console import Console
 
 from flows.runtime import prefect_home
 from flows.runtime.progress import Display
 from flows.runtime.stopping import Terminated
 from rl_core.errors import BackendError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize(

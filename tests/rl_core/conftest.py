@@ -4,9 +4,7 @@ import threading
 
 import pytest
 
-from rl_core.cpu import amx_gemm as matrix
-from rl_core.cpu import attention_kernel as attention
-from rl_core.cpu import norm_and_gate as layers
+from rl_core.cpu import amx_gemm, attention_kernel, norm_and_gate
 from rl_core.storage import faults
 
 
@@ -20,14 +18,14 @@ def no_faults():
 @pytest.fixture(params=["torch", "compiled", "tiles"])
 def way(request, monkeypatch):
     """How a CPU computes: torch's kernels, compiled code, compiled code with products by tiles."""
-    if request.param == "tiles" and matrix.load() is None:
+    if request.param == "tiles" and amx_gemm.load() is None:
         pytest.skip("needs a C compiler and a processor with tiles")
     if request.param != "tiles":
-        monkeypatch.setattr(matrix, "load", lambda: None)
+        monkeypatch.setattr(amx_gemm, "load", lambda: None)
     if request.param == "torch":
-        monkeypatch.setattr(layers, "load", lambda: None)
-        monkeypatch.setattr(attention, "load", lambda: None)
-    elif layers.load() is None:
+        monkeypatch.setattr(norm_and_gate, "load", lambda: None)
+        monkeypatch.setattr(attention_kernel, "load", lambda: None)
+    elif norm_and_gate.load() is None:
         pytest.skip("needs a C compiler")
     return request.param
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny import PAD, VOCABULARY, nano
+from helpers.tiny import PAD, VOCABULARY, nano
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer

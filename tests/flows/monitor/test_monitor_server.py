@@ -9,17 +9,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
-from monitor_runs import make_run
+from helpers import ROOT
+from helpers.monitor_runs import make_run
 
 from flows.cli.main import main
 from flows.monitor import server
 from flows.monitor.reader import Reader
 from rl_core.errors import SettingsError
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def fetch(url):

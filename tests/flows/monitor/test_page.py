@@ -7,12 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import chromium
 import pytest
-
-ROOT = Path(__file__).resolve().parents[3]
+from helpers import ROOT, chromium
 
 pytestmark = [
     pytest.mark.slow,

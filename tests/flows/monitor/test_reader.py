@@ -9,15 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from monitor_runs import MOVES, START, journal, make_run, write_lines
+from helpers import ROOT
+from helpers.monitor_runs import MOVES, START, journal, make_run, write_lines
 
 from flows.monitor.reader import Reader
 from flows.monitor.runs import process_lives
 from rl_core.errors import SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks.tracking.journal import Journal, LineLog, events_path
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture

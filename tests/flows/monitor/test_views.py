@@ -6,7 +6,7 @@ import json
 import os
 
 import pytest
-from monitor_runs import EPISODES, START, make_run, write_lines
+from helpers.monitor_runs import EPISODES, START, make_run, write_lines
 
 from flows.monitor.charts import Drawn, marks, unit_of
 from flows.monitor.episodes import Images, episode_files, read_episodes, reward_parts, tool_table

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from team import ROOT, Team, wait_for
+from helpers.team import ROOT, Team, wait_for
 
 from tasks.lifecycle.retraining import read_records
 from tasks.tracking import ModelVersion, Tracking

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from waiting import wait_for
+from helpers.waiting import wait_for
 
 from flows.cli.main import main
 from flows.operations import commands, connect, database

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from postgres import missing, postgres
+from helpers.postgres import missing, postgres
 
 from flows.operations.database import prepare
 from rl_core.errors import BackendError, SettingsError

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import wait_for
+from helpers.waiting import wait_for
 
 from flows.operations.ports import check_port, holder, is_free
 from flows.operations.processes import MARK, ProcessId, end_all, leftovers, mark_of, spawn

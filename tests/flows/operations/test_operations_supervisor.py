@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from waiting import free_ports, wait_for
+from helpers import ROOT
+from helpers.waiting import free_ports, wait_for
 
 from flows.operations.processes import leftovers, mark_of
 from flows.operations.services import ask
 
-SCRIPT = Path(__file__).with_name("fake_servers.py")
-ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = ROOT / "tests/helpers/fake_servers.py"
 
 
 class World:

@@ -10,8 +10,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
-from postgres import missing, postgres
-from team import PREFECT_YAML, Team, wait_for
+from helpers.postgres import missing, postgres
+from helpers.team import PREFECT_YAML, Team, wait_for
 
 from flows.operations.services import ask
 

@@ -6,7 +6,7 @@ import sys
 import tracemalloc
 
 import pytest
-from handmade_trajectories import played, trajectory, zoom
+from helpers.handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
 from rl_core.analysis import analyze, training_figure, write_trajectories

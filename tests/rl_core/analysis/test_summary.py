@@ -3,7 +3,7 @@ import statistics
 
 import numpy as np
 import pytest
-from handmade_trajectories import played, trajectory, zoom
+from helpers.handmade_trajectories import played, trajectory, zoom
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.episode_index import EpisodeIndex

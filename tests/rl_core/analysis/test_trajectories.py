@@ -2,7 +2,7 @@ import gzip
 import json
 
 import pytest
-from handmade_trajectories import played, trajectory, zoom
+from helpers.handmade_trajectories import played, trajectory, zoom
 
 from rl_core.analysis import read_trajectories, write_trajectories
 from rl_core.analysis.trajectories import action_key, read_trajectory_at, read_with_offsets, turning_point

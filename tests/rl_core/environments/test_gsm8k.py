@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import ROOT
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
@@ -15,7 +16,7 @@ from rl_core.environments.environment import HELDOUT_START
 from rl_core.environments.gsm8k import GSM8K, level_of
 from rl_core.errors import DataError, EnvironmentFault, RecordsError, SettingsError
 
-REAL = Path(__file__).parents[3] / "../shared/data/gsm8k_train.jsonl"
+REAL = ROOT / "../shared/data/gsm8k_train.jsonl"
 
 
 def question(number: int, steps: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from adapters import stand_in
+from helpers.adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.gymnasium_text import plain

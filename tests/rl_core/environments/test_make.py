@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from adapters import hide
+from helpers.adapters import hide
 
 from rl_core.environments import SHIPPED, Environment, Toolset, make
 from rl_core.environments.arithmetic import Arithmetic

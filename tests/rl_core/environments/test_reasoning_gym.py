@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from adapters import stand_in
+from helpers.adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.environment import HELDOUT_START

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from adapters import stand_in
+from helpers.adapters import stand_in
 
 from rl_core.environments import make
 from rl_core.environments.environment import HELDOUT_START

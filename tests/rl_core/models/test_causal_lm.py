@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_tokenizer import make_tokenizer
+from helpers.model_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from rl_core.errors import CheckpointError, SettingsError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from model_tokenizer import make_tokenizer
+from helpers.model_tokenizer import make_tokenizer
 from transformers import AutoModelForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
 from rl_core.errors import CheckpointError, DataError

@@ -4,7 +4,7 @@ import json
 import math
 
 import pytest
-from reward_rollouts import call, group, rollout, say, walk
+from helpers.reward_rollouts import call, group, rollout, say, walk
 
 from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.orchestrator import COMPONENTS, RewardOrchestrator

@@ -1,9 +1,9 @@
 """Components that a trajectory itself determines: task, tool_use, format, length. Numbers worked by hand."""
 
 import pytest
+from helpers.reward_rollouts import call, rollout, say
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_rollouts import call, rollout, say
 
 from rl_core.rewards.format import FormatReward
 from rl_core.rewards.length import LengthReward

@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
+from helpers.reward_rollouts import call, rollout, say, walk
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_rollouts import call, rollout, say, walk
 
 from rl_core.analysis.coherence_measures import band_score, contradictions, repetitions
 from rl_core.rewards.coherence import CoherenceReward

@@ -6,7 +6,7 @@ import threading
 import types
 
 import pytest
-from reward_rollouts import group, rollout, say
+from helpers.reward_rollouts import group, rollout, say
 
 from rl_core.errors import RewardError
 from rl_core.rewards.orchestrator import RewardOrchestrator

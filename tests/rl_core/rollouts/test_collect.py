@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from scripted import make_model
+from helpers.scripted_sequences import make_model
 
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import resolve

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from scripted import VOCAB, ScriptedSession, make_model
+from helpers.scripted_sequences import VOCAB, ScriptedSession, make_model
 from test_collect import EOS, Looking, LookThenAnswer, Renderer, Typist
 from test_engine import make_sessions, sampling
 

@@ -4,9 +4,9 @@ import copy
 import math
 
 import pytest
-import tiny
 import torch
-from tiny import PAD, VOCABULARY
+from helpers import tiny
+from helpers.tiny import PAD, VOCABULARY
 from torch.nn import functional
 
 from rl_core.data.pairs import Pair, PairSide

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
+from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 from transformers import LlamaForSequenceClassification
 
 from rl_core.errors import DataError

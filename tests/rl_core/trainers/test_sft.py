@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
+from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 
 from rl_core.errors import CheckpointError, DataError, NonFiniteError
 from rl_core.settings import SFTSettings

@@ -1,0 +1,1 @@
+"""Inference: the rollout engine, its decoder, and the transformers fallback."""

@@ -1,0 +1,1 @@
+"""Thoughts before answers (REINFORCE on their gain): episodes, controls, trainer, verdict."""

@@ -1,0 +1,1 @@
+"""Policy gradients (PPO, GRPO and its variants, REINFORCE): trainer, rollout buffer, advantages, losses, update."""

@@ -1,0 +1,1 @@
+"""Training: the loop, the optimizer step, optimizers, micro-batches, resume, signals."""

@@ -1,0 +1,1 @@
+"""Life of a model version: data lineage, approval, champion, retraining, dead runs."""

@@ -1,0 +1,1 @@
+"""A stage in several processes: launch, torchrun, events of rank 0."""

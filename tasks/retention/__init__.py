@@ -1,0 +1,1 @@
+"""Garbage collection: reachability graph and deletion plan."""

@@ -1,0 +1,1 @@
+"""Stages of a pipeline, one file each."""

@@ -1,0 +1,419 @@
+"""The command line: exit codes, messages, help, and what is imported when."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from helpers import ROOT
+
+from flows.cli.main import main as cli
+from flows.cli.parser import STAGE_NAMES, build_parser
+from rl_core.errors import BackendError, DataError, SettingsError, Stopped
+from tasks.config import STAGES, from_dict
+
+GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return str(path)
+
+
+@pytest.fixture
+def flow(monkeypatch):
+    """Stands in for flows.post_training, and remembers its calls."""
+    calls = []
+
+    def run_pipeline(settings, *, fresh, quiet):
+        calls.append((settings, fresh, quiet))
+        return SimpleNamespace(ok=True, table=lambda: "the table")
+
+    module = SimpleNamespace(run_pipeline=run_pipeline, calls=calls)
+    monkeypatch.setitem(sys.modules, "flows.post_training", module)
+    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    return module
+
+
+def python(code: str, *arguments: str, **more) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=environment, timeout=120, **more
+    )
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\n"
+        "from flows.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0\n"
+        "heavy = {'torch', 'transformers', 'prefect', 'mlflow', 'pydantic', 'yaml', 'numpy', 'rich', 'tasks.config'}\n"
+        "print('HEAVY', sorted(heavy & set(sys.modules)))"
+    )
+    for arguments in (["--help"], ["run", "--help"], ["--version"]):
+        done = python(code, *arguments)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == "HEAVY []"
+
+
+def test_stage_names_are_the_pipeline_s():
+    assert STAGE_NAMES == STAGES
+
+
+def test_every_command_has_help_with_examples(capsys):
+    names = list(cli.COMMANDS)
+    assert names[:5] == ["run", "retrain", "validate", "stage", "profile"]
+    assert names[5:10] == ["evaluate", "analyze", "promote", "approve", "resume"]
+    assert names[10:] == ["up", "down", "status", "ui", "monitor", "runs", "gc", "doctor"]
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    overview = capsys.readouterr().out
+    for name in names:
+        assert f"\n    {name} " in overview
+        with pytest.raises(SystemExit) as end:
+            cli.main([name, "--help"])
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and f"examples:\n  posttrain {name}" in text
+
+
+def test_examples_in_help_parse():
+    import shlex
+
+    parser = build_parser()
+    (commands,) = [action for action in parser._actions if hasattr(action, "choices") and action.choices]
+    for name, command in commands.choices.items():
+        for line in command.epilog.splitlines()[1:]:
+            line = line.split("    (")[0]
+            arguments = parser.parse_args(shlex.split(line)[1:])
+            assert arguments.command == name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["fly"],
+        ["run"],
+        ["stage", "sfft", "x.yaml"],
+        ["evaluate", "model"],
+        ["promote", "--version", "0", "-c", "x.yaml"],
+        ["ui", "--mlflow-port", "70000"],
+        ["runs", "--limit", "x"],
+    ],
+)
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(arguments)
+    assert end.value.code == 2
+    assert "usage: posttrain" in capsys.readouterr().err
+
+
+# Settings
+
+
+def test_validate(config, capsys):
+    assert cli.main(["validate", config]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
+
+
+def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):
+    assert cli.main(["validate", config, "--show", "-s", "seed=5"]) == 0
+    shown = tmp_path / "shown.yaml"
+    shown.write_text(capsys.readouterr().out)
+    from tasks.config import load
+
+    assert load(shown) == load(config, ["seed=5"])
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "validate", "stage sft", "evaluate m -c", "promote -c", "runs -c", "doctor -c"]
+)
+def test_every_entry_checks_the_config_first(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("name: demo\nstages:\n  policy: {group_siz: 3}\n")
+    before = set(tmp_path.iterdir())
+    assert cli.main([*command.split(), "bad.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err == ("posttrain: bad.yaml:3: stages.policy.group_siz: unknown key; did you mean 'group_size'?\n")
+    assert captured.out == ""
+    assert set(tmp_path.iterdir()) == before  # nothing was written
+
+
+def test_bad_config_in_a_process_of_its_own(tmp_path):
+    (tmp_path / "bad.yaml").write_text("name: a/b\nstages: {policy: {group_size: 1}}\n")
+    code = "import sys; from flows.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = python(code, "run", "bad.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("posttrain: 2 problems:\nbad.yaml:1: name: 'a/b' must be")
+    assert "Traceback" not in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.yaml"]
+
+
+def test_missing_config(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "no.yaml"]) == 2
+    assert "no.yaml: no such file" in capsys.readouterr().err
+
+
+def test_overrides_are_checked_too(config, capsys):
+    assert cli.main(["run", config, "--set", "stages.policy.learning_rate=3"]) == 2
+    assert "--set stages.policy.learning_rate=3: stages.policy.learning_rate: found 3" in capsys.readouterr().err
+
+
+def test_set_without_config(capsys):
+    assert cli.main(["runs", "--set", "seed=1"]) == 2
+    assert "give one with --config" in capsys.readouterr().err
+
+
+def test_stage_that_the_config_has_not(config, capsys):
+    assert cli.main(["stage", "reward_model", config]) == 2
+    assert (
+        "has no stage 'reward_model', only sft, policy; add it with --set stages.reward_model={}"
+        in capsys.readouterr().err
+    )
+
+
+def test_analyze_missing_path(capsys):
+    assert cli.main(["analyze", "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl: no such file" in capsys.readouterr().err
+
+
+def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, capsys):
+    calls = []
+    finished = tmp_path / "finished"
+    finished.mkdir()
+    (finished / "report.html").write_text("<p>")
+
+    def analyze_models(settings, models, *, quiet):
+        calls.append((settings.name, models, quiet))
+        results = {"analyze": SimpleNamespace(path=finished)}
+        return SimpleNamespace(ok=True, table=lambda: "the table", results=results)
+
+    monkeypatch.setitem(sys.modules, "flows.single_stage", SimpleNamespace(analyze_models=analyze_models))
+    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    assert cli.main(["analyze", "old", "new"]) == 2
+    assert "old: is a model; --config CONFIG says which episodes it is to play" in capsys.readouterr().err
+    assert cli.main(["analyze", "old", "new", "--config", config, "--out", "report", "-q"]) == 0
+    assert calls == [("demo", {"old": str(tmp_path / "old"), "new": str(tmp_path / "new")}, True)]
+    assert (tmp_path / "report" / "report.html").read_text() == "<p>"
+    assert capsys.readouterr().out == "the table\nreport: report/report.html\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b"\x1f\x8b\x08", "a.jsonl: the file is gzip-compressed; unpack it first"),
+        ("a.jsonl", b'{"level": "easy"}\n', "a.jsonl:1: field 'environment' is missing"),
+        ("a.jsonl", b"{\n", "a.jsonl:1: this is not JSON"),
+        ("folder/other.txt", b"", "folder: no trajectories*.jsonl there; name the files"),
+    ],
+)
+def test_unreadable_trajectories_exit_with_2_and_leave_nothing(name, content, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    assert cli.main(["analyze", name.split("/")[0], "--out", "report"]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "report").exists()
+
+
+# Running
+
+
+def test_run_hands_over(config, flow, capsys):
+    assert cli.main(["run", config, "--set", "seed=4", "--set", "stages.sft=null", "--fresh", "-q"]) == 0
+    ((settings, fresh, quiet),) = flow.calls
+    assert settings.seed == 4 and settings.stages.active == ("policy",) and fresh and quiet
+    assert capsys.readouterr().out == "the table\n"
+
+
+def test_retrain_hands_over_and_says_what_came_of_it(config, flow, monkeypatch, capsys):
+    calls = []
+
+    def run_retraining(settings, **more):
+        calls.append((settings.seed, more))
+        return SimpleNamespace(status="skipped", message="skipped: nothing is new", pipeline=None)
+
+    monkeypatch.setitem(sys.modules, "flows.retrain", SimpleNamespace(run_retraining=run_retraining))
+    assert cli.main(["retrain", config, "--set", "seed=4", "--start", "base", "--force", "--reason", "why", "-q"]) == 0
+    assert calls == [(4, {"start": "base", "force": True, "reason": "why", "quiet": True})]
+    assert capsys.readouterr().out == "skipped: nothing is new\n"
+    assert cli.main(["retrain", config]) == 0
+    assert calls[1][1] == {"start": None, "force": False, "reason": "", "quiet": False}
+
+
+def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
+    monkeypatch.setattr(flow, "run_pipeline", lambda *_, **__: SimpleNamespace(ok=False, table=lambda: ""))
+    assert cli.main(["run", config]) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (SettingsError("wrong"), 2, "posttrain: wrong\n"),
+        (DataError("row 3 is bad"), 2, "posttrain: row 3 is bad\n"),
+        (BackendError("store is down"), 1, "posttrain: BackendError: store is down\n"),
+        (Stopped("stopped after iteration 3", 15), 143, "posttrain: stopped after iteration 3\n"),
+        (Stopped("stopped after iteration 3", 2), 130, "posttrain: stopped after iteration 3\n"),
+        (KeyboardInterrupt(), 130, "posttrain: stopped by Ctrl-C"),
+        (
+            PermissionError(13, "no", "/else/logs"),
+            1,
+            "posttrain: /else/logs: Permission denied; give a folder",
+        ),
+        (OSError(28, "no", b"/full"), 1, "posttrain: /full: No space left on device; make room, as with"),
+    ],
+)
+def test_exit_codes(error, code, message, config, flow, monkeypatch, capsys):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(flow, "run_pipeline", fail)
+    assert cli.main(["run", config]) == code
+    err = capsys.readouterr().err
+    assert err.startswith(message) and "Traceback" not in err
+    assert cli.main(["run", config, "--debug"]) == code
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_nobody_expected_is_shown_in_full(config, flow, monkeypatch):
+    monkeypatch.setattr(flow, "run_pipeline", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["run", config])
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "of no file"), FileNotFoundError(2, "a file of ours", "/gone")])
+def test_only_what_a_disk_refuses_is_for_people_to_mend(config, flow, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(flow, "run_pipeline", fail)
+    with pytest.raises(type(error)):
+        cli.main(["run", config])
+
+
+def test_sigterm_unwinds_and_exits_with_143(tmp_path):
+    """Also where something catches every Exception, as imports of large packages and their start-ups do."""
+    code = (
+        "import os, signal, sys, types\n"
+        "from flows import cli\n"
+        "def run_pipeline(settings, **_):\n"
+        "    try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
+        "    except Exception: print('goes on')\n"
+        "    finally: print('closed')\n"
+        "sys.modules['flows.post_training'] = types.SimpleNamespace(run_pipeline=run_pipeline)\n"
+        "sys.exit(cli.main(sys.argv[1:]))"
+    )
+    (tmp_path / "good.yaml").write_text(GOOD)
+    done = python(code, "run", "good.yaml", cwd=tmp_path)
+    assert done.returncode == 143 and done.stdout == "closed\n"
+    assert done.stderr.startswith("posttrain: stopped by SIGTERM") and "Traceback" not in done.stderr
+
+
+def test_a_sigterm_that_something_swallowed_stops_the_run_at_its_next_stage(monkeypatch):
+    from flows import post_training
+    from flows.runtime import stopping
+
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    def session(*arguments, stop, **options):
+        seen.append(stop.is_set())
+        raise Stopped("here", 15)
+
+    monkeypatch.setattr(post_training, "Session", session)
+    monkeypatch.setattr(post_training, "flow_run_url", lambda: "")
+    settings = from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}})
+    try:
+        stopping.unwind_on_sigterm()
+        for _ in range(2):
+            with pytest.raises(Stopped):
+                post_training.execute(settings)
+            with contextlib.suppress(stopping.Terminated):
+                os.kill(os.getpid(), signal.SIGTERM)
+                signal.pause()
+        assert seen == [False, True]
+        stopping.unwind_on_sigterm()  # another command in this process
+        assert not stopping.asked.is_set()
+    finally:
+        stopping.asked.clear()
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_reader_that_goes_away(tmp_path):
+    code = (
+        "import sys, types\n"
+        "from flows import cli\n"
+        "cli.COMMANDS['runs'] = lambda arguments: print('x\\n' * 100000) or 0\n"
+        "sys.exit(cli.main(['runs']))"
+    )
+    command = f'{sys.executable} -c "$CODE" | head -n 1'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CODE": code}
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout == "x\n" and done.stderr == ""
+
+
+def test_table_is_aligned():
+    rows = [{"run": "demo 1", "status": "finished"}, {"run": "x", "status": "failed"}]
+    assert cli._table(rows) == "run     status\ndemo 1  finished\nx       failed"
+
+
+# Operations
+
+
+def test_approve_asks_with_what_was_given(config, tmp_path, monkeypatch, capsys):
+    calls = []
+
+    def decide(output, uri, run, **named):
+        calls.append((str(output), uri, run, named))
+        return "decided"
+
+    monkeypatch.setitem(sys.modules, "flows.cli.approve", SimpleNamespace(decide=decide))
+    assert cli.main(["approve", "demo", "--no", "--note", "worse", "--output", "o"]) == 0
+    assert cli.main(["approve"]) == 0
+    given = {"approve": False, "by": "", "note": "worse", "where": " --output o"}
+    nothing = {"approve": None, "by": "", "note": "", "where": ""}
+    assert calls == [("o", None, "demo", given), ("outputs", None, None, nothing)]
+    assert capsys.readouterr().out == "decided\ndecided\n"
+    with pytest.raises(SystemExit):
+        cli.main(["approve", "demo", "--yes", "--no"])
+
+
+def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, capsys):
+    from tasks.config import from_dict
+
+    settings = from_dict({"name": "demo", "model": {"path": "a/b"}, "stages": {"policy": {}}}, check_files=False)
+    record = SimpleNamespace(name="demo · 1", status="killed", only="policy", given={"a": "b"}, started="1")
+    monkeypatch.setitem(
+        sys.modules, "flows.cli.resume", SimpleNamespace(find=lambda *_: record, settings_of=lambda *_: settings)
+    )
+    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    found = {}
+
+    def run_pipeline(settings, **named):
+        found.update(named)
+        return SimpleNamespace(ok=True, table=lambda: "the table")
+
+    monkeypatch.setattr(flow, "run_pipeline", run_pipeline)
+    assert cli.main(["resume", "demo", "-q", "--output", str(tmp_path)]) == 0
+    assert found == {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
+    assert capsys.readouterr().out == "going on with 'demo · 1', which is killed\nthe table\n"
+
+
+@pytest.mark.parametrize("command", ["resume", "gc", "gc --yes"])
+def test_operations_without_runs_say_where_they_looked(command, tmp_path, capsys):
+    assert cli.main([*command.split(), "--output", str(tmp_path)]) == 2
+    assert f"no runs in {tmp_path}" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,5 @@
+"""Helpers shared by tests."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]  # the checkout

@@ -1,0 +1,126 @@
+"""What sharded_scenarios.py does with trainers that sample from the policy that they train."""
+
+import functools
+
+from helpers import thinkers
+from helpers.letters import Letters, make_trainer
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.evaluation import evaluate
+from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.models import causal_lm
+from rl_core.models.lora import add_adapter
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.settings import (
+    CriticSettings,
+    CurriculumStage,
+    LoraSettings,
+    ModelSettings,
+    ReplaySettings,
+    RollbackSettings,
+    SamplingSettings,
+)
+
+# 5 groups for two processes: one of them plays three. Micro-batches hold a few rows.
+OPTIONS = {"iterations": 4, "prompts_per_iteration": 5, "group_size": 4, "micro_batch_tokens": 60, "eval_every": 2}
+TWICE = {"epochs": 2, "minibatches": 2}
+
+
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+def model_of(seed=0, lora=None):
+    settings = ModelSettings(preset="nano", context=32, device="cpu")
+    model = causal_lm.create(settings, tokenizer(), seed)
+    if lora is not None:
+        model = add_adapter(model, lora)
+    return model
+
+
+def policy_trainer(workers, **options):
+    model = options.pop("model", None) or model_of()
+    trainer = make_trainer(tokenizer(), model=model, workers=workers, **{**OPTIONS, **options})
+    requests = [EpisodeRequest(level, seed) for seed in range(3) for level in Letters.levels]
+
+    def validate():
+        result = evaluate(
+            Letters(), trainer.backend, trainer.renderer, requests,
+            samples=1, sampling=SamplingSettings(max_completion_tokens=3), seed=3, workers=workers,
+        )  # fmt: skip
+        return {name: value for name, value in result.metrics().items() if "second" not in name}
+
+    trainer.evaluator = validate
+    return trainer
+
+
+def with_other_backend(trainer):
+    """The processes generate different numbers of tokens with the modules themselves."""
+    trainer.backend = TransformersBackend(
+        trainer.policy, eos_ids=range(0, trainer.policy.config.vocab_size, 2), pad_id=0, max_length=32
+    )
+    return trainer
+
+
+def inner_rewards():
+    return RewardOrchestrator({"task": 1.0, "curiosity": 0.3, "coherence": 0.2})
+
+
+ROLLBACK = RollbackSettings(metric="reward/mean", margin=0.01, patience=1, window=1, max_rollbacks=1, cooldown=0)
+STAGES = (
+    CurriculumStage(name="one", levels={"low": 1.0}, max_iterations=2),
+    CurriculumStage(name="two", levels={"high": 1.0}),
+)
+
+
+def scenarios(workers, folder, numbers):
+    """By name, what gives numbers; `numbers` runs a trainer."""
+    ours = folder / ("alone" if workers.size == 1 else "together")
+    of = functools.partial(policy_trainer, workers)
+
+    def run(trainer, **options):
+        return numbers(trainer, workers, iterations=trainer.settings.iterations, **options)
+
+    held = {"kl_coef": 0.1, "entropy_coef": 0.01}
+    yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
+    yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
+    for kind in ("separate", "shared"):
+        critic = CriticSettings(kind=kind)
+        yield (
+            f"ppo {kind}",
+            lambda critic=critic: run(
+                of(algorithm="ppo", critic=critic, reference=model_of(1), kl_coef=0.1, kl_in="reward", **TWICE)
+            ),
+        )
+    yield "limited", lambda: run(of(kl_max=0.15, **TWICE))
+    yield "inner rewards", lambda: run(of(rewards=inner_rewards()))
+    lora = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
+    yield "policy adapters", lambda: run(of(model=model_of(lora=lora), learning_rate=5e-2))
+    renderer = thinkers.renderer_of_texts()
+    yield (
+        "thoughts",
+        lambda: run(
+            thinkers.make_trainer(
+                renderer, thinkers.teach(renderer), workers=workers, episodes_per_iteration=5, eval_every=2
+            )
+        ),
+    )
+    stateful = {
+        "algorithm": "ppo", "critic": CriticSettings(kind="separate"), "replay": ReplaySettings(), "kl_coef": 0.1,
+        "importance": "token", "curriculum": STAGES, "rollback": ROLLBACK, "checkpoint_every": 3, "iterations": 7,
+    }  # fmt: skip
+
+    def long(iterations, place=None):
+        trainer = of(reference=model_of(1), rewards=inner_rewards(), **stateful)
+        return numbers(trainer, workers, folder=place, iterations=iterations)
+
+    yield "cut policy", lambda: long(3, ours / "policy")
+    yield "rest policy", lambda: long(7, ours / "policy")
+    yield "whole policy", lambda: long(7)
+
+
+def by_layer(workers, numbers):
+    """The same where the weights of one block at a time are collected."""
+    of = functools.partial(policy_trainer, workers, reference=model_of(1), kl_coef=0.1, entropy_coef=0.01, **TWICE)
+    yield "by layer grpo", lambda: numbers(of(), workers, iterations=4)
+    yield "by layer other backend", lambda: numbers(with_other_backend(of()), workers, iterations=4)

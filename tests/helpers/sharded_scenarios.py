@@ -1,0 +1,216 @@
+"""What two processes compute together, and one alone: a program that test_sharded_training.py runs once.
+
+    python sharded_scenarios.py FOLDER     writes FOLDER/0.json and 1.json (the two) and alone.json
+
+The processes are forks of one that has imported everything and computed nothing, which is much faster than two starts.
+"""
+
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import torch
+from transformers import LlamaForSequenceClassification
+
+from helpers import sharded_policies
+from helpers.tiny import PAD, VOCABULARY, nano
+from rl_core.data.pairs import Pair, PairSide
+from rl_core.distributed import ALONE, Shards, join
+from rl_core.errors import NonFiniteTensor, Stopped
+from rl_core.models import lora
+from rl_core.settings import LoraSettings, PreferenceSettings, RewardModelSettings, SFTSettings
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.tracking import MemoryTracker
+from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.sft import SFTTrainer
+from rl_core.training import optimizer_step
+from rl_core.training.loop import run_loop
+from rl_core.training.resume import trainable_weights
+
+# 11 rows in batches of 5: the last batch of an epoch has one row, so one process has nothing of its own to do.
+OPTIONS = {"learning_rate": 1e-2, "warmup_steps": 2, "batch_size": 5, "epochs": 2.0, "eval_every": 2}
+
+
+def model_of(kind=None):
+    torch.manual_seed(3)
+    model = nano(tie_word_embeddings=True) if kind is None else nano(0, 0.0, kind, num_labels=1)
+    head = model.score if kind else model.lm_head
+    head.weight.data.mul_(20)  # far enough apart for differences to show
+    return model
+
+
+def ids_of(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCABULARY - 1, (3 + 2 * (i % 4),), generator=generator).tolist() for i in range(count)]
+
+
+def sft_trainer(workers, model=None, **changes):
+    def rows(count, seed):
+        return [(ids + ids, [False] * len(ids) + [True] * len(ids)) for ids in ids_of(count, seed)]
+
+    settings = SFTSettings(**{**OPTIONS, "micro_batch_tokens": 30, **changes})
+    return SFTTrainer(model or model_of(), PAD, rows(11, 0), rows(3, 1), settings, 7, workers)
+
+
+def reward_trainer(workers, **changes):
+    def pairs(count, seed):
+        return [([*ids, 9], ids + ids[:1] + [2]) for ids in ids_of(count, seed)]
+
+    settings = RewardModelSettings(**{**OPTIONS, "micro_batch_tokens": 40, **changes})
+    model = model_of(LlamaForSequenceClassification)
+    return RewardModelTrainer(model, PAD, pairs(11, 0), pairs(5, 1), settings, 7, workers)
+
+
+def preference_trainer(workers, **changes):
+    def side(ids, more):
+        return PairSide(ids, more, [True] * len(more))
+
+    def pairs(count, seed):
+        return [Pair(side(ids, [9, *ids[:2]]), side(ids, [2, 3])) for ids in ids_of(count, seed)]
+
+    settings = PreferenceSettings(**{**OPTIONS, "micro_batch_tokens": 40, "sft_coef": 0.1, **changes})
+    return PreferenceTrainer(model_of(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, workers=workers)
+
+
+def numbers(trainer, workers, *, folder=None, iterations=None, **options):
+    """The loop's metrics by step, and the sum of the absolute weights that it leaves."""
+    tracker = MemoryTracker()
+    store = CheckpointStore(folder) if folder else None
+    options["iterations"] = iterations or trainer.total_steps
+    outcome = run_loop(trainer, trainer.settings, tracker=tracker, checkpoints=store, **options)
+    weights = trainer.updater.whole(trainable_weights(trainer.model))
+    kept = {
+        f"{name} {step}": value
+        for step, row in tracker.metrics
+        for name, value in row.items()
+        if not name.startswith("perf/")
+    }
+    size = sum(float(tensor.double().abs().sum()) for tensor in weights.values()) if workers.is_first else 0.0
+    return {"metrics": kept, "weights": size, "iterations": outcome.iterations, "best": outcome.best_iteration}
+
+
+def refusing(trainer):
+    """The loss refuses one row of the second step, in whichever process has it; no other row holds the token 10."""
+    loss = trainer._loss
+    trainer._train[trainer.order._rows[7]].completion_ids[-1] = 10
+
+    def refuse(batch, count):
+        result = loss(batch, count)
+        if trainer.updater.step == 1 and bool((batch.input_ids_BS == 10).any()) and torch.is_grad_enabled():
+            raise NonFiniteTensor("logprobs: NaN")
+        return result
+
+    trainer._loss = refuse
+    return trainer
+
+
+def adapters():
+    settings = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
+    model = lora.add_adapter(nano(), settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.05)
+    return model
+
+
+def stopped(workers):
+    event = threading.Event()
+    if workers.rank == workers.size - 1:  # the other process hears of it only from this one
+        event.set()
+    try:
+        numbers(sft_trainer(workers), workers, stop_event=event)
+    except Stopped as error:
+        return error.signum
+    return None
+
+
+EXTRAS = {
+    "grokfast_lambda": 2.0, "ema_decay": 0.8, "max_grad_norm": 0.3, "schedule": "cosine", "patience": 1,
+    "learning_rate": 5e-2, "epochs": 6.0,
+}  # fmt: skip
+
+
+def scenarios(workers, folder):
+    """By name, what gives numbers; the order is the same in all processes."""
+    ours = folder / ("alone" if workers.size == 1 else "together")
+    best = {"best_metric": "eval/loss", "larger_is_better": False}
+    yield "sft", lambda: numbers(sft_trainer(workers), workers)
+    yield "reward_model", lambda: numbers(reward_trainer(workers), workers)
+    yield "preference", lambda: numbers(preference_trainer(workers), workers)
+    yield "extras", lambda: numbers(sft_trainer(workers, **EXTRAS), workers, **best)
+    yield "muon", lambda: numbers(sft_trainer(workers, optimizer="muon"), workers)
+    yield "bfloat16", lambda: numbers(sft_trainer(workers, model_of().bfloat16()), workers)
+    yield "adapters", lambda: numbers(sft_trainer(workers, adapters()), workers)
+    yield "refused", lambda: numbers(refusing(sft_trainer(workers)), workers)
+    yield "stopped", lambda: stopped(workers)
+    for name, changes in (("plain", {}), ("muon", {"optimizer": "muon"})):
+        long = functools.partial(long_run, workers, **changes)
+        yield f"cut {name}", functools.partial(long, 3, ours / name)
+        yield f"rest {name}", functools.partial(long, 7, ours / name)
+        yield f"whole {name}", functools.partial(long, 7)
+    yield from sharded_policies.scenarios(workers, folder, numbers)
+    if workers.size == 1:
+        yield "taken over", lambda: long_run(workers, 7, folder / "of two")
+        return
+    yield "cut for one", lambda: long_run(workers, 3, folder / "of two")
+    yield "taken over", lambda: long_run(workers, 7, folder / "of one")
+    optimizer_step.Shards = functools.partial(Shards, by_layer=True)
+    yield "by layer", lambda: numbers(sft_trainer(workers), workers)
+    yield "by layer refused", lambda: numbers(refusing(sft_trainer(workers)), workers)
+    yield from sharded_policies.by_layer(workers, numbers)
+    yield "by layer recomputed", lambda: numbers(sft_trainer(workers, activation_checkpointing=True), workers)
+
+
+def long_run(workers, iterations, folder=None, **changes):
+    """With all that has a state; goes on from what lies in the folder."""
+    trainer = sft_trainer(workers, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes})
+    return numbers(trainer, workers, folder=folder, iterations=iterations)
+
+
+def compute(workers, folder, name):
+    found = {}
+    for title, scenario in scenarios(workers, folder):
+        try:
+            found[title] = scenario()
+        except BaseException:
+            found[title] = traceback.format_exc()
+            break  # the processes are no longer at the same place
+    (folder / f"{name}.json").write_text(json.dumps(found))
+
+
+def fork(folder, rank, port):
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
+    try:
+        compute(join(timeout_s=120, on_cpu=True), folder, str(rank))
+    finally:
+        os._exit(0)
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    begun = os.fork()
+    if not begun:  # what one process begins for two to take over; computed in a fork, as autograd must not run before
+        long_run(ALONE, 3, folder / "of one")
+        os._exit(0)
+    os.waitpid(begun, 0)
+    for pid in [fork(folder, rank, port) for rank in (0, 1)]:
+        os.waitpid(pid, 0)
+    compute(ALONE, folder, "alone")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,123 @@
+"""Compiled attention against its definition in float64: rows of any length, common beginnings, threads."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rl_core.cpu import attention_kernel, packed_attention
+from rl_core.cpu.shared_prefixes import shared_prefixes
+
+pytestmark = pytest.mark.skipif(attention_kernel.load() is None, reason="needs a C compiler")
+
+
+def by_definition(heads, tokens_of_rows, owner, cos, sin, kv_heads, scale):
+    """Token by token; `owner` says from which row a token's result is taken."""
+    size, query_heads = heads.shape[2], heads.shape[1] - 2 * kv_heads
+    turned = heads * cos[:, None] + torch.cat([-heads[..., size // 2 :], heads[..., : size // 2]], -1) * sin[:, None]
+    q, k, v = turned[:, :query_heads], turned[:, query_heads:-kv_heads], heads[:, -kv_heads:]
+    found = {}
+    for row, tokens in enumerate(tokens_of_rows):
+        for place, token in enumerate(tokens):
+            if owner[token] == row:
+                seen = tokens[: place + 1]
+                keys, values = (x[seen].repeat_interleave(query_heads // kv_heads, dim=1) for x in (k, v))
+                weights = torch.softmax(torch.einsum("hd,lhd->hl", q[token], keys) * scale, dim=-1)
+                found[token] = torch.einsum("hl,lhd->hd", weights, values).reshape(-1)
+    return torch.stack([found[token] for token in range(len(heads))])
+
+
+def check(rows, size, query_heads, kv_heads, scale=0.3):
+    """Rows of token ids: compiled, forward and backward, against the definition."""
+    lengths = [len(row) for row in rows]
+    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
+    shared = shared_prefixes(ids, lengths)
+    total = sum(lengths)
+    unique = shared.unique_T if shared is not None else torch.arange(total)
+    first = shared.first_N if shared is not None else torch.arange(total)
+    ends = torch.tensor(lengths).cumsum(0).tolist()
+    tokens_of_rows = [unique[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    owner = [next(row for row, end in enumerate(ends) if place < end) for place in first.tolist()]
+    positions = torch.cat([torch.arange(length) for length in lengths])[first]
+    angles = positions[:, None] / 100 ** (torch.arange(size // 2) / (size // 2))
+    cos, sin = (torch.cat([x, x], dim=1) for x in (angles.cos(), angles.sin()))
+    generator = torch.Generator().manual_seed(0)
+    heads = torch.randn(len(first), query_heads + 2 * kv_heads, size, generator=generator)
+    grad = torch.randn(len(first), query_heads * size, generator=generator)
+    results = []
+    for kind in (torch.float32, torch.float64):
+        x = heads.to(kind, copy=True).requires_grad_()
+        if kind == torch.float32:
+            attend = packed_attention.attention_of(lengths, shared, size, cos, sin)
+            assert isinstance(attend, packed_attention._Compiled)
+            out = attend(x, kv_heads, scale)
+        else:
+            out = by_definition(x, tokens_of_rows, owner, cos.double(), sin.double(), kv_heads, scale)
+        out.backward(grad.to(kind))
+        results.append((out.detach().double(), x.grad.double()))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-5, atol=1e-5 * max(scale, 1.0))
+    return results[0]
+
+
+def rows_of(*lengths):
+    """That have nothing in common."""
+    return [[100 * row + place for place in range(length)] for row, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("size", "query_heads", "kv_heads"), [(16, 4, 2), (64, 4, 2), (32, 3, 3), (48, 5, 1), (128, 2, 1)]
+)
+def test_heads_of_any_size(size, query_heads, kv_heads):
+    check(rows_of(1, 7, 16, 17, 33, 70), size, query_heads, kv_heads)
+
+
+@pytest.mark.parametrize("length", [*range(1, 20), 47, 48, 49, 53, 54, 55, 95, 97, 145])
+def test_rows_of_any_length(length):
+    check(rows_of(length), 16, 2, 1)
+
+
+def test_common_beginnings():
+    long = list(range(60))
+    check([long, [*long[:50], 80, 81, 82], [*long[:50], 80, 90], long, long[:3], [7], [*long[:49], 70]], 16, 4, 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=6))
+def test_rows_that_begin_in_any_way(rows):
+    check(rows, 16, 2, 1)
+
+
+def test_scores_that_leave_nothing_of_the_others():
+    """A large scale: the softmax is 0 or 1 but for one key, and nothing overflows."""
+    out, grad = check(rows_of(40), 16, 2, 1, scale=40.0)
+    assert out.isfinite().all() and grad.isfinite().all()
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    long = list(range(90))
+    rows = [long, [*long[:40], 100, 101], *rows_of(30, 61, 5), long[:70]]
+    found = []
+    for threads in (1, 2, 5):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append(check(rows, 32, 4, 2))
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_nan_is_seen():
+    rows = attention_kernel.Rows(*(torch.tensor(x) for x in ([0, 20], range(20), [0], range(21), range(20))), 20)
+    heads = torch.randn(20, 3, 16, generator=torch.Generator().manual_seed(0))
+    heads[4, 1, 2] = torch.nan
+    out, _, _ = attention_kernel.load().forward(heads, rows, torch.ones(20, 16), torch.zeros(20, 16), 1, 1.0)
+    assert out[:4].isfinite().all() and out[4:].isnan().any(dim=1).all()
+
+
+def test_heads_that_do_not_fit_are_left_to_torch():
+    assert (
+        not attention_kernel.Attention.suits(24)
+        and not attention_kernel.Attention.suits(272)
+        and attention_kernel.Attention.suits(256)
+    )
+    cos = torch.ones(3, 24)
+    assert isinstance(packed_attention.attention_of([3], None, 24, cos, cos), packed_attention._Rectangles)

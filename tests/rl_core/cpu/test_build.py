@@ -1,0 +1,95 @@
+"""Compiled code: made once, from these sources, for this machine; and what happens where nothing can be compiled."""
+
+import logging
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rl_core.cpu import build
+from rl_core.cpu.fused_decode import Native
+
+needs_compiler = pytest.mark.skipif(build.load() is None, reason="needs a C compiler")
+
+
+@needs_compiler
+def test_threads_are_those_of_torch():
+    """A second OpenMP library would have threads of its own, which wait where torch's want to work."""
+    program = (
+        "from rl_core.cpu import build; build.load();"
+        "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'libiomp' in line}"
+        " == {build._openmp()})"
+    )
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["True"]
+
+
+@pytest.fixture
+def fresh(monkeypatch, tmp_path):
+    """As in a process that has compiled nothing yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    build.load.cache_clear()
+    yield tmp_path / "cache/posttrain"
+    build.load.cache_clear()
+
+
+@needs_compiler
+def test_it_is_compiled_once(fresh, monkeypatch, tmp_path):
+    assert build.load() is not None
+    (made_library,) = fresh.iterdir()
+    made = made_library.stat().st_mtime_ns
+    build.load.cache_clear()
+    assert build.load() is not None
+    assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [made]
+    had_threads = build._openmp() is not None
+    changed = tmp_path / "sources"
+    shutil.copytree(build._FOLDER, changed)
+    (changed / "vectors.h").write_text((changed / "vectors.h").read_text() + "\n")
+    monkeypatch.setattr(build, "_FOLDER", changed)
+    build.load.cache_clear()
+    assert build.load() is not None
+    assert len(list(fresh.glob("*.so"))) == 2
+    monkeypatch.setattr(build, "_openmp", lambda: None)  # without threads it is another library
+    build.load.cache_clear()
+    assert build.load() is not None
+    assert len(list(fresh.glob("*.so"))) == (3 if had_threads else 2)
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_path):
+    """Nor is a user without a home. What is compiled then goes as soon as it is loaded."""
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "temporary"))
+    fresh.parent.write_text("a file where the folder should be")
+    compiled = build.load()
+    assert compiled is not None
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def nowhere():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(build.Path, "home", nowhere)
+    build.load.cache_clear()
+    assert build.load() is not compiled is not None
+    assert list((tmp_path / "temporary").iterdir()) == []
+    assert Native(compiled).normed(torch.ones(1, 4), 0.0).tolist() == [[1.0] * 4]
+
+
+def test_without_a_compiler_torch_does_it(fresh, monkeypatch, caplog):
+    monkeypatch.setenv("POSTTRAIN_NATIVE", "0")
+    assert build.load() is None and not caplog.records
+    monkeypatch.delenv("POSTTRAIN_NATIVE")
+    for compiler in ("false", "no-such-compiler-here"):
+        build.load.cache_clear()
+        caplog.clear()
+        monkeypatch.setenv("CC", compiler)
+        with caplog.at_level(logging.WARNING):
+            assert build.load() is None
+        assert f"{compiler} could not compile the code in" in caplog.text
+    build.load.cache_clear()
+    monkeypatch.delenv("CC")
+    monkeypatch.setattr(build.shutil, "which", lambda name: None)
+    with caplog.at_level(logging.INFO):
+        assert build.load() is None
+    assert "no C compiler" in caplog.text

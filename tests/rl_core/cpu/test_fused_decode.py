@@ -1,0 +1,134 @@
+"""The compiled parts of a decoding step against torch."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from rl_core.cpu import fused_decode
+from rl_core.cpu.fused_decode import Native, Step
+from rl_core.inference.sampling import draw
+
+needs_compiler = pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
+
+
+@pytest.fixture
+def numbers():
+    return torch.Generator().manual_seed(0)
+
+
+@needs_compiler
+@pytest.mark.parametrize("width", [1, 15, 16, 33, 256])
+def test_norms_and_gates(numbers, width):
+    compiled = fused_decode.load()
+    x = torch.randn(5, width, generator=numbers)
+    expected = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    torch.testing.assert_close(compiled.normed(x, 1e-5), expected, rtol=1e-6, atol=1e-7)
+    both = 6 * torch.randn(5, 2 * width, generator=numbers)
+    both[0, 0], both[1, 0], both[2, 0] = 200.0, -200.0, 0.0
+    gate, up = both.chunk(2, dim=1)
+    torch.testing.assert_close(compiled.gated(both), functional.silu(gate) * up, rtol=2e-6, atol=1e-7)
+
+
+@dataclasses.dataclass
+class Norm:
+    weight: torch.Tensor
+    eps: float = 1e-6
+
+    def __call__(self, x):
+        return functional.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+def attended(heads, slots, positions, cos, sin, cache, query_heads, q_norm, k_norm, scale):
+    """Token by token, with the definition; the cache is written as well."""
+    size, kv_heads = cache.shape[-1], cache.shape[2]
+    q, k, v = heads.view(len(heads), -1, size).split([query_heads, kv_heads, kv_heads], dim=1)
+    q, k = (q_norm(q), k_norm(k)) if q_norm is not None else (q, k)
+    turn = lambda x: x * cos[positions][:, None] + torch.roll(x, size // 2, -1) * sin[positions][:, None]  # noqa: E731
+    q, k = turn(q), turn(k)
+    for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        cache[0, slot, :, position], cache[1, slot, :, position] = k[token], v[token]
+    rows = []
+    for token, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        keys, values = cache[:, slot, :, : position + 1].repeat_interleave(query_heads // kv_heads, dim=1)
+        weights = torch.softmax(torch.einsum("hd,hld->hl", q[token], keys) * scale, dim=-1)
+        rows.append(torch.einsum("hl,hld->hd", weights, values).reshape(-1))
+    return torch.stack(rows)
+
+
+@needs_compiler
+@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("size", "query_heads", "kv_heads"), [(16, 3, 1), (32, 4, 2), (64, 4, 2), (128, 8, 1), (80, 2, 2)]
+)
+def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
+    """Slots of different lengths; slot 2 has three new tokens, which see each other; the last two do not attend."""
+    length = 70
+    cache = torch.randn(1, 2, 5, kv_heads, length, size, generator=numbers)
+    slots = torch.tensor([0, 1, 2, 3, 2, 2])
+    positions = torch.tensor([0, 69, 33, 15, 31, 32])
+    cos, sin = torch.randn(2, length, size, generator=numbers)
+    heads = torch.randn(6, (query_heads + 2 * kv_heads) * size, generator=numbers)
+    q_norm, k_norm = (Norm(torch.rand(size, generator=numbers)) for _ in range(2)) if has_norms else (None, None)
+    expected_cache = cache[0].clone()
+    expected = attended(heads, slots, positions, cos, sin, expected_cache, query_heads, q_norm, k_norm, 0.3)
+    step = Step(positions, slots, cos, sin, cache, query_heads)
+    step.rows = 4
+    assert Native.can_attend(head_dim=size, query_heads=query_heads, kv_heads=kv_heads)
+    found = fused_decode.load().attend(step, heads, cache[0], q_norm, k_norm, 0.3)
+    torch.testing.assert_close(found, expected[:4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache[0], expected_cache, rtol=1e-6, atol=1e-6)
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
+    # Enough work for the threads to be at it together, as each needs scores of its own.
+    cache = torch.randn(1, 2, 64, 2, 400, 64, generator=numbers)
+    slots, positions = torch.arange(64), torch.arange(336, 400)
+    cos, sin = torch.randn(2, 400, 64, generator=numbers)
+    heads = torch.randn(64, 8 * 64, generator=numbers)
+    found = []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        step = Step(positions, slots, cos, sin, cache, 4)
+        assert step.fields.threads == threads
+        found.append(fused_decode.load().attend(step, heads, cache[0], None, None, 0.125))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_heads_that_do_not_fit_are_left_to_torch():
+    assert not Native.can_attend(head_dim=24, query_heads=2, kv_heads=2)
+    assert not Native.can_attend(head_dim=272, query_heads=2, kv_heads=2)
+    assert not Native.can_attend(head_dim=64, query_heads=18, kv_heads=2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0, 3.0])
+@pytest.mark.parametrize("size", [2, 16, 61, 2048])
+def test_tokens_are_those_that_torch_draws(numbers, size, temperature):
+    logits = 3 * torch.randn(400, size, generator=numbers)
+    drawn = torch.rand(400, generator=numbers, dtype=torch.float64)
+    (tokens, logprobs), expected = (
+        fused_decode.load().draw(logits, drawn, temperature),
+        draw(logits, drawn, temperature),
+    )
+    assert torch.equal(tokens, expected[0])
+    torch.testing.assert_close(logprobs, expected[1], rtol=1e-6, atol=2e-6)
+
+
+@needs_compiler
+def test_edges_of_drawing():
+    compiled, highest = fused_decode.load(), np.nextafter(1.0, 0.0)
+    far = torch.full((1, 40), -200.0)  # so far below that their probability is 0 in float32
+    far[0, 7] = 0.0
+    for value in (0.0, 0.5, highest):
+        assert compiled.draw(far, torch.tensor([value], dtype=torch.float64), 1.0)[0].item() == 7
+    ties = torch.zeros(1, 40)
+    assert compiled.draw(ties, torch.zeros(1, dtype=torch.float64), 0.0)[0].item() == 0
+    assert compiled.draw(ties, torch.tensor([highest], dtype=torch.float64), 1.0)[0].item() == 39
+    half, lost = torch.tensor([0.5], dtype=torch.float64), torch.full((1, 40), torch.nan)
+    for temperature in (0.0, 1.0):  # a model that has diverged is found out elsewhere; here it must not crash
+        token, logprob = compiled.draw(lost, half, temperature)
+        assert 0 <= token.item() < 40 and not np.isfinite(logprob.item())

@@ -1,0 +1,168 @@
+"""Packed weights: as exact as float32, for any shape; nothing but a row's own numbers decides about it."""
+
+import pytest
+import torch
+
+from rl_core.cpu import int8_gemm
+from rl_core.cpu.allocator import Arena
+
+pytestmark = pytest.mark.skipif(int8_gemm.load() is None, reason="needs a C compiler and a processor with tiles")
+
+SHAPES = [
+    (1, 1, 1), (16, 64, 16), (17, 65, 17), (31, 33, 170), (50, 128, 48), (100, 90, 70), (300, 700, 45), (65, 40, 2100),
+    (600, 16, 300), (40, 4097, 33), (35, 9000, 20), (2, 512, 900), (130, 200, 1000),
+]  # fmt: skip
+LARGEST = torch.finfo(torch.float32).max
+
+
+@pytest.fixture
+def numbers():
+    return torch.Generator().manual_seed(0)
+
+
+def packed(weight):
+    return int8_gemm.Packed(int8_gemm.load(), weight, Arena())
+
+
+def product(x, weight):
+    return packed(weight).multiply(x, torch.full((len(x), len(weight)), torch.nan))
+
+
+def exactly(x, weight):
+    return x.double() @ weight.double().t()
+
+
+def error(found, expected):
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+def test_products_are_those_of_float32(numbers, rows, inputs, outputs):
+    x, weight = torch.randn(rows, inputs, generator=numbers), torch.randn(outputs, inputs, generator=numbers)
+    exact = exactly(x, weight)
+    assert error(product(x, weight), exact) < max(2 * error(x @ weight.t(), exact), 2.5e-7)
+    base = torch.randn(rows, outputs, generator=numbers)
+    added = packed(weight).multiply(x, base.clone(), add=True)
+    assert error(added, base + exact) < 2.5e-7
+
+
+@pytest.mark.parametrize("outlier", [10.0, 1e3, 1e5])
+def test_outliers_of_rows_cost_nothing(numbers, outlier):
+    """Activations have them: a number that is that much larger than the others, in every row."""
+    x, weight = torch.randn(40, 512, generator=numbers), torch.randn(64, 512, generator=numbers)
+    x[:, 5] = outlier
+    exact = exactly(x, weight)
+    assert error(product(x, weight), exact) < 2 * error(x @ weight.t(), exact)
+    x, weight = torch.randn(40, 512, generator=numbers).pow(7), weight.clone()
+    exact = exactly(x, weight)
+    assert error(product(x, weight), exact) < 2 * error(x @ weight.t(), exact)
+
+
+def test_what_outliers_of_weights_cost(numbers):
+    """Weights are rounded to 2^-24 of the largest in their line."""
+    x, weight = torch.randn(40, 512, generator=numbers), torch.randn(64, 512, generator=numbers)
+    weight[:, 7] = 30.0
+    exact = exactly(x, weight)
+    assert error(product(x, weight), exact) < 4 * error(x @ weight.t(), exact)
+    weight[3] *= 1e20  # a line of its own
+    weight[4] *= 1e-20
+    exact = exactly(x, weight)
+    for line in (2, 3, 4):
+        assert error(product(x, weight)[:, line], exact[:, line]) < 1e-6
+
+
+@pytest.mark.parametrize("depth", [64, 1500])
+def test_digits_do_not_run_over(depth):
+    """Numbers with the largest digits of either sign, all of whose products add up."""
+    values = [
+        1.0,
+        -1.0,
+        8355711 / 2**23,
+        -8355711 / 2**23,
+        1 - 2.0**-24,
+        -(1 - 2.0**-24),
+        32896 / 2**22,
+        -32896 / 2**22,
+    ]
+    x = torch.tensor(values)[:, None].expand(-1, depth).contiguous()
+    x[:, 0] = 1.0
+    exact, rounding = exactly(x, x), 2.0**-24 * x.abs().sum(1, keepdim=True)
+    assert ((product(x, x) - exact).abs() <= rounding + 2.5e-7 * exact.abs()).all()
+    scaled = product(x * 2.0**70, x * 2.0**-70)
+    assert torch.equal(scaled, product(x, x))
+
+
+def test_numbers_that_are_hardly_any(numbers):
+    x, weight = torch.randn(20, 70, generator=numbers), torch.randn(30, 70, generator=numbers)
+    zeros = torch.zeros(30, 70)
+    assert torch.equal(product(x, zeros), torch.zeros(20, 30)) and torch.equal(product(zeros, x), torch.zeros(30, 20))
+    exact = exactly(x, weight)
+    for tiny, most in ((1e-25, 2.5e-7), (1e-28, 2.5e-7), (1e-32, 1e-3)):
+        assert error(product(x * tiny, weight), exact * tiny) < most
+        assert error(product(x, weight * tiny), exact * tiny) < most
+
+
+def test_a_row_does_not_depend_on_the_others(numbers):
+    x, weight = torch.randn(250, 600, generator=numbers), packed(torch.randn(170, 600, generator=numbers))
+    base = torch.randn(250, 170, generator=numbers)
+    whole = weight.multiply(x, torch.empty(250, 170))
+    added = weight.multiply(x, base.clone(), add=True)
+    for rows in (slice(0, 1), slice(3, 40), slice(10, 60), slice(100, 190)):
+        found = torch.empty(rows.stop - rows.start, 170)
+        assert torch.equal(weight.multiply(x[rows], found), whole[rows])
+        assert torch.equal(weight.multiply(x[rows], base[rows].clone(), add=True), added[rows])
+
+
+def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
+    x, weight = torch.randn(333, 290, generator=numbers), torch.randn(130, 290, generator=numbers)
+    found = []
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        found.append([product(x[:rows], weight) for rows in (5, 40, 333)])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+def test_only_what_is_asked_for_is_written(numbers):
+    """Rows that do not lie together, and what lies beside them."""
+    x, weight = torch.randn(50, 100, generator=numbers), torch.randn(20, 30, generator=numbers)
+    out = torch.full((52, 40), 7.0)
+    packed(weight).multiply(x[:, 40:70], out[1:51, 10:30])
+    assert torch.equal(out[1:51, 10:30], product(x[:, 40:70].contiguous(), weight))
+    out[1:51, 10:30] = 7.0
+    assert torch.equal(out, torch.full((52, 40), 7.0))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, LARGEST])
+def test_what_is_not_finite_stays_where_it_is(numbers, bad):
+    """A model that has diverged must be found out by what its loss is."""
+    x, weight = torch.randn(40, 50, generator=numbers), torch.randn(20, 50, generator=numbers)
+    clean = product(x, weight)
+    x[7, 3], changed = bad, weight.clone()
+    changed[5, 9] = bad
+    found, of_weights = product(x, weight), product(x, changed)
+    assert torch.equal(found[:7], clean[:7]) and torch.equal(found[8:], clean[8:])
+    if bad == LARGEST:
+        exact = exactly(x[7:8], weight)[0]
+        fits = exact.abs() < LARGEST
+        assert 0 < fits.sum() < 20 and error(found[7][fits], exact[fits]) < 1e-6 and found[7][~fits].isinf().all()
+        return
+    assert found[7].isnan().all() and of_weights[:, 5].isnan().all()
+    others = [line for line in range(20) if line != 5]
+    assert torch.equal(of_weights[:7, others], clean[:7, others])
+
+
+def test_threads_of_python_do_not_meet(numbers, in_threads):
+    """Each has its own room for its rows."""
+    x = [torch.randn(200, 256, generator=numbers) for _ in range(4)]
+    weight = packed(torch.randn(128, 256, generator=numbers))
+    expected = [weight.multiply(part, torch.empty(200, 128)) for part in x]
+    wrong = []
+
+    def work(index):
+        for _ in range(30):
+            if not torch.equal(weight.multiply(x[index], torch.empty(200, 128)), expected[index]):
+                wrong.append(index)
+
+    in_threads(work, 4)
+    assert wrong == []

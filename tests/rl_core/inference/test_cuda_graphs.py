@@ -1,0 +1,172 @@
+"""Recorded steps: when they are recorded, what ends a recording, what happens where it does not work; on a GPU, the
+same tokens with recordings as without. What rollouts get from them is in test_engine ("recorded")."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from helpers.scripted_sequences import ScriptedSession, make_model
+
+from rl_core.inference import cuda_graphs, decoder
+from rl_core.inference.cuda_graphs import StepGraphs, padded_length, padded_rows
+from rl_core.inference.engine import make_backend
+from rl_core.settings import SamplingSettings
+
+
+class Recorder:
+    """Doubles what it is given; counts."""
+
+    def __init__(self):
+        self.recorded = self.replayed = self.computed = 0
+
+    def compute(self, x):
+        self.computed += 1
+        return 2 * x
+
+    def __call__(self, compute, inputs):
+        self.recorded += 1
+
+        def replay():
+            self.replayed += 1
+            return compute(inputs)
+
+        return replay
+
+    def counts(self):
+        found = self.recorded, self.replayed, self.computed - self.replayed
+        self.recorded = self.replayed = self.computed = 0
+        return found
+
+
+def run(found, recorder, times, size=1):
+    for value in range(times):
+        assert found.run(size, recorder.compute, torch.tensor([float(value)])) == 2 * value
+
+
+def test_sizes():
+    assert [padded_rows(count) for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65)] == [
+        1,
+        2,
+        4,
+        4,
+        8,
+        8,
+        16,
+        16,
+        24,
+        64,
+        72,
+    ]
+    assert [padded_length(length) for length in (1, 128, 129, 1000)] == [128, 128, 256, 1024]
+
+
+def test_what_comes_again_is_recorded():
+    recorder = Recorder()
+    found = StepGraphs(recorder, worth_it=3)
+    run(found, recorder, 2)
+    assert recorder.counts() == (0, 0, 2)
+    run(found, recorder, 5)
+    assert recorder.counts() == (1, 5, 0)
+    run(found, recorder, 3, size=2)
+    assert recorder.counts() == (1, 1, 2)
+    run(found, recorder, 1)
+    assert recorder.counts() == (0, 1, 0)
+
+
+def test_other_places_in_memory_end_recordings():
+    recorder = Recorder()
+    found = StepGraphs(recorder, worth_it=1)
+    found.bind((1, 2))
+    run(found, recorder, 2)
+    found.bind((1, 2))
+    run(found, recorder, 2)
+    assert recorder.counts() == (1, 4, 0)
+    found.bind((1, 3))
+    run(found, recorder, 2)
+    assert recorder.counts() == (1, 2, 0)
+
+
+def test_there_are_only_so_many(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_MOST", 2)
+    recorder = Recorder()
+    found = StepGraphs(recorder, worth_it=1)
+    for size in range(4):
+        run(found, recorder, 2, size)
+    assert recorder.counts() == (2, 4, 4)
+
+
+def test_what_cannot_be_recorded_is_computed(caplog):
+    recorder = Recorder()
+
+    def refuses(compute, inputs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    found = StepGraphs(refuses, worth_it=2)
+    with caplog.at_level(logging.WARNING):
+        run(found, recorder, 5)
+        run(found, recorder, 5, size=2)
+    assert recorder.counts() == (0, 0, 10)
+    assert [record.message.count("not permitted") for record in caplog.records] == [1]
+
+
+def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
+    """Steps in place change what is replayed; a larger cache ends the recordings."""
+    recorder = Recorder()
+    monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(recorder, worth_it=4))
+    model = make_model("llama")
+    engine = make_backend(model, eos_ids=(), pad_id=0, max_length=128)
+
+    def play(slots=4, room=10):
+        sessions = [ScriptedSession([5, 6, 7 + index], index, room=room) for index in range(slots)]
+        engine.run(sessions, SamplingSettings(max_completion_tokens=room, slots=slots))
+        return [session.completion_ids for session in sessions]
+
+    first = play()
+    assert recorder.recorded == 1 and recorder.replayed == 7
+    assert play() == first and recorder.recorded == 1 and recorder.replayed == 17
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    assert play() != first and recorder.recorded == 1
+    play(slots=8)
+    assert recorder.recorded == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
+    model = make_model("qwen3", head_dim=64, hidden_size=128).to("cuda", dtype).eval()
+
+    def play():
+        engine = make_backend(model, eos_ids=(), pad_id=0, max_length=200)
+        sessions = [ScriptedSession([5, 6, 7 + index], index, room=150 - 9 * index) for index in range(12)]
+        engine.run(sessions, SamplingSettings(max_completion_tokens=150, slots=12, temperature=0))
+        assert engine._decoder.graphs._recorded and engine._decoder.graphs._works
+        return [session.completion_ids for session in sessions], [session.logprobs for session in sessions]
+
+    recorded, logprobs = play()
+    monkeypatch.setattr(cuda_graphs, "_Recorder", lambda: lambda compute, inputs: lambda: compute(inputs))
+    launched, expected = play()
+    assert recorded == launched
+    for one, two in zip(logprobs, expected, strict=True):
+        assert one == pytest.approx(two, abs=1e-5)
+
+
+def test_rows_that_fill_up_a_step_touch_nobodys_slot(monkeypatch):
+    """Slots behind the active ones may belong to sessions that wait."""
+    monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(Recorder(), worth_it=2))
+    found = decoder.Decoder(make_model("llama"))
+    found.reserve(6, 20)
+    assert found.slots == 6 and found._cache.shape[2] == 7
+    with torch.inference_mode():
+        found._cache.normal_(generator=torch.Generator().manual_seed(0))
+    before = found._cache.clone()
+    for _ in range(3):
+        both = found.sample(np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), 1.0)
+        assert both.shape == (2, 3) and (both[1] < 0).all()
+    changed = (found._cache != before).any(-1)  # [layers, 2, slots, K, length]
+    places = {(slot, place) for _, _, slot, _, place in torch.nonzero(changed).tolist()}
+    assert places == {(0, 3), (1, 0), (2, 9), (6, 0)}

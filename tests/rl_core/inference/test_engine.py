@@ -1,0 +1,337 @@
+"""The engine against transformers' generate, the trainer's log-probabilities and the transformers backend."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSession, make_model, model_named
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+from rl_core.cpu import fused_decode, int8_gemm
+from rl_core.errors import DataError
+from rl_core.inference import decoder, decoder_layers
+from rl_core.inference.cuda_graphs import StepGraphs
+from rl_core.inference.engine import Engine, make_backend
+from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.lora import add_adapter
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.settings import LoraSettings, SamplingSettings
+
+EOS = list(range(1, VOCAB, 5))  # often enough for several turns
+ROOM = 24  # tokens after the prompt
+
+
+class Rerun(StepGraphs):
+    """Recordings that are no recordings: what they compute is computed anew, from the inputs that they keep."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda compute, inputs: lambda: compute(inputs), worth_it=2)
+
+
+@pytest.fixture(params=["tiles", "compiled", "packed", "in place", "recorded"])
+def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the engine computes: with packed copies of the weights, as for small models on a CPU, and with compiled code
+    where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
+    are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
+    if request.param in ("in place", "recorded"):
+        monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    if request.param == "recorded":
+        monkeypatch.setattr(decoder, "graphs_for", lambda device: Rerun())
+    if request.param == "packed":
+        monkeypatch.setattr(fused_decode, "load", lambda: None)
+    if request.param == "tiles" and int8_gemm.load() is None:
+        pytest.skip("needs a C compiler and a processor with tiles")
+    if request.param != "tiles":
+        monkeypatch.setattr(int8_gemm, "load", lambda: None)
+    if request.param == "compiled" and fused_decode.load() is None:
+        pytest.skip("needs a C compiler")
+    return str(request.param)
+
+
+@pytest.fixture(params=list(MODELS))
+def model(request: pytest.FixtureRequest, weights: str) -> PreTrainedModel:
+    return model_named(request.param)
+
+
+def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = make_model("llama")
+    assert decoder_layers.can_pack(small) and decoder_layers.can_pack(make_model("llama").double())
+    assert not decoder_layers.can_pack(make_model("llama").bfloat16())
+    size = 4 * sum(parameter.numel() for parameter in small.parameters())
+    monkeypatch.setattr(decoder_layers, "_PACKED_BYTES", size)
+    assert decoder_layers.can_pack(small)
+    monkeypatch.setattr(decoder_layers, "_PACKED_BYTES", size - 1)
+    assert not decoder_layers.can_pack(small)
+
+
+@pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
+def test_what_is_compiled() -> None:
+    assert decoder.Decoder(make_model("llama", head_dim=16))._native is not None
+    for other in (make_model("llama", head_dim=8), make_model("llama", head_dim=16).double()):
+        assert decoder.Decoder(other)._native is None
+
+
+def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSession]:
+    """Groups over prompts of 1 to 9 tokens, with up to three observations of 1 to 7 tokens each."""
+    generator = np.random.default_rng(0)
+    sessions = []
+    for index in range(num_prompts):
+        prompt = generator.integers(3, VOCAB, 1 + 2 * index).tolist()
+        for sample in range(group):
+            observations = [generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)]
+            sessions.append(ScriptedSession(prompt, 1000 * index + sample, observations, room=ROOM))
+    return sessions
+
+
+def sampling(**options: float) -> SamplingSettings:
+    return SamplingSettings(**{"max_completion_tokens": ROOM, "slots": 100, **options})
+
+
+def play(backend: Engine | TransformersBackend, **options: float) -> list[ScriptedSession]:
+    sessions = make_sessions()
+    backend.run(sessions, sampling(**options))
+    return sessions
+
+
+def backends(model: PreTrainedModel) -> tuple[Engine, TransformersBackend]:
+    engine = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    assert isinstance(engine, Engine)
+    return engine, TransformersBackend(model, eos_ids=EOS, pad_id=0, max_length=128)
+
+
+def trainer_gap(model: PreTrainedModel, sessions: list[ScriptedSession]) -> float:
+    """Largest difference between the sampler's and the trainer's log-probabilities."""
+    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sessions]
+    gap = 0.0
+    for batch in make_batches(rows, 256, 0):
+        with torch.no_grad():
+            logprobs_BS, _ = completion_logprobs(model, batch)
+        assert batch.old_logprobs_BS is not None
+        gap = max(gap, (logprobs_BS - batch.old_logprobs_BS).abs().max().item())
+    return gap
+
+
+def test_greedy_tokens_equal_generate(model: PreTrainedModel) -> None:
+    engine, _ = backends(model)
+    prompts = [[5, 9, 33, 12], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+    sessions = [ScriptedSession(prompt, 0) for prompt in prompts]
+    engine.run(sessions, sampling(temperature=0))
+    for prompt, session in zip(prompts, sessions, strict=True):
+        ids = torch.tensor([prompt])
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ROOM, do_sample=False, eos_token_id=EOS
+        )
+        assert session.completion_ids == expected[0, len(prompt) :].tolist()
+
+
+def test_multi_turn_episodes_equal_the_transformers_backend(model: PreTrainedModel) -> None:
+    engine, plain = backends(model)
+    for temperature in (0.0, 0.7):
+        ours, theirs = play(engine, temperature=temperature), play(plain, temperature=temperature)
+        assert [s.turns for s in ours] == [s.turns for s in theirs]
+        assert sum(len(s.turns) > 1 for s in ours) >= 3, "episodes need several turns for this to show anything"
+        np.testing.assert_allclose(
+            np.concatenate([s.logprobs for s in ours]), np.concatenate([s.logprobs for s in theirs]), atol=1e-4
+        )
+
+
+def test_sampler_and_trainer_agree(model: PreTrainedModel) -> None:
+    engine, plain = backends(model)
+    for temperature in (0.0, 1.0, 0.7):
+        assert trainer_gap(model, play(engine, temperature=temperature)) < 1e-4
+    assert trainer_gap(model, play(plain, temperature=0.7)) < 1e-4
+
+
+@pytest.mark.parametrize("slots", [1, 4, 7])
+def test_the_number_of_slots_changes_nothing(slots: int) -> None:
+    engine, plain = backends(make_model("qwen3", head_dim=16))
+    expected = [s.turns for s in play(engine)]
+    assert [s.turns for s in play(engine, slots=slots)] == expected
+    if slots == 4:
+        assert [s.turns for s in play(plain, slots=slots)] == expected
+
+
+def test_many_sessions_over_few_slots() -> None:
+    """More unique prompts than one look-ahead prefills, refilled one by one."""
+    engine, _ = backends(make_model("llama"))
+    generator = np.random.default_rng(1)
+    prompts = [generator.integers(3, VOCAB, 60).tolist() for _ in range(30)]
+    alone, together = ([ScriptedSession(p, i) for i, p in enumerate(prompts)] for _ in range(2))
+    engine.run(together, sampling(slots=5, max_completion_tokens=8))
+    for session in alone:
+        engine.run([session], sampling(max_completion_tokens=8))
+    assert [s.turns for s in together] == [s.turns for s in alone]
+
+
+def test_follows_an_optimizer_step_in_place() -> None:
+    model = make_model("llama")
+    engine, _ = backends(model)
+    before = play(engine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(torch.arange(3, 20)[None]).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
+    after = play(engine)
+    assert [s.turns for s in after] != [s.turns for s in before]
+    assert trainer_gap(model, after) < 1e-4
+
+
+def test_follows_replaced_parameters() -> None:
+    model = make_model("llama")
+    engine, _ = backends(model)
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    assert trainer_gap(model, play(engine)) < 1e-4
+
+
+def test_limits() -> None:
+    model = make_model("llama")
+    for backend in (
+        make_backend(model, eos_ids=[], pad_id=0, max_length=20),
+        TransformersBackend(model, eos_ids=[], pad_id=0, max_length=20),
+    ):
+        by_room, by_context = ScriptedSession([5, 6, 7], 0), ScriptedSession(list(range(3, 18)), 0)
+        backend.run([by_room, by_context], sampling(max_completion_tokens=9))
+        assert [(len(ids), hit) for ids, hit in by_room.turns] == [(9, True)]
+        assert [(len(ids), hit) for ids, hit in by_context.turns] == [(5, True)]  # 20 - 15
+
+
+def test_an_end_token_at_the_very_limit_is_no_cut() -> None:
+    model = make_model("llama")
+    prompts = [[5, 6, token] for token in range(3, VOCAB)]
+    free = [ScriptedSession(prompt, 0) for prompt in prompts]
+    make_backend(model, eos_ids=[], pad_id=0, max_length=64).run(free, sampling(temperature=0, max_completion_tokens=2))
+    ids = next(s.completion_ids for s in free if s.completion_ids[0] != s.completion_ids[1])
+    prompt = next(s.prompt_ids for s in free if s.completion_ids == ids)
+    for backend_class in (Engine, TransformersBackend):
+        session = ScriptedSession(prompt, 0)
+        backend = backend_class(model, eos_ids=[ids[1]], pad_id=0, max_length=64)
+        backend.run([session], sampling(temperature=0, max_completion_tokens=2))
+        assert session.turns == [(ids, False)]
+
+
+@pytest.mark.parametrize("backend_class", [Engine, TransformersBackend])
+def test_bad_sessions_are_refused(backend_class: type) -> None:
+    model = make_model("llama")
+    backend = backend_class(model, eos_ids=list(range(VOCAB)), pad_id=0, max_length=20)
+    with pytest.raises(DataError, match="prompt of 0 tokens"):
+        backend.run([ScriptedSession([], 0)], sampling())
+    with pytest.raises(DataError, match="prompt of 20 tokens"):
+        backend.run([ScriptedSession([3] * 20, 0)], sampling())
+    with pytest.raises(DataError, match="observation of 16 tokens"):  # 20 - 3 - 1 leaves 16: none to sample
+        backend.run([ScriptedSession([3] * 3, 0, [[4] * 16])], sampling())
+    fits = ScriptedSession([3] * 3, 0, [[4] * 15])
+    backend.run([fits], sampling())
+    assert len(fits.completion_ids) == 17
+    backend.run([], sampling())
+
+
+def test_leaves_the_model_as_it_was() -> None:
+    model = make_model("llama")
+    model.train()
+    model.model.layers[1].eval()
+    training = {name: module.training for name, module in model.named_modules()}
+    state = copy.deepcopy(model.state_dict())
+    random_state = torch.get_rng_state()
+    for backend in backends(model):
+        play(backend)
+        assert {name: module.training for name, module in model.named_modules()} == training
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), random_state)
+        assert not any(p.is_inference() or not p.requires_grad for p in model.parameters())
+
+
+def test_adapters_are_sampled_from_and_taken_out_exactly() -> None:
+    model = make_model("qwen2")
+    base = copy.deepcopy(model)
+    lora = add_adapter(model, LoraSettings(rank=4, alpha=8.0))
+    with torch.no_grad():
+        for name, parameter in lora.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.2)
+    state = copy.deepcopy(lora.state_dict())
+    engine, plain = backends(lora)
+    ours = play(engine)
+    assert [s.turns for s in ours] == [s.turns for s in play(plain)]
+    assert [s.turns for s in ours] != [s.turns for s in play(backends(base)[0])], "the adapter has to matter"
+    assert trainer_gap(lora, ours) < 1e-4
+    assert all(torch.equal(value, state[name]) for name, value in lora.state_dict().items())
+
+
+def test_an_error_in_a_session_leaves_the_adapter_unmerged() -> None:
+    lora = add_adapter(make_model("llama"), LoraSettings(rank=2))
+    state = copy.deepcopy(lora.state_dict())
+
+    class Broken(ScriptedSession):
+        def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+            raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        backends(lora)[0].run([Broken([3, 4], 0)], sampling())
+    assert all(torch.equal(value, state[name]) for name, value in lora.state_dict().items())
+    assert not any(getattr(module, "merged", False) for module in lora.modules())
+
+
+def test_sessions_may_compute_gradients_between_turns() -> None:
+    """Environments and rewards run outside inference mode."""
+
+    class Learning(ScriptedSession):
+        def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
+            weight = torch.ones(2, requires_grad=True)
+            with torch.enable_grad():
+                (weight * 2).sum().backward()
+            assert weight.grad is not None and weight.grad.tolist() == [2.0, 2.0]
+            return super().advance(action_ids, logprobs, hit_limit)
+
+    for backend in backends(make_model("llama")):
+        session = Learning([3, 4], 0, [[5]], room=ROOM)
+        backend.run([session], sampling())
+        assert session.turns
+
+
+def test_sampling_follows_the_models_distribution() -> None:
+    """2,000 one-token samples against the model's own probabilities: chi-square over 64 tokens."""
+    model = make_model("llama")
+    engine = make_backend(model, eos_ids=range(VOCAB), pad_id=0, max_length=64)
+    sessions = [ScriptedSession([5, 6, 7], seed) for seed in range(2000)]
+    for temperature in (1.0, 1.6):
+        engine.run(sessions, sampling(temperature=temperature, slots=500))
+        counts = np.bincount([s.turns[-1][0][0] for s in sessions], minlength=VOCAB)
+        with torch.no_grad():
+            p = torch.softmax(model(torch.tensor([[5, 6, 7]])).logits[0, -1] / temperature, -1).numpy()
+        keep = p * 2000 >= 5
+        expected, seen = p[keep] * 2000, counts[keep]
+        chi2 = ((seen - expected) ** 2 / expected).sum()
+        assert keep.sum() >= 4
+        assert chi2 < keep.sum() + 4 * np.sqrt(2 * keep.sum()), (temperature, chi2)  # mean k - 1, deviation sqrt(2k)
+
+
+def test_other_architectures_fall_back() -> None:
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=128,
+        bos_token_id=1,
+        eos_token_id=1,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config)
+    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    assert isinstance(backend, TransformersBackend)
+    sessions = make_sessions()
+    backend.run(sessions, sampling())
+    with torch.no_grad():
+        model.eval()
+        assert trainer_gap(model, sessions) < 1e-4
+
+
+def test_sliding_window_and_dynamic_rope_fall_back() -> None:
+    sliding = make_model("qwen2", use_sliding_window=True, sliding_window=8, max_window_layers=0)
+    dynamic = make_model("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))
+    for model in (sliding, dynamic):
+        assert isinstance(make_backend(model, eos_ids=EOS, pad_id=0, max_length=64), TransformersBackend)

@@ -1,0 +1,260 @@
+import copy
+import dataclasses
+import math
+
+import pytest
+import torch
+from helpers.letters import LOW, FewLetters, comparable, make_trainer, weights
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import SettingsError
+from rl_core.models.logprobs import completion_logprobs, token_outputs
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rollouts.batching import make_batches
+from rl_core.settings import CurriculumStage, ExitCondition
+from rl_core.trainers.policy_gradient import update as policy_update
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo"])
+def test_learns(tokenizer, algorithm):
+    trainer = make_trainer(tokenizer, algorithm=algorithm, curriculum=LOW)
+    rates = [trainer.step()["train/success_rate"] for _ in range(36)]
+    assert sum(rates[:3]) / 3 < 0.4
+    assert sum(rates[-3:]) / 3 > 0.8
+
+
+def test_learns_with_epochs_and_minibatches(tokenizer):
+    trainer = make_trainer(tokenizer, epochs=2, minibatches=2, learning_rate=5e-3, curriculum=LOW)
+    metrics = [trainer.step() for _ in range(24)]
+    assert sum(m["train/success_rate"] for m in metrics[-3:]) / 3 > 0.8
+    assert trainer.updater.step == 96
+    assert any(m["policy/ratio_max"] > 1.1 for m in metrics[:5])
+    assert all(m["policy/kl"] >= 0 for m in metrics if "policy/kl" in m)
+
+
+def test_a_single_update_is_exactly_on_policy(tokenizer):
+    trainer = make_trainer(tokenizer)
+    for _ in range(3):
+        metrics = trainer.step()
+        assert metrics["policy/ratio_max"] == 1 and metrics["policy/kl"] == 0 and metrics["policy/clip_fraction"] == 0
+        assert metrics["policy/ratio_mean"] == pytest.approx(1)
+        assert metrics["policy/sampler_difference_max"] < 1e-4
+
+
+def played_rows(trainer):
+    return [(r, a) for group in trainer.groups for r, a in zip(group.rollouts, group.advantages, strict=True)]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
+def test_loss_is_normalised_by_the_whole_step(tokenizer, algorithm):
+    trainer = make_trainer(tokenizer, algorithm=algorithm, micro_batch_tokens=40)
+    metrics = trainer.step()
+    rows = played_rows(trainer)
+    assert len({sum(r.loss_mask) for r, _ in rows}) > 1, "rollouts of different length are what this is about"
+    total = sum(a * sum(r.loss_mask) for r, a in rows)  # at ratio 1 the loss of a token is -A
+    tokens = sum(sum(r.loss_mask) for r, _ in rows)
+    denominator = tokens if algorithm == "grpo" else 36 * 3
+    assert metrics["train/loss"] == pytest.approx(-total / denominator, abs=1e-6)
+    assert metrics["train/zero_advantage_rate"] > 0
+
+
+def test_micro_batches_change_nothing(tokenizer):
+    whole = make_trainer(tokenizer, micro_batch_tokens=100_000)
+    cut = make_trainer(tokenizer, micro_batch_tokens=1)
+    one, two = whole.step(), cut.step()
+    for name in ("train/loss", "train/grad_norm", "policy/entropy", "policy/loss"):
+        assert one[name] == pytest.approx(two[name], rel=1e-4, abs=1e-6)
+    # Adam divides by the gradient's size, so rounding shows where a gradient is next to nothing
+    assert (weights(whole) - weights(cut)).abs().mean() < 1e-5
+
+
+def test_rollouts_without_advantage_need_no_forward_pass(tokenizer, monkeypatch):
+    lean, full = make_trainer(tokenizer), make_trainer(tokenizer)
+    one = lean.step()
+    monkeypatch.setattr(policy_update.PolicyUpdate, "_picked", lambda self, indices: list(indices))
+    two = full.step()
+    assert one["train/trained_rollouts"] < 36 and two["perf/update_seconds"] > 0
+    assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-6)
+    assert one["train/grad_norm"] == pytest.approx(two["train/grad_norm"], rel=1e-4)
+    assert (weights(lean) - weights(full)).abs().mean() < 1e-5
+
+
+def test_equal_rewards_leave_the_weights_alone(tokenizer):
+    trainer = make_trainer(tokenizer, rewards=RewardOrchestrator({"tool_use": 1.0}), epochs=2)
+    before = weights(trainer)
+    metrics = trainer.step()
+    assert torch.equal(weights(trainer), before)
+    assert metrics["train/empty_updates"] == 2 and metrics["train/zero_advantage_rate"] == 1
+    assert trainer.updater.step == 2  # the x axis of the metrics goes on
+
+
+def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
+    with pytest.raises(SettingsError, match=r"kl_coef: 0\.5 needs a reference"):
+        make_trainer(tokenizer, kl_coef=0.5)
+    reference = make_trainer(tokenizer).model
+    trainer = make_trainer(tokenizer, kl_coef=0.5, entropy_coef=0.1, reference=reference)
+    frozen = weights(trainer)
+    metrics = trainer.step()
+    assert metrics["policy/ref_kl"] == pytest.approx(0, abs=1e-9)  # the reference is where it starts
+    assert metrics["train/trained_rollouts"] == 36
+    metrics = trainer.step()
+    assert metrics["policy/ref_kl"] > 1e-4
+    expected = metrics["policy/loss"] - 0.1 * metrics["policy/entropy"] + 0.5 * metrics["policy/ref_kl"]
+    assert metrics["train/loss"] == pytest.approx(expected, abs=1e-6)
+    assert torch.equal(torch.cat([p.flatten() for p in reference.parameters()]), frozen)
+
+
+def test_the_kl_term_holds_the_policy_back(tokenizer):
+    reference = make_trainer(tokenizer).model
+    free, held = (make_trainer(tokenizer, kl_coef=c, reference=reference) for c in (1e-9, 10.0))
+    for _ in range(8):
+        loose, tight = free.step(), held.step()
+    assert tight["policy/ref_kl"] < 0.3 * loose["policy/ref_kl"]
+
+
+def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch):
+    trainer = make_trainer(tokenizer, minibatches=3, epochs=2)
+    before = copy.deepcopy(trainer.model)
+    updates = []
+    made = policy_update.PolicyUpdate.__init__
+
+    def keep(self, *args, **options):
+        made(self, *args, **options)
+        updates.append(self)
+
+    monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
+    trainer.step()
+    (update,) = updates
+    rows = [sample.row for sample in update.experience.samples]
+    for batch in make_batches(rows, 10_000, 0):
+        expected = completion_logprobs(before, batch)[0]
+        for b, row in enumerate(batch.rows):
+            stored = update.experience.old_logprobs_RS[row, : expected.shape[1]]
+            assert torch.allclose(stored, expected[b] if row in update.trained else torch.zeros(()), atol=1e-5)
+
+
+def test_filtered_samples_carry_no_loss(tokenizer):
+    trainer = make_trainer(tokenizer, algorithm="dr_grpo", filter_threshold=0.5)
+    metrics = trainer.step()
+    rows = played_rows(trainer)
+    kept = [(r, a) for r, a in rows if abs(a) >= 0.5]
+    assert 0 < len(kept) < len(rows)
+    assert metrics["train/filtering_rate"] == pytest.approx(1 - len(kept) / len(rows))
+    assert metrics["train/loss"] == pytest.approx(-sum(a * sum(r.loss_mask) for r, a in kept) / (36 * 3), abs=1e-6)
+
+
+def test_a_few_seeds_are_gone_through_before_any_comes_again(tokenizer):
+    trainer = make_trainer(tokenizer, FewLetters(), prompts_per_iteration=5, group_size=2, curriculum=LOW)
+    for _ in range(3):
+        trainer.step()
+        assert sorted(group.rollouts[0].trajectory.seed for group in trainer.groups) == [0, 1, 2, 3, 4]
+
+
+def resumable(tokenizer):
+    stages = (
+        CurriculumStage(name="one", levels={"low": 1.0}, exit_conditions=(ExitCondition(window=2, threshold=0.1),)),
+        CurriculumStage(name="two", levels={"low": 1.0, "high": 2.0}),
+    )
+    rewards = RewardOrchestrator({"task": 1.0, "learned": 0.1}, scorer=lambda rows: [sum(r) % 7 for r in rows])
+    return make_trainer(
+        tokenizer, FewLetters(), rewards=rewards, curriculum=stages, minibatches=2, schedule="cosine", iterations=6,
+        reference=make_trainer(tokenizer).policy, kl_coef=0.1, kl_controller="adaptive", kl_target=1e-3, kl_horizon=36,
+        entropy_coef=0.01, entropy_decay=0.999,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cut", [1, 3])
+def test_resumes_bit_for_bit(tokenizer, cut):
+    whole, first, second = (resumable(tokenizer) for _ in range(3))
+    expected = [comparable(whole.step()) for _ in range(6)]
+    found = [comparable(first.step()) for _ in range(cut)]
+    second.step()  # whatever it did before is overwritten
+    second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
+    second.updater.load_state_dict(copy.deepcopy(first.updater.state_dict()))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    found += [comparable(second.step()) for _ in range(6 - cut)]
+    assert found == expected
+    assert torch.equal(weights(second), weights(whole))
+    assert len(whole.curriculum.history) == 1
+
+
+@pytest.mark.parametrize("part", ["iteration", "rollouts_played", "kl_coef", "curriculum", "rewards", "orders"])
+def test_every_saved_item_matters(tokenizer, part):
+    whole, first, second = (resumable(tokenizer) for _ in range(3))
+    expected = [comparable(whole.step()) for _ in range(6)]
+    for _ in range(3):
+        first.step()
+    second.model.load_state_dict(first.model.state_dict())
+    second.updater.load_state_dict(copy.deepcopy(first.updater.state_dict()))
+    state = copy.deepcopy(first.state_dict())
+    state[part] = resumable(tokenizer).state_dict()[part]
+    second.load_state_dict(state)
+    assert [comparable(second.step()) for _ in range(3)] != expected[3:]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another(tokenizer):
+    one, two, other = make_trainer(tokenizer), make_trainer(tokenizer), make_trainer(tokenizer)
+    other.seed = 8
+    assert [comparable(one.step()) for _ in range(2)] == [comparable(two.step()) for _ in range(2)]
+    other.step()
+    assert not torch.equal(weights(other), weights(make_trainer(tokenizer)))
+    played = [[r.completion_ids for g in t.groups for r in g.rollouts] for t in (one, other)]
+    assert played[0] != played[1]
+
+
+def test_non_finite_logprobs_skip_the_step(tokenizer, monkeypatch):
+    trainer = make_trainer(tokenizer)
+    before = weights(trainer)
+
+    def spoilt(*args, **options):
+        outputs = token_outputs(*args, **options)
+        outputs.logprobs_BS = outputs.logprobs_BS * math.nan
+        return outputs
+
+    monkeypatch.setattr(policy_update, "token_outputs", spoilt)
+    metrics = trainer.step()
+    assert metrics["train/skipped_steps"] == 1 and torch.equal(weights(trainer), before)
+    monkeypatch.undo()
+    assert trainer.step()["train/skipped_steps"] == 1 and not torch.equal(weights(trainer), before)
+
+
+def test_metrics_finish_and_evaluation(tokenizer):
+    trainer = make_trainer(tokenizer, early_stop=ExitCondition(window=2, threshold=0.0))
+    metrics = trainer.step()
+    for name in (
+        "train/success_rate", "train/completion_tokens", "train/truncation_rate", "train/filtering_rate", "train/loss",
+        "train/advantages_mean", "train/advantages_std", "train/grad_norm", "train/learning_rate", "reward/mean",
+        "reward/std", "reward/task", "policy/loss", "policy/kl", "policy/kl_k1", "policy/entropy", "policy/ratio_mean",
+        "policy/clip_fraction", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/ratio_max",
+        "policy/sampler_kl", "perf/tokens_per_second", "perf/rollout_seconds", "perf/update_seconds",
+        "curriculum/stage", "curriculum/average/success_rate",
+    ):  # fmt: skip
+        assert math.isfinite(metrics[name]), name
+    rollouts = [r for g in trainer.groups for r in g.rollouts]
+    assert metrics["train/success_rate"] == sum(r.success for r in rollouts) / 36
+    for level in {r.trajectory.level for r in rollouts}:
+        of_level = [r.success for r in rollouts if r.trajectory.level == level]
+        assert metrics[f"train/success_rate_by_level/{level}"] == sum(of_level) / len(of_level)
+    assert trainer.finished is None
+    trainer.step()
+    assert "early_stop" in trainer.finished
+    assert trainer.evaluate() == {}
+    trainer.evaluator = lambda: {"eval/success_rate": 0.5}
+    assert trainer.evaluate() == {"eval/success_rate": 0.5}
+
+
+def test_unknown_levels_are_refused_at_once(tokenizer):
+    with pytest.raises(SettingsError, match="no level 'lwo'; did you mean 'low'"):
+        make_trainer(tokenizer, curriculum=(CurriculumStage(name="one", levels={"lwo": 1.0}),))
+
+
+def test_settings_are_left_alone(tokenizer):
+    trainer = make_trainer(tokenizer)
+    before = dataclasses.asdict(trainer.settings)
+    trainer.step()
+    assert dataclasses.asdict(trainer.settings) == before

@@ -1,0 +1,191 @@
+"""Policy optimisation with components that look at states, change with the curriculum, or fail on a sample."""
+
+import copy
+import json
+import math
+import sys
+import types
+
+import pytest
+import torch
+from helpers.letters import LOW, LetterEpisode, Letters, comparable, make_trainer, weights
+
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.environment import Step
+from rl_core.losses.advantages import group_advantages
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.rollout_log import RewardRecord
+from rl_core.settings import (
+    CuriositySettings,
+    CurriculumStage,
+    LengthSettings,
+    ReplaySettings,
+    RewardSettings,
+    SamplingSettings,
+)
+from rl_core.trainers.policy_gradient import update as policy_update
+from rl_core.trainers.policy_gradient.advantages import fill_masked_rewards
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, samples_of
+
+FAULTY = "faulty_reward_for_test:score"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+class TwoTurns(LetterEpisode):
+    """Something comes back to the first action; the second one is judged."""
+
+    heard = 0
+
+    def act(self, text):
+        self.heard += 1
+        if self.heard == 1:
+            return Step([{"role": "user", "content": "low" if text[:1].lower() < "n" else "high"}])
+        return super().act(text)
+
+
+class TwoTurnLetters(Letters):
+    def episode(self, seed, level):
+        self.check_level(level)
+        return TwoTurns(seed, level)
+
+
+@pytest.fixture
+def faulty(monkeypatch):
+    """A reward of 0 that is NaN on the second sample of every group."""
+    module = types.ModuleType("faulty_reward_for_test")
+    module.score = lambda trajectories: [math.nan if t.sample == 1 else 0.0 for t in trajectories]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return RewardOrchestrator({"task": 1.0, FAULTY: 1.0}, options=RewardSettings(on_error="mask", max_masked_rate=0.2))
+
+
+def test_masked_rewards_by_hand():
+    rewards = torch.tensor([[1.0, 9.0, 3.0], [5.0, 6.0, 7.0], [9.0, 9.0, 9.0]])
+    masked = torch.tensor([[False, True, False], [False] * 3, [True] * 3])
+    filled = fill_masked_rewards(rewards, masked)
+    assert filled.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0], [pytest.approx(22 / 5)] * 3]
+    assert group_advantages(filled, method="rloo")[0].tolist() == [-1.5, 0.0, 1.5]
+    assert fill_masked_rewards(rewards, torch.zeros(3, 3, dtype=torch.bool)) is rewards
+
+
+def kept_update(monkeypatch):
+    """The PolicyUpdate of the next step, in a list."""
+    updates = []
+    made = policy_update.PolicyUpdate.__init__
+
+    def keep(self, *args, **options):
+        made(self, *args, **options)
+        updates.append(self)
+
+    monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
+    return updates
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce", "ppo"])
+def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm):
+    updates = kept_update(monkeypatch)
+    options = {"overlong_buffer": 1} if algorithm == "grpo" else {}  # a penalty that comes after the masking
+    trainer = make_trainer(tokenizer, rewards=faulty, algorithm=algorithm, entropy_coef=1e-9, curriculum=LOW, **options)
+    metrics = trainer.step()
+    experience = updates[0].experience
+    masked = [sample.is_masked for sample in experience.samples]
+    assert masked == [False, True, False, False, False, False] * 6
+    lost = torch.tensor(masked)
+    assert not experience.mask_RS[lost].any() and not experience.advantages_RS[lost].any()
+    assert all(experience.mask_RS[index].any() for index in range(36) if not masked[index])
+    assert metrics["reward/masked_rate"] == pytest.approx(1 / 6)
+    rollouts = [r for g in trainer.groups for r in g.rollouts]
+    others = [r.reward for r in rollouts if not r.is_masked]
+    assert metrics["reward/mean"] == pytest.approx(sum(others) / 30)
+    if algorithm != "grpo":
+        return
+    assert all(("overlong" in r.trajectory.rewards) != r.is_masked for r in rollouts)
+    for group in trainer.groups:
+        known = [r.reward for r in group.rollouts if not r.is_masked]
+        known.insert(1, sum(known) / 5)
+        expected = group_advantages(torch.tensor([known], dtype=torch.float64))[0].tolist()
+        assert group.advantages == pytest.approx(expected, abs=1e-12) and group.advantages[1] == 0
+    credit = [(a, sum(r.loss_mask)) for g in trainer.groups for r, a in zip(g.rollouts, g.advantages, strict=True)]
+    tokens = sum(sum(r.loss_mask) for r in rollouts if not r.is_masked)  # a masked one counts in no denominator
+    assert metrics["train/loss"] == pytest.approx(-sum(a * n for a, n in credit) / tokens, abs=1e-6)
+
+
+def test_replayed_samples_stay_masked(tokenizer, faulty):
+    trainer = make_trainer(tokenizer, rewards=faulty, curriculum=LOW)
+    trainer.step()
+    samples = samples_of(trainer.groups)
+    buffer, resumed = ReplayBuffer(ReplaySettings()), ReplayBuffer(ReplaySettings())
+    buffer.add([samples])
+    resumed.load_state_dict(buffer.state_dict())
+    (group,) = resumed._past[0]
+    assert [s.is_masked for s in group] == [s.is_masked for s in samples] and all(s.is_replayed for s in group)
+
+
+def test_weights_follow_the_curriculum(tokenizer):
+    stages = (
+        CurriculumStage(name="plain", levels={"low": 1.0}, max_iterations=1),
+        CurriculumStage(name="short", levels={"low": 1.0}, rewards={"length": 0.5}),
+    )
+    options = RewardSettings(length=LengthSettings(free=1, limit=3))
+    rewards = RewardOrchestrator({"task": 1.0, "length": 0.0}, options=options)
+    trainer = make_trainer(tokenizer, rewards=rewards, curriculum=stages)
+    first, second = trainer.step(), trainer.step()
+    assert first["reward/length"] < 0 == first["reward/weighted/length"]
+    assert second["reward/weighted/length"] == pytest.approx(0.5 * second["reward/length"])
+    assert second["reward/mean"] == pytest.approx(second["reward/task"] + 0.5 * second["reward/length"])
+    assert second["reward/alarm"] == 0 and second["reward/correlation/task"] == pytest.approx(1.0)
+
+
+def resumable(tokenizer, record=None):
+    options = RewardSettings(
+        normalise=("length", "task"), clip=4.0, window=3,
+        length=LengthSettings(free=1, limit=6), curiosity=CuriositySettings(hidden=8),
+    )  # fmt: skip
+    parts = {"task": 1.0, "curiosity": 0.5, "coherence": 0.2, "tool_use": 0.1, "format": 0.1, "length": 0.1}
+    trainer = make_trainer(
+        tokenizer, TwoTurnLetters(), rewards=RewardOrchestrator(parts, options=options, seed=3), curriculum=LOW,
+        iterations=6, sampling=SamplingSettings(max_completion_tokens=24, max_turns=2),
+        replay=ReplaySettings(), importance="token",
+    )  # fmt: skip
+    trainer.record = record
+    return trainer
+
+
+def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
+    whole, first, second = (
+        resumable(tokenizer, RewardRecord(tmp_path / name)) for name in ("whole", "resumed", "resumed")
+    )
+    expected = [comparable(whole.step()) for _ in range(6)]
+    assert float.fromhex(expected[0]["reward/curiosity/transitions"]) > 0
+    assert "reward/coherence/similarity" in expected[0] and "reward/correlation/curiosity" in expected[-1]
+    found = [comparable(first.step()) for _ in range(3)]
+    saved = copy.deepcopy((first.model.state_dict(), first.updater.state_dict(), first.state_dict()))
+    first.step()  # lost with the crash
+    second.model.load_state_dict(saved[0])
+    second.updater.load_state_dict(saved[1])
+    second.load_state_dict(saved[2])
+    found += [comparable(second.step()) for _ in range(3)]
+    assert found == expected
+    assert torch.equal(weights(second), weights(whole))
+    assert (tmp_path / "resumed").read_bytes() == (tmp_path / "whole").read_bytes()
+    rows = [json.loads(line) for line in (tmp_path / "whole").read_text().splitlines()]
+    assert len(rows) == 6 * 36
+    for row in rows:
+        added = [value for name, value in row["rewards"].items() if name.startswith("weighted/")]
+        assert len(added) == 6 and row["reward"] == math.fsum(added)
+
+
+@pytest.mark.parametrize("part", ["components", "norms", "watch"])
+def test_every_saved_part_of_the_rewards_matters(tokenizer, part):
+    whole, second = resumable(tokenizer), resumable(tokenizer)
+    for _ in range(3):
+        whole.step()
+    second.model.load_state_dict(copy.deepcopy(whole.model.state_dict()))
+    second.updater.load_state_dict(copy.deepcopy(whole.updater.state_dict()))
+    state = copy.deepcopy(whole.state_dict())
+    state["rewards"][part] = resumable(tokenizer).state_dict()["rewards"][part]
+    second.load_state_dict(state)
+    assert comparable(second.step()) != comparable(whole.step())

@@ -1,0 +1,131 @@
+"""What an iteration learns from, by hand: values and advantages of cut rows, the replay buffer, the limits' meaning."""
+
+import contextlib
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.letters import make_trainer
+
+from rl_core import timing
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.distributed import ALONE
+from rl_core.rollouts.batching import TrainRow
+from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
+from rl_core.timing import collected
+from rl_core.trainers.policy_gradient import trainer as policy_gradient
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
+from rl_core.trainers.policy_gradient.rollout_buffer import Experience
+
+
+def sample(number=0, **values):
+    row = TrainRow([5, 6 + number], [7, 8, 9], [True, False, True], None, [-0.5, 0.0, -0.25 * number])
+    return Sample(row, **{"reward": 8.0, "is_truncated": False, **values})
+
+
+def test_values_of_cut_and_finished_rows_by_hand():
+    """Loss tokens at 2 and 4 with values 1 and 2; 4 after the row; gamma 1/2, lambda 1/4; reward 8 at its end."""
+    settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
+    learner = SimpleNamespace(device=torch.device("cpu"))
+    experience = Experience(learner, settings, [sample(is_truncated=True), sample()])
+    experience.values_RS = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0]] * 2)
+    experience.value_after_R = torch.tensor([4.0, 4.0])
+    metrics = experience.credit()
+    # cut off: 8 + 4/2 - 2 = 8, and before it 0 + 2/2 - 1 + (1/8) 8 = 1; over: 8 - 2 = 6, and 0 + (1/8) 6
+    assert experience.advantages_RS.tolist() == [[0, 0, 1.0, 0, 8.0], [0, 0, 0.75, 0, 6.0]]
+    assert experience.returns_RS is not None
+    assert experience.returns_RS[:, [2, 4]].tolist() == [[2.0, 10.0], [1.75, 8.0]]
+    assert metrics["value/values_mean"] == 1.5 and metrics["value/returns_mean"] == (2 + 10 + 1.75 + 8) / 4
+
+
+def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
+    settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
+    experience = Experience(SimpleNamespace(device=torch.device("cpu")), settings, [sample()])
+    experience.values_RS, experience.value_after_R = torch.zeros(1, 5), torch.zeros(1)
+    experience.old_logprobs_RS = torch.tensor([[0.0, 0.0, -1.0, 0.0, -2.0]])
+    experience.ref_logprobs_RS = torch.tensor([[0.0, 0.0, -3.0, 0.0, -1.0]])  # k1 is 2 at the first, -1 at the second
+    experience.credit(kl_reward_coef=0.5)
+    # rewards 0 - 1 and 8 + 1/2; A = 8.5, and -1 + (1/8) 8.5
+    assert experience.advantages_RS.tolist() == [[0, 0, 0.0625, 0, 8.5]]
+
+
+def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
+    buffer = ReplayBuffer(ReplaySettings(iterations=2, share=0.5))
+    for iteration in range(3):
+        buffer.add(
+            [
+                [
+                    sample(10 * iteration + group, reward=float(group), is_truncated=group % 2 == 0,
+                           is_masked=group % 3 == 0, advantage=0.5 * group)
+                ]
+                for group in range(6)
+            ]
+        )  # fmt: skip
+    kept = [16 + group for group in range(6)] + [26 + group for group in range(6)]  # the oldest iteration went
+    restored = ReplayBuffer(buffer.settings)
+    restored.load_state_dict(buffer.state_dict())
+    for each in (buffer, restored):
+        picked = sorted(np.random.default_rng(3).choice(12, size=4, replace=False).tolist())
+        assert picked != list(range(4))
+        drawn = each.draw(np.random.default_rng(3), 8)  # half as many as there are fresh ones
+        assert [s.row.prompt_ids[1] for s in drawn] == [kept[place] for place in picked]
+        groups = [place % 6 for place in picked]
+        assert [(s.reward, s.is_truncated, s.is_masked, s.advantage, s.is_replayed) for s in drawn] == [
+            (float(g), g % 2 == 0, g % 3 == 0, 0.5 * g, True) for g in groups
+        ]
+        assert [list(s.row.old_logprobs or ()) for s in drawn] == [
+            [-0.5, 0.0, -0.25 * (kept[place] - 6)] for place in picked
+        ]
+        assert len(each.draw(np.random.default_rng(0), 100)) == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"algorithm": "grpo"}, False),
+        ({"algorithm": "ppo"}, False),
+        ({"algorithm": "ppo", "critic": CriticSettings(bootstrap_limits=True)}, True),
+    ],
+)
+def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, options, expected):
+    asked = []
+
+    def noted(groups, *, bootstrap_limits=False):
+        asked.append(bootstrap_limits)
+        raise InterruptedError  # seen enough
+
+    monkeypatch.setattr(policy_gradient, "samples_of", noted)
+    trainer = make_trainer(train_tokenizer(["abc xyz"], 300), prompts_per_iteration=2, group_size=2, **options)
+    with pytest.raises(InterruptedError):
+        trainer.step()
+    assert asked == [expected]
+
+
+def test_what_is_measured_counts_under_its_own_name(monkeypatch):
+    """The reference's pass costs 100 seconds of this clock, the policy's 10, the critic's 1."""
+    now = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+
+    def takes(seconds):
+        now[0] += seconds
+        return torch.zeros(1, 5)
+
+    critic = torch.nn.Linear(1, 1)
+    updater = SimpleNamespace(autocast=contextlib.nullcontext, run_freely=lambda work: work(), workers=ALONE)
+    learner = SimpleNamespace(
+        device=torch.device("cpu"), policy="policy", reference="reference", critic=critic, updater=updater,
+        critic_updater=None,
+    )  # fmt: skip
+    experience = Experience(learner, PolicySettings(algorithm="ppo"), [sample()])
+    monkeypatch.setattr(experience, "_logprobs", lambda model, plan: takes({"policy": 10, "reference": 100}[model]))
+    monkeypatch.setattr(experience, "_each_batch", lambda plan, function: takes(1))
+    with collected() as seconds:
+        experience.measure_old([[0]])
+    assert seconds == {"measure": 10}
+    with collected() as seconds:
+        experience.measure_values([[0]])
+    assert seconds == {"measure": 1}
+    with collected() as seconds:
+        experience.measure_reference([[0]])
+    assert seconds == {"reference": 100}

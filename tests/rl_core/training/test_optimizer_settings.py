@@ -1,0 +1,377 @@
+"""What every trainer gets by its optimizer settings: averaged weights, autocast, checkpointing, resume of it all."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.arithmetic import Arithmetic
+from rl_core.errors import SettingsError
+from rl_core.inference.engine import make_backend
+from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.models import causal_lm
+from rl_core.models.logprobs import completion_logprobs, token_outputs
+from rl_core.models.lora import add_adapter
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.settings import (
+    LoraSettings,
+    ModelSettings,
+    OptimizerSettings,
+    PolicySettings,
+    RewardModelSettings,
+    SamplingSettings,
+    SFTSettings,
+)
+from rl_core.storage import faults
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.faults import InjectedFault
+from rl_core.tracking import MemoryTracker
+from rl_core.trainers.policy_gradient import rollout_buffer
+from rl_core.trainers.policy_gradient import update as policy_update
+from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.sft import SFTTrainer
+from rl_core.training.loop import run_loop
+from rl_core.training.optimizer_step import Updater
+from rl_core.types import TrainBatch
+
+EVERYTHING = {"optimizer": "muon", "grokfast_lambda": 2.0, "grokfast_alpha": 0.9, "ema_decay": 0.8}
+
+
+@pytest.fixture(autouse=True)
+def no_faults():
+    yield
+    faults.configure(None)
+
+
+def nano(kind=LlamaForCausalLM, dropout=0.0):
+    shape = dict(vocab_size=11, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_key_value_heads=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return kind(
+            LlamaConfig(
+                **shape,
+                num_hidden_layers=2,
+                max_position_embeddings=32,
+                tie_word_embeddings=True,
+                attention_dropout=dropout,
+                pad_token_id=0,
+                num_labels=1,
+            )
+        )
+
+
+def rows_of(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(1, 11, (2 + i % 4,), generator=generator).tolist() for i in range(count)]
+    return [(prompt * 2, [False] * len(prompt) + [True] * len(prompt)) for prompt in prompts]
+
+
+def sft(model=None, **changes):
+    options = {"learning_rate": 5e-3, "warmup_steps": 2, "batch_size": 4, "max_steps": 8, **changes}
+    return SFTTrainer(model or nano(), 0, rows_of(14), rows_of(5, seed=1), SFTSettings(**options), 7)
+
+
+def batch_of(rows=3, length=8):
+    ids = torch.randint(1, 11, (rows, length), generator=torch.Generator().manual_seed(4))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[:, :2] = False
+    return TrainBatch(ids, torch.ones_like(mask), mask)
+
+
+def copies(model):
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def equal(left, right):
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def averages_of(trainer):
+    averages = trainer.updater.state_dict()["average"]["averages"]
+    return {name: average.clone() for name, average in averages.items()}
+
+
+# Averaged weights
+
+
+def test_the_loop_evaluates_and_leaves_the_averaged_weights():
+    trainer = sft(ema_decay=0.8, eval_every=3)
+    tracker, seen = MemoryTracker(), []
+    evaluate = trainer.evaluate
+    trainer.evaluate = lambda: (seen.append((copies(trainer.model), averages_of(trainer))), evaluate())[1]
+    step, raw = trainer.step, []
+    trainer.step = lambda: (step(), raw.append(copies(trainer.model)))[0]
+    outcome = run_loop(trainer, trainer.settings, iterations=8, tracker=tracker)
+    assert len(seen) == 3  # after 3, 6 and 8 iterations
+    for weights, averages in seen:
+        assert all(torch.equal(weights[name], average) for name, average in averages.items())
+    assert all(torch.equal(copies(trainer.model)[name], average) for name, average in averages_of(trainer).items())
+    assert trainer.evaluate()["eval/loss"] == outcome.metrics["eval/loss"]
+    # training itself never saw them
+    plain = sft()
+    for weights in raw:
+        plain.step()
+        assert equal(copies(plain.model), weights)
+    assert not equal(copies(trainer.model), raw[-1])
+
+
+def test_the_best_averaged_weights_are_restored():
+    trainer = sft(ema_decay=0.8, eval_every=1)
+    seen, scores = [], iter([0.1, 0.5, 0.9, 0.4, 0.3, 0.2, 0.1, 0.0])
+    trainer.evaluate = lambda: (seen.append(copies(trainer.model)), {"eval/score": next(scores)})[1]
+    outcome = run_loop(trainer, trainer.settings, iterations=8, best_metric="eval/score")
+    assert outcome.best_iteration == 3
+    assert equal(copies(trainer.model), seen[2])
+
+
+def policy_trainer(evaluator=None, **changes):
+    tokenizer = train_tokenizer(["1 2 3"], 300)
+    model = causal_lm.create(ModelSettings(preset="nano", context=96, device="cpu"), tokenizer, 0)
+    renderer = ChatRenderer(tokenizer)
+    eos = range(0, len(tokenizer), 2)
+    backend = make_backend(model, eos_ids=eos, pad_id=renderer.pad_id, max_length=96)
+    options = {"iterations": 3, "prompts_per_iteration": 3, "group_size": 4, "warmup_steps": 0, "learning_rate": 1e-2}
+    sampling = SamplingSettings(max_completion_tokens=3)
+    settings = PolicySettings(**{**options, "epochs": 2, "entropy_coef": 0.01, "sampling": sampling, **changes})
+    rewards = RewardOrchestrator({"task": 1.0})
+    reference = causal_lm.create(ModelSettings(preset="nano", context=96, device="cpu"), tokenizer, 1)
+    return PolicyGradientTrainer(
+        model, reference, renderer, Arithmetic(), settings, 7, rewards, backend, evaluator=evaluator
+    )
+
+
+def test_rollouts_use_the_raw_weights_and_evaluation_the_average():
+    """The engine reads weights where they lie: its log-probs are those of whichever weights are in the model."""
+    trainer = policy_trainer(ema_decay=0.8, eval_every=1)
+    seen = []
+    trainer.evaluator = lambda: (seen.append(copies(trainer.model)), {})[1]
+    metrics = []
+    step = trainer.step
+    trainer.step = lambda: (metrics.append(step()), metrics[-1])[1]
+    run_loop(trainer, trainer.settings, iterations=3)
+    assert all(row["policy/sampler_difference_max"] < 1e-4 for row in metrics)
+    plain = policy_trainer()
+    assert all(torch.equal(seen[-1][name], average) for name, average in averages_of(trainer).items())
+    for row in metrics:  # the same rollouts and updates as without the average
+        names = [name for name in row if not name.startswith("perf/")]
+        other = plain.step()
+        assert [row[name] for name in names] == [other[name] for name in names]
+
+
+# Resume
+
+
+def run(folder, tracker, store=CheckpointStore):
+    torch.manual_seed(3)
+    trainer = sft(nano(dropout=0.2), eval_every=3, checkpoint_every=2, schedule="cosine", **EVERYTHING)
+    checkpoints = store(folder) if folder else None
+    run_loop(trainer, trainer.settings, iterations=8, tracker=tracker, checkpoints=checkpoints)
+    series = {
+        (step, name): value.hex()
+        for step, row in tracker.metrics
+        for name, value in row.items()
+        if not name.startswith("perf/")
+    }
+    return copies(trainer.model), averages_of(trainer), series
+
+
+@pytest.fixture(scope="module")
+def unbroken():
+    return run(None, MemoryTracker())
+
+
+def same(left, right):
+    return equal(left[0], right[0]) and equal(left[1], right[1]) and left[2] == right[2]
+
+
+@pytest.mark.parametrize("place", ["loop.step:2", "loop.step:6", "loop.evaluated:2", "loop.saved:3", "loop.finished:1"])
+def test_a_killed_run_with_muon_grokfast_and_average_gives_the_same_numbers(tmp_path, unbroken, place):
+    tracker = MemoryTracker()
+    faults.configure(f"{place}:raise")
+    with pytest.raises(InjectedFault):
+        run(tmp_path, tracker)
+    faults.configure(None)
+    assert same(run(tmp_path, tracker), unbroken)
+    assert same(run(tmp_path, tracker), unbroken)  # once more: the finished run is not run again
+
+
+@pytest.mark.parametrize("item", ["grokfast", "average", "muon"])
+def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
+    class Dropping(CheckpointStore):
+        def load_latest(self):
+            state = super().load_latest()
+            if item == "muon":
+                state["updater"]["optimizer"]["muon"] = sft(**EVERYTHING).updater.state_dict()["optimizer"]["muon"]
+            else:
+                state["updater"][item] = None
+            return state
+
+    tracker = MemoryTracker()
+    faults.configure("loop.step:6:raise")
+    with pytest.raises(InjectedFault):
+        run(tmp_path, tracker)
+    faults.configure(None)
+    weights, _, series = run(tmp_path, tracker, Dropping)
+    assert not equal(weights, unbroken[0])
+    assert series != unbroken[2]
+
+
+# Autocast
+
+
+def test_autocast_trains_float32_weights_with_bfloat16_passes():
+    plain, cast = sft(), sft(autocast="bfloat16")
+    first, second = plain.step(), cast.step()
+    assert second["train/loss"] != first["train/loss"]
+    assert second["train/loss"] == pytest.approx(first["train/loss"], rel=5e-3)
+    assert second["train/grad_norm"] == pytest.approx(first["train/grad_norm"], rel=5e-2)
+    for _ in range(7):
+        plain.step(), cast.step()
+    found, expected = cast.evaluate()["eval/loss"], plain.evaluate()["eval/loss"]
+    assert found != expected and found == pytest.approx(expected, rel=2e-2)
+    assert {parameter.dtype for parameter in cast.model.parameters()} == {torch.float32}
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monkeypatch):
+    """A probe of the head runs under no_grad in the same context: its casts must not be taken for the real ones."""
+    model = nano()
+    updater = Updater(model, OptimizerSettings(autocast="bfloat16"), 10)
+    seen = {}
+    monkeypatch.setattr(
+        updater.optimizer, "step", lambda: seen.update({n: p.grad is not None for n, p in model.named_parameters()})
+    )
+
+    def loss_fn(batch):
+        with torch.no_grad():
+            completion_logprobs(model, batch)
+        logprobs, _ = completion_logprobs(model, batch)
+        assert logprobs.dtype == torch.float32
+        return -logprobs.sum(), {}
+
+    updater.apply([batch_of()], loss_fn)
+    assert len(seen) == 2 + 2 * 9 and all(seen.values())
+
+
+def test_old_reference_and_new_logprobs_are_all_taken_under_autocast(monkeypatch):
+    enabled = []
+
+    def spy(function):
+        def call(*args, **kwargs):
+            enabled.append(torch.is_autocast_enabled("cpu"))
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(rollout_buffer, "completion_logprobs", spy(completion_logprobs))
+    monkeypatch.setattr(policy_update, "token_outputs", spy(token_outputs))
+    trainer = policy_trainer(autocast="bfloat16", kl_coef=0.1, learning_rate=1e-30)  # stands still
+    metrics = trainer.step()
+    assert len(enabled) == 4 and all(enabled)  # old and reference; new in each of two epochs
+    assert metrics["policy/ratio_max"] == pytest.approx(1.0, abs=1e-5)  # the same precision on both sides
+    assert 0 < metrics["policy/sampler_difference_max"] < 0.1  # the sampler stays in float32
+
+
+def test_a_reward_model_trains_and_is_evaluated_under_autocast():
+    def trainer_of(autocast):
+        pairs = [(chosen, chosen[:1]) for chosen, _ in rows_of(6)]
+        settings = RewardModelSettings(batch_size=6, autocast=autocast)
+        return RewardModelTrainer(nano(LlamaForSequenceClassification), 0, pairs, pairs, settings, 0)
+
+    plain, cast = trainer_of("none"), trainer_of("bfloat16")
+    found, expected = cast.evaluate()["eval/loss"], plain.evaluate()["eval/loss"]
+    assert found != expected and found == pytest.approx(expected, rel=1e-2)
+    assert cast.step()["train/loss"] == pytest.approx(found, rel=1e-2)
+
+
+# Activation checkpointing
+
+
+def gradients(model, is_on, monkeypatch):
+    updater = Updater(model, OptimizerSettings(activation_checkpointing=is_on), 10)
+    seen, calls = {}, []
+    named = list(model.named_parameters())
+    monkeypatch.setattr(
+        updater.optimizer, "step", lambda: seen.update({n: p.grad.clone() for n, p in named if p.grad is not None})
+    )
+    layer = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
+    layer.register_forward_pre_hook(lambda *args: calls.append(torch.is_grad_enabled()))
+
+    def loss_fn(batch):
+        if isinstance(model, LlamaForSequenceClassification):
+            return model.score(model.base_model(batch.input_ids_BS).last_hidden_state[:, -1]).square().sum(), {}
+        return -completion_logprobs(model, batch)[0].sum(), {}
+
+    torch.manual_seed(0)
+    updater.apply([batch_of()], loss_fn)
+    return seen, sum(calls)
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapters", "classifier", "wrapped"])
+def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkeypatch, kind):
+    def make():
+        model = nano(LlamaForSequenceClassification if kind == "classifier" else LlamaForCausalLM, dropout=0.3)
+        if kind == "adapters":
+            torch.manual_seed(1)
+            model = add_adapter(model, LoraSettings(rank=2))
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.normal_()
+        return model
+
+    if kind == "wrapped":
+        model = nn.ModuleDict({"policy": nano()})
+        Updater(model, OptimizerSettings(activation_checkpointing=True), 10)
+        assert all(layer.gradient_checkpointing for layer in model["policy"].model.layers)
+        return
+    expected, once = gradients(make(), False, monkeypatch)
+    found, twice = gradients(make(), True, monkeypatch)
+    assert twice == once + 1
+    assert found.keys() == expected.keys() and len(found) >= 19
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+        assert float(expected[name].abs().max()) > 1e-5
+
+
+def test_a_checkpointed_model_still_plays():
+    model = nano()
+    plain = model(torch.tensor([[1, 2, 3]])).logits.detach()
+    Updater(model, OptimizerSettings(activation_checkpointing=True), 10)
+    backend = TransformersBackend(model, eos_ids=[2], pad_id=0, max_length=16)
+
+    class OneTurn:
+        prompt_ids, seed = [1, 2, 3], 0
+
+        def advance(self, action_ids, logprobs, hit_limit):
+            self.first = action_ids[0], logprobs[0]
+
+    session = OneTurn()
+    backend.run([session], SamplingSettings(max_completion_tokens=4))
+    token, logprob = session.first
+    assert logprob == pytest.approx(float(plain[0, -1].log_softmax(-1)[token]), abs=1e-5)
+
+
+def test_a_model_that_cannot_checkpoint_says_so():
+    with pytest.raises(SettingsError, match="activation_checkpointing: Linear is no transformers model"):
+        Updater(nn.Linear(1, 1), OptimizerSettings(activation_checkpointing=True), 10)
+
+
+# Metrics
+
+
+@pytest.mark.parametrize("changes", [{}, EVERYTHING])
+def test_every_step_reports_loss_norm_rate_and_skipped_steps(changes):
+    tracker = MemoryTracker()
+    trainer = sft(max_steps=3, **changes)
+    run_loop(trainer, trainer.settings, iterations=3, tracker=tracker)
+    steps = [row for _, row in tracker.metrics if "train/loss" in row]
+    assert len(steps) == 3
+    for row in steps:
+        names = ("train/loss", "train/grad_norm", "train/learning_rate", "train/skipped_steps", "perf/memory_gb")
+        assert all(math.isfinite(row[name]) for name in names)

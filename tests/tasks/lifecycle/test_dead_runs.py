@@ -1,0 +1,190 @@
+"""Runs that were killed without a word: found by their lock, drained and marked; others are left alone."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+from rl_core.errors import DataError, FolderBusy, SettingsError
+from tasks.lifecycle.dead_runs import bury, dead_runs, recorded_runs
+from tasks.tracking import Tracking
+from tasks.tracking.journal import LineLog, events_path
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_journal_that_only_others_may_write_is_judged_too(tmp_path, monkeypatch, held):
+    folder = journal(tmp_path)
+    opened = os.open
+
+    def refuse(path, flags, *mode):
+        if flags & os.O_RDWR and Path(path).name == "events.jsonl":
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, flags, *mode)
+
+    lines = LineLog(events_path(folder)) if held else None
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(os, "open", refuse)
+    assert [gone.folder for gone in dead_runs(tmp_path)] == ([] if held else [folder])
+    if lines is not None:
+        lines.close()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("store")
+    return f"sqlite:///{folder / 'mlflow.db'}"
+
+
+def journal(output, *events, pipeline="demo", started="2026-01-01 10:00:00", stage=None, metrics=()):
+    """A run folder as a process leaves it: its start and settings, then these events."""
+    home = output / pipeline
+    parent = home / "runs" / started.replace(" ", "-").replace(":", "-")
+    folder = home / "stages" / stage / "0123456789abcdef.tracking" if stage else parent
+    name = stage or f"{pipeline} · {started}"
+    host = {"host": os.uname().nodename, "pid": 1}  # a process that is always there: its number says nothing
+    first = {"op": "start", "name": name, "key": f"k{folder}", "parent_folder": str(parent) if stage else None, **host}
+    lines = LineLog(events_path(folder))
+    for event in [first, *events]:
+        lines.append({"time": 1_000, **event})
+    lines.close()
+    rows = [{"step": n, "time": 1_000, "metrics": {"train/loss": value}} for n, value in enumerate(metrics)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def end(status="FINISHED"):
+    return {"op": "end", "status": status}
+
+
+def test_a_dead_run_is_drained_and_marked_and_then_it_is_quiet(store, tmp_path):
+    tracking = Tracking(store, tmp_path, "dead")
+    parent = journal(tmp_path, {"op": "tags", "tags": {"prefect.flow_run_id": "f1"}})
+    journal(tmp_path, stage="sft", metrics=(3.0, 2.0))
+    journal(tmp_path, end(), started="2026-01-02 10:00:00")
+    looked = dead_runs(tmp_path)
+    assert [run.name for run in looked] == ["demo · 2026-01-01 10:00:00", "sft"]
+    found = bury(tracking, tmp_path)
+    assert [(run.is_pipeline, run.elsewhere, run.waiting) for run in found] == [(True, False, 0), (False, False, 0)]
+    assert found[0].folder == parent and found[0].flow_run_id == "f1"
+    assert "process 1 is gone" in found[0].why
+    rows = {row.name: row for row in tracking.list_runs()}
+    assert {row.status for row in rows.values()} == {"KILLED"}
+    assert rows["sft"].metrics == {"train/loss": 2.0}
+    assert rows["sft"].parent_run_id == rows["demo · 2026-01-01 10:00:00"].run_id
+    assert "gone" in rows["sft"].tags["interrupted"]
+    assert bury(tracking, tmp_path) == []
+
+
+def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
+    tracking = Tracking(store, tmp_path, "alive")
+    folder = journal(tmp_path)
+    code = (
+        "import sys, time; from pathlib import Path; from tasks.tracking.journal import LineLog, events_path\n"
+        "LineLog(events_path(Path(sys.argv[1]))); print('held', flush=True); time.sleep(60)"
+    )
+    held = "import sys\n" + code.replace("LineLog(events", "held = LineLog(events")
+    child = subprocess.Popen([sys.executable, "-c", held, str(folder)], cwd=ROOT, stdout=subprocess.PIPE)
+    try:
+        assert child.stdout.readline() == b"held\n"
+        assert bury(tracking, tmp_path) == []
+        assert [record.status for record in recorded_runs(tmp_path)] == ["running"]
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        assert [record.status for record in recorded_runs(tmp_path)] == ["killed"]
+        assert len(bury(tracking, tmp_path)) == 1
+    finally:
+        child.kill()
+        child.wait()
+
+
+def test_another_machines_run_is_not_judged(store, tmp_path):
+    tracking = Tracking(store, tmp_path, "elsewhere")
+    folder = journal(tmp_path, {"op": "resume", "host": "far-away", "pid": 5})
+    before = events_path(folder).read_bytes()
+    (found,) = bury(tracking, tmp_path)
+    assert found.elsewhere and "it ran on far-away" in found.why
+    assert events_path(folder).read_bytes() == before
+    assert [record.status for record in recorded_runs(tmp_path)] == ["running"]
+
+
+def test_a_store_that_is_away_keeps_the_records(tmp_path):
+    journal(tmp_path, metrics=(1.0,))
+    tracking = Tracking("http://127.0.0.1:9", tmp_path, "x")
+    (found,) = bury(tracking, tmp_path)
+    assert found.waiting > 0
+    assert recorded_runs(tmp_path)[0].status == "stopped"
+
+
+# posttrain resume
+
+
+def config(**stages):
+    from tasks.config import from_dict, resolve
+
+    stages = stages or {"policy": {}}
+    return resolve(from_dict({"name": "demo", "model": {"path": "a/b"}, "stages": stages}, check_files=False))
+
+
+def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
+    from flows.cli.resume import find
+
+    text = {"op": "text", "name": "config.json", "text": json.dumps(config())}
+    journal(tmp_path, text, end("KILLED"))
+    done = journal(tmp_path, text, end(), started="2026-01-02 10:00:00")
+    for run in (None, "demo", "demo · 2026-01-01 10:00:00"):
+        record = find(tmp_path, run)
+        assert (record.started, record.status) == ("2026-01-01 10:00:00", "stopped")
+    with pytest.raises(SettingsError, match="has finished"):
+        find(tmp_path, "demo · 2026-01-02 10:00:00")
+    with pytest.raises(DataError, match=r"no run 'dmeo' in .*; did you mean|known"):
+        find(tmp_path, "dmeo")
+    with pytest.raises(DataError, match=r"no runs in .*--output"):
+        find(tmp_path / "elsewhere", None)
+    (done / "run.json").write_text(json.dumps({"status": "waiting", "only": "promote"}))
+    assert find(tmp_path, None).only == "promote"  # the newest, which waits for approval
+    lines = LineLog(events_path(done))
+    lines.append({"op": "resume", "time": 1})
+    try:
+        with pytest.raises(FolderBusy, match="is alive"):
+            find(tmp_path, "demo · 2026-01-02 10:00:00")
+    finally:
+        lines.close()
+
+
+def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog):
+    from flows.cli.resume import find, settings_of
+    from tasks import config as loading
+
+    monkeypatch.setattr(loading, "resolve_files", lambda settings, folder: (settings, []))
+    settings = config(policy={"group_size": 6})
+    text = {"op": "text", "name": "config.json", "text": json.dumps(settings)}
+    journal(tmp_path, text, {"op": "tags", "tags": {"code_version": "old"}}, end("FAILED"))
+    found = settings_of(find(tmp_path, None), tmp_path)
+    assert found.stages.policy.group_size == 6 and found.output == str(tmp_path)
+    assert "the code has changed" in caplog.text
+    journal(tmp_path, end("KILLED"), pipeline="bare", started="2027-01-01 10:00:00")
+    with pytest.raises(SettingsError, match="before its settings were recorded"):
+        settings_of(find(tmp_path, "bare"), tmp_path)
+
+
+# posttrain doctor --repair
+
+
+def test_repair_says_what_it_did_and_how_to_go_on(tmp_path, monkeypatch, capsys):
+    from flows.cli.main import main as cli
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert cli.main(["doctor", "--repair", "--output", str(tmp_path / "none")]) == 0
+    assert "nothing to repair" in capsys.readouterr().out
+    journal(tmp_path, {"op": "text", "name": "config.json", "text": "{}"})
+    assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "run 'demo · 2026-01-01 10:00:00' was killed without a word: process 1 is gone; marked as killed" in out
+    assert f"posttrain resume 'demo · 2026-01-01 10:00:00' --output {tmp_path}" in out
+    assert cli.main(["doctor", "--repair", "--output", str(tmp_path)]) == 0
+    assert "nothing to repair: every run has ended or is alive" in capsys.readouterr().out

@@ -1,0 +1,201 @@
+"""The contract of a stage: what its key depends on, what its content digest leaves out, what training is given."""
+
+import dataclasses
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from rl_core.errors import DataError, SettingsError, Stopped
+from rl_core.settings import PreferenceSettings, SFTSettings
+from rl_core.training import loop
+from tasks.config import from_dict
+from tasks.pipeline import key as keys
+from tasks.pipeline.key import input_digest, stage_key, stage_seed
+from tasks.pipeline.result import content_digest
+from tasks.pipeline.stage import StageContext, run_stage
+
+PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
+
+
+def pipeline(**changes):
+    return from_dict({**PIPELINE, **changes})
+
+
+def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
+    return stage_key(name, settings, made or pipeline(), digests or {"data": "a"})
+
+
+def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
+    changed = {
+        "stage": key("preference"),
+        "settings": key(settings=dataclasses.replace(SFTSettings(), batch_size=7)),
+        "environment": key(made=pipeline(environment={"name": "arithmetic", "options": {"max_number": 9}})),
+        "model": key(made=pipeline(model={"preset": "nano"})),
+        "content of an input": key(digests={"data": "b"}),
+        "name of an input": key(digests={"model": "a"}),
+        "seed": key(made=pipeline(seed=1)),
+    }
+    same = key()
+    assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
+    assert key(made=pipeline(name="other", output="elsewhere")) == same  # where it lies changes no number
+    monkeypatch.setattr(keys, "code_version", lambda: "other")
+    assert key() != same
+
+
+def test_the_code_version_is_that_of_every_source():
+    root = Path(keys.__file__).resolve().parents[2]
+    files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
+    assert {path.suffix for path in files if path.parent.name != "__pycache__"} == set(keys._SOURCES)
+
+
+def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
+    data = tmp_path / "problems.jsonl"
+    made = pipeline()
+    made = dataclasses.replace(
+        made, environment=dataclasses.replace(made.environment, name="gsm8k", options={"path": str(data)})
+    )
+    absent = key(made=made)
+    data.write_text("1")
+    first = key(made=made)
+    data.write_text("2")
+    assert len({absent, first, key(made=made)}) == 3
+    data.write_text("1")
+    assert key(made=made) == first
+
+
+def test_timings_are_no_content():
+    def digest(**changes):
+        files = {"model/w": "1", "summary.json": "2", "metrics.jsonl": "3", "metrics_history.json": "4",
+                 "recent_rollouts.jsonl": "5", **changes}  # fmt: skip
+        return content_digest({"files": {name: {"sha256": value} for name, value in files.items()}})
+
+    timed = ("summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl")
+    assert {digest(**{name: "x"}) for name in timed} == {digest()}
+    assert digest(**{"model/w": "x"}) != digest() != digest(**{"trajectories_policy.jsonl": "x"})
+
+
+def test_inputs_by_their_content(tmp_path):
+    (tmp_path / "a").write_text("1")
+    (tmp_path / "b").write_text("1")
+    assert input_digest(tmp_path / "a") == input_digest(str(tmp_path / "b"))
+    assert input_digest("org/name") == "org/name"  # a hub name is as it is written
+    with pytest.raises(SettingsError, match="does not exist"):
+        input_digest(tmp_path / "c")
+    assert stage_seed(0, "sft") != stage_seed(0, "policy") and 0 <= stage_seed(5, "sft") < 2**31
+
+
+def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
+    given = {}
+    monkeypatch.setattr(loop, "run_loop", lambda trainer, settings, **rest: given.update(rest) or "outcome")
+    settings, tracker, stop = PreferenceSettings(keep_checkpoints=5), object(), threading.Event()
+    context = StageContext(
+        name="preference", folder=tmp_path, settings=settings, pipeline=pipeline(), inputs={}, tracker=tracker,
+        session=None, seed=1, fingerprint={"stage key": "k", "threads": "1"}, stop=stop,
+    )  # fmt: skip
+    assert context.train(object(), 7, best_metric="eval/loss", larger_is_better=False) == "outcome"
+    store = given.pop("checkpoints")
+    assert (store.folder, store.keep) == (tmp_path / "checkpoints", 5)
+    assert given == {
+        "iterations": 7, "tracker": tracker, "best_metric": "eval/loss", "larger_is_better": False,
+        "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
+        "history": tmp_path / "metrics_history.json",
+    }  # fmt: skip
+
+
+class Tracker:
+    run_id = "r"
+
+    def __init__(self):
+        self.closed, self.tags = [], {}
+
+    def log_dict(self, value, name):
+        pass
+
+    def set_tag(self, name, value):
+        self.tags[name] = value
+
+    def close(self, status):
+        self.closed.append(status)
+
+
+class Session:
+    """As much of a session as a stage without a model asks for."""
+
+    threads = 3
+
+    def __init__(self, folder):
+        self.settings, self.stages, self.keys_run, self.stop = pipeline(), folder, set(), threading.Event()
+        self.cached, self.trackers = [], []
+
+    def tag_data(self, digests):
+        pass
+
+    def is_fresh(self, name):
+        return False
+
+    def stage_cached(self, label, result):
+        self.cached.append((label, result.key))
+
+    def open_stage_run(self, label, name, journal, settings, digests, key):
+        journal.mkdir(exist_ok=True)
+        self.trackers.append(Tracker())
+        return self.trackers[-1]
+
+
+def play(session, body, number=1):
+    settings = dataclasses.replace(SFTSettings(), batch_size=number)
+    return run_stage(session, "sft", body, settings=settings, inputs={"model": "org/name"}, label="first sft")
+
+
+def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
+    session, seen = Session(tmp_path), []
+
+    def body(context):
+        seen.append(context)
+        (context.folder / "words").write_text("w")
+        return {"note": "said"}
+
+    first = play(session, body)
+    (context,) = seen
+    assert context.fingerprint == {"stage key": first.key, "threads": "3"}
+    assert context.seed == stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
+    assert not first.cached and first.path == tmp_path / "sft" / first.key and (first.path / "words").read_text() == "w"
+    assert session.trackers[0].closed == ["FINISHED"] and session.trackers[0].tags == {"result": "said"}
+    again = play(session, body)
+    assert again.cached and len(seen) == 1 and session.cached == [("first sft", first.key)]
+    assert (again.digest, again.summary["note"]) == (first.digest, "said")
+    (first.path / "words").write_text("x")  # damaged: set aside, and run again to the same content
+    assert play(session, body).digest == first.digest and len(seen) == 2
+    assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
+    assert play(session, body, number=2).key != first.key and len(seen) == 3
+
+
+def test_no_stage_begins_after_a_request_to_stop(tmp_path):
+    session = Session(tmp_path)
+    session.stop.set()
+    with pytest.raises(Stopped, match="between two stages") as stopped:
+        play(session, lambda context: {})
+    assert stopped.value.signum == 15 and os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kept"),
+    [(DataError("bad row"), "FAILED", []), (Stopped("asked", 15), "KILLED", ["checkpoints", "half"])],
+)
+def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, status, kept):
+    session = Session(tmp_path)
+
+    def body(context):
+        (context.folder / "half").write_text("")
+        if isinstance(error, Stopped):
+            context.checkpoints.mkdir()
+        raise error
+
+    with pytest.raises(type(error)):
+        play(session, body)
+    assert session.trackers[0].closed == [status]
+    assert session.trackers[0].tags == ({"error": "DataError: bad row"} if status == "FAILED" else {})
+    opened = list((tmp_path / "sft").glob("*.open"))
+    assert sorted(path.name for folder in opened for path in folder.iterdir()) == kept

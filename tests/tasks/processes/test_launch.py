@@ -1,0 +1,237 @@
+"""Stages in several processes: what reaches the user, what is left behind (nothing), what the key depends on."""
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from helpers import ROOT, launch_bodies
+
+from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped, WorkerFailed
+from rl_core.settings import LaunchSettings, SFTSettings
+from rl_core.tracking import MemoryTracker
+from tasks.config import from_dict
+from tasks.pipeline.key import stage_key
+from tasks.processes.child_processes import wait_until_gone
+from tasks.processes.launch import _result, recover_events, run_in_workers, torchrun_command
+from tasks.processes.rank_zero_events import Events, EventTracker, RelayHandler
+
+TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kind": "torchrun", "nodes": 2}, "rdzv_endpoint: 2 nodes need a place to meet"),
+        ({"kind": "torchrun", "rdzv_endpoint": "node-1"}, "rdzv_endpoint: 'node-1' must read host:port"),
+        ({"processes": 2}, "kind: in_process is one process, but 2"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
+        LaunchSettings(**options)
+
+
+def test_the_key_of_a_stage_does_not_depend_on_its_processes(tmp_path):
+    pipeline = from_dict({"name": "x", "stages": {"sft": {}, "prepare_data": {}}}, check_files=False)
+    keys = {stage_key("sft", SFTSettings(launch=launch), pipeline, {}) for launch in (LaunchSettings(), TORCHRUN)}
+    assert len(keys) == 1
+    assert stage_key("sft", SFTSettings(batch_size=5), pipeline, {}) not in keys
+
+
+def test_torchrun_gets_its_own_words(tmp_path):
+    far = dataclasses.replace(TORCHRUN, nodes=2, rdzv_endpoint="node-1:29400", rdzv_id="job 7")
+    command = torchrun_command(far, tmp_path)
+    assert command[:5] == [
+        "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=job 7", "--rdzv-endpoint=node-1:29400",
+    ]  # fmt: skip
+    assert command[-3:] == ["-m", "tasks.pipeline.stage_worker", str(tmp_path / "job.json")]
+    assert "--local-addr=127.0.0.1" in torchrun_command(TORCHRUN, tmp_path)
+
+
+# --------------------------------------------------------------------------------------------------------------- relay
+
+
+def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
+    path, tracker = tmp_path / "events.jsonl", MemoryTracker()
+    writer, reader = EventTracker(path), Events(path)
+    reader.forward(tracker)  # nothing is there yet
+    writer.log_metrics({"train/loss": 0.1}, 1)
+    with path.open("ab") as file:
+        file.write(b'{"op": "metrics", "metrics": {"a": 1}')  # half a line
+    reader.forward(tracker)
+    assert tracker.metrics == [(1, {"train/loss": 0.1})]
+    with path.open("ab") as file:
+        file.write(b', "step": 2}\n')
+    writer.progress(3, 9, "loss 1")
+    writer.set_tag("k", "v")
+    writer.log_dict({"history": [1]}, "curriculum.json")
+    writer.send("training", on=True)
+    RelayHandler(writer).emit(logging.makeLogRecord({"name": "rl_core.x", "levelno": 30, "msg": "50 % of %s"}))
+    reader.forward(tracker)
+    assert tracker.metrics[1:] == [(2, {"a": 1})]
+    assert (tracker.done, tracker.total, tracker.message, tracker.tags) == (3, 9, "loss 1", {"k": "v"})
+    assert tracker.dicts == {"curriculum.json": {"history": [1]}}
+    assert reader.training
+    assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [("rl_core.x", 30, "50 % of %s")]
+
+
+def test_what_killed_processes_had_told_is_kept(tmp_path):
+    (tmp_path / "workers").mkdir()
+    writer = EventTracker(tmp_path / "workers/events.jsonl")
+    writer.log_metrics({"a": 1.0}, 1)
+    writer.progress(1, 2, "old")
+    tracker = MemoryTracker()
+    recover_events(tmp_path, tracker)
+    assert tracker.metrics == [(1, {"a": 1.0})]
+    assert tracker.message == ""
+    assert not (tmp_path / "workers").exists()
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def write_error(folder, rank, kind, when, **more):
+    error = {"rank": rank, "type": kind, "module": "rl_core.errors", "message": f"of {rank}", "time": when}
+    error |= {"ours": True, "signum": None, "trace": "", **more}
+    (folder / f"error-{rank}.json").write_text(json.dumps(error))
+
+
+def test_the_error_of_the_process_that_failed_first_is_raised(tmp_path):
+    write_error(tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins")  # a broken connection
+    write_error(tmp_path, 1, "WorkerFailed", 2.0)  # what it heard of another
+    write_error(tmp_path, 2, "NonFiniteError", 4.0)
+    write_error(tmp_path, 3, "SettingsError", 5.0)
+    with pytest.raises(NonFiniteError, match="of 2"):
+        _result(tmp_path, 1)
+
+
+def test_a_stop_comes_back_with_its_signal(tmp_path):
+    write_error(tmp_path, 0, "Stopped", 1.0, signum=15)
+    with pytest.raises(Stopped) as caught:
+        _result(tmp_path, 1)
+    assert caught.value.signum == 15
+
+
+def test_a_killed_process_is_named(tmp_path):
+    (tmp_path / "report.json").write_text(json.dumps({"0": -15, "1": -9}))
+    write_error(tmp_path, 0, "RuntimeError", 1.0, ours=False, module="builtins")
+    with pytest.raises(WorkerFailed, match="process 1 was killed by SIGKILL"):
+        _result(tmp_path, 1)
+
+
+def test_any_other_error_comes_with_its_trace(tmp_path):
+    write_error(tmp_path, 1, "KeyError", 1.0, ours=False, module="builtins", trace="line 7")
+    with pytest.raises(WorkerFailed, match="process 1 raised KeyError: of 1\nline 7"):
+        _result(tmp_path, 1)
+
+
+def test_no_result_is_an_error(tmp_path):
+    (tmp_path / "agent.log").write_text("no such module\n")
+    with pytest.raises(WorkerFailed, match="status 1 and no result; it printed:\nno such module"):
+        _result(tmp_path, 1)
+
+
+def test_an_error_of_one_process_ends_all(tmp_path):
+    context = launch_bodies.context_of(tmp_path / "open")
+    with pytest.raises(RecordsError, match=r"^data\.jsonl:3: prompt: found 7$"):
+        run_in_workers(context, launch_bodies.fail_in_the_second)
+    assert context.tracker.metrics == [(1, {"train/loss": 2.5})]
+    assert processes_of(tmp_path) == []
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def processes_of(folder):
+    """Pids of running processes whose command names this folder."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "status"]):
+        if process.info["status"] != psutil.STATUS_ZOMBIE and any(
+            str(folder) in a for a in process.info["cmdline"] or ()
+        ):
+            found.append(process.info["pid"])
+    return sorted(found)
+
+
+def environment():
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "tests")))
+    return {**os.environ, "PYTHONPATH": paths}
+
+
+def test_a_child_dies_with_its_parent():
+    child = "from tasks.processes.child_processes import die_with_parent; import os, sys;"
+    child += "die_with_parent(int(sys.argv[1])); print(os.getpid(), flush=True); import time; time.sleep(100)"
+    parent = f"import os, subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}, str(os.getpid())])"
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, env=environment())
+    pid = int(process.stdout.readline())
+    assert wait_until_gone([pid], 0.0) == [pid]
+    process.kill()
+    process.wait()
+    assert wait_until_gone([pid], 20.0) == []
+    assert subprocess.run([sys.executable, "-c", child, "1"], env=environment(), timeout=60).returncode == 1
+
+
+def started(folder, metrics, count):
+    """A stage of two processes, once `count` steps of it are logged."""
+    command = [sys.executable, str(ROOT / "tests/helpers/launch_bodies.py"), str(folder), "train"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE)
+    end = time.monotonic() + 600
+    while steps_in(metrics) < count and process.poll() is None:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return process
+
+
+def steps_in(metrics):
+    return len(losses_in(metrics))
+
+
+def losses_in(metrics):
+    """{step: loss}, as they stand in the file; one step is never two numbers."""
+    losses = {}
+    for line in metrics.read_text().splitlines() if metrics.exists() else ():
+        step, row = json.loads(line)
+        if "train/loss" in row:
+            assert losses.setdefault(step, row["train/loss"]) == row["train/loss"]
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_killed_stopped_and_finished(tmp_path):
+    """SIGKILL of the stage, then SIGTERM, each leaving no process; the third run ends as one that was left alone."""
+    folder, metrics = tmp_path / "stage/open", tmp_path / "stage/metrics.jsonl"
+    process = started(folder, metrics, 3)
+    children = [pid for pid in processes_of(tmp_path) if pid != process.pid]
+    assert len(children) >= 3  # torchrun and two
+    process.kill()
+    process.wait()
+    assert wait_until_gone(children, 20.0) == []
+    process = started(folder, metrics, steps_in(metrics) + 3)
+    children = [pid for pid in processes_of(tmp_path) if pid != process.pid]
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=300)
+    assert b"Stopped: stopped after iteration" in said
+    assert b"saved, the same command resumes" in said
+    assert wait_until_gone(children, 0.0) == []
+    assert steps_in(metrics) < 16
+    process = started(folder, metrics, 16)
+    assert process.wait(timeout=300) == 0
+    assert sorted(losses_in(metrics)) == list(range(1, 17))
+    alone = tmp_path / "alone/metrics.jsonl"
+    assert started(tmp_path / "alone/open", alone, 16).wait(timeout=300) == 0
+    assert losses_in(alone) == losses_in(metrics)
+    summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("stage", "alone")]
+    assert summaries[0] == summaries[1]
+    assert summaries[0]["kinds"] == {"data": "PosixPath", "model": "str"}
+    assert not (folder / "workers").exists()
