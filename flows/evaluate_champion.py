@@ -16,7 +16,7 @@ from flows.post_training import PipelineResult, execute
 from rl_core.analysis.statistics import Rate
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
-from tasks.lifecycle.champion import Verdict, count_checks, figure_of, judge, note_check, settings_of_check
+from tasks.lifecycle.champion import ChampionVerdict, count_checks, figure_of, judge, note_check, settings_of_check
 from tasks.stages.evaluate import read_evaluation
 from tasks.stages.promote import figure_tags
 from tasks.tracking import ModelVersion, Tracking
@@ -100,7 +100,7 @@ def _check(settings: PipelineSettings) -> CheckResult:
     return CheckResult(message, verdict is not None and verdict.regressed, champion.version, pipeline)
 
 
-def announce(name: str, champion: ModelVersion, verdict: Verdict) -> None:
+def announce(name: str, champion: ModelVersion, verdict: ChampionVerdict) -> None:
     """Emit the event."""
     emit_event(
         event=EVENT,

@@ -33,11 +33,11 @@ from prefect import flow  # noqa: E402
 from prefect.runtime import flow_run  # noqa: E402
 from prefect.settings import get_current_settings  # noqa: E402
 
-from flows.runtime.approval_wait import decided  # noqa: E402
-from tasks.lifecycle.approval import Request  # noqa: E402
+from flows.runtime.approval_wait import run_with_approval  # noqa: E402
+from tasks.lifecycle.approval import ApprovalRequest  # noqa: E402
 from tasks.pipeline.prefect_task import stage_task  # noqa: E402
 from tasks.pipeline.result import StageResult  # noqa: E402
-from tasks.pipeline.run import Session  # noqa: E402
+from tasks.pipeline.run import PipelineRun  # noqa: E402
 from tasks.stages.analyze import analyze_trajectories  # noqa: E402
 from tasks.stages.evaluate import evaluate_models  # noqa: E402
 from tasks.stages.policy import optimise_policy  # noqa: E402
@@ -66,7 +66,7 @@ class PipelineResult:
     seconds: float
     facts: dict[str, Any] = field(default_factory=dict)
     ok: bool = True
-    waiting: Request | None = None  # what a person has to decide before the champion moves
+    waiting: ApprovalRequest | None = None  # what a person has to decide before the champion moves
 
     def table(self, width: int | None = None) -> str:
         """The table that ends a run: stage, success with its interval, reward, tokens/s, seconds, where to look."""
@@ -112,7 +112,7 @@ def post_training(
         overrides: key.path=value each, as `--set` takes it; changes `settings`.
     """
     typed = read_settings(settings, overrides)
-    return decided(typed, lambda: execute(typed, fresh=fresh, only=only, models=models), say)
+    return run_with_approval(typed, lambda: execute(typed, fresh=fresh, only=only, models=models), say)
 
 
 def say(text: str) -> None:
@@ -133,12 +133,12 @@ def execute(
     tags: dict[str, str] | None = None,
     lock: FolderLock | None = None,
 ) -> PipelineResult:
-    """One pass over the stages, within a flow's run: what every flow that trains calls, through `decided`.
+    """One pass over the stages, within a flow's run: what every flow that trains calls, through `run_with_approval`.
 
     Args:
-        fresh, only, models: see `post_training`. tags, lock: see `Session`.
+        fresh, only, models: see `post_training`. tags, lock: see `PipelineRun`.
     """
-    with Session(
+    with PipelineRun(
         typed,
         fresh=fresh,
         only=only,
@@ -151,39 +151,39 @@ def execute(
         lock=lock,
         on_progress=_display.get(),
         stop=stopping.asked,
-    ) as session:
-        crash_flow_runs(run.flow_run_id for run in session.gone)
-        _run_stages(session, models or {})
-        rows = result_rows(session)
-        session.parent.log_metrics(parent_metrics(session), 0)
-        session.parent.set_description(describe(session, rows))
-        session.parent.set_tag("result", headline(rows))
-        picture = draw_pipeline(rows, session.home / "pipeline.png", f"{typed.name}: {session.seconds:.0f} s")
-        session.parent.log_artifact(picture, "figures")
-    cost = session.tracking.cost
+    ) as pipeline_run:
+        crash_flow_runs(run.flow_run_id for run in pipeline_run.gone)
+        _run_stages(pipeline_run, models or {})
+        rows = result_rows(pipeline_run)
+        pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
+        pipeline_run.parent.set_description(describe(pipeline_run, rows))
+        pipeline_run.parent.set_tag("result", headline(rows))
+        picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", f"{typed.name}: {pipeline_run.seconds:.0f} s")
+        pipeline_run.parent.log_artifact(picture, "figures")
+    cost = pipeline_run.tracking.cost
     facts = {
-        "output": str(session.home),
-        "runs_url": session.tracking.runs_url(),
+        "output": str(pipeline_run.home),
+        "runs_url": pipeline_run.tracking.runs_url(),
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }
     return PipelineResult(
-        results=dict(session.results),
+        results=dict(pipeline_run.results),
         rows=rows,
-        run_url=session.tracking.run_url(session.parent.run_id or ""),
-        seconds=session.seconds,
+        run_url=pipeline_run.tracking.run_url(pipeline_run.parent.run_id or ""),
+        seconds=pipeline_run.seconds,
         facts=facts,
-        waiting=session.approval,
+        waiting=pipeline_run.approval,
     )
 
 
-def _run_stages(session: Session, given: dict[str, str]) -> None:
+def _run_stages(pipeline_run: PipelineRun, given: dict[str, str]) -> None:
     """The DAG. Each arrow is a path that one stage hands to another."""
-    stages = session.settings.stages
-    base = session.resolve_base_model()
+    stages = pipeline_run.settings.stages
+    base = pipeline_run.resolve_base_model()
     data: StageResult | None = None
     if stages.prepare_data is not None or base is None:
-        data = stage_task("prepare_data", prepare_data, session)(base)
+        data = stage_task("prepare_data", prepare_data, pipeline_run)(base)
     model: StageResult | Path | str
     if base is not None:
         model = base
@@ -195,29 +195,31 @@ def _run_stages(session: Session, given: dict[str, str]) -> None:
     if stages.sft is not None:
         if data is None:
             raise SettingsError("stages.sft needs stages.prepare_data, which makes or reads the demonstrations")
-        models["sft"] = result = stage_task("sft", sft, session)(model, data)
+        models["sft"] = result = stage_task("sft", sft, pipeline_run)(model, data)
         model = result.model
     if stages.preference is not None:
-        models["preference"] = result = stage_task("preference", optimise_preferences, session)(model, data)
+        models["preference"] = result = stage_task("preference", optimise_preferences, pipeline_run)(model, data)
         model = result.model
     if stages.reward_model is not None:
-        reward = stage_task("reward_model", reward_model, session)(model, data)
+        reward = stage_task("reward_model", reward_model, pipeline_run)(model, data)
     if stages.policy is not None:
-        models["policy"] = result = stage_task("policy", optimise_policy, session)(model, data, reward)
+        models["policy"] = result = stage_task("policy", optimise_policy, pipeline_run)(model, data, reward)
         model = result.model
     if stages.thoughts is not None:
-        models["thoughts"] = result = stage_task("thoughts", learn_thoughts, session)(model, data)
+        models["thoughts"] = result = stage_task("thoughts", learn_thoughts, pipeline_run)(model, data)
         model = result.model
     if stages.evaluate is None:
         return
-    trained = {name: session.results[name] for name in models}  # in the order of the pipeline
-    played = {name: session.resolve_model(source)[0] for name, source in given.items()} or models or {"base": model}
-    evaluation = stage_task("evaluate", evaluate_models, session)(played, data)
+    trained = {name: pipeline_run.results[name] for name in models}  # in the order of the pipeline
+    played = (
+        {name: pipeline_run.resolve_model(source)[0] for name, source in given.items()} or models or {"base": model}
+    )
+    evaluation = stage_task("evaluate", evaluate_models, pipeline_run)(played, data)
     if stages.analyze is not None:
-        stage_task("analyze", analyze_trajectories, session)(evaluation, played, data, reward)
+        stage_task("analyze", analyze_trajectories, pipeline_run)(evaluation, played, data, reward)
     if stages.promote is not None and trained:
         challenger = list(trained.values())[-1]
-        stage_task("promote", promote, session)(evaluation, challenger.stage, challenger, data)
+        stage_task("promote", promote, pipeline_run)(evaluation, challenger.stage, challenger, data)
 
 
 def run_pipeline(

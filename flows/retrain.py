@@ -14,12 +14,12 @@ from typing import Literal
 
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import PipelineResult, execute, say, watched
-from flows.runtime.approval_wait import decided
+from flows.runtime.approval_wait import run_with_approval
 from rl_core.errors import PosttrainError
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.lifecycle.data_lineage import record_sources
-from tasks.lifecycle.retraining import Plan, close_record, open_record, plan_retraining, settle_waiting
+from tasks.lifecycle.retraining import RetrainingPlan, close_record, open_record, plan_retraining, settle_waiting
 from tasks.stages.promote import AWAITING
 from tasks.tracking import Tracking
 
@@ -81,7 +81,7 @@ def _retrain(
     output = Path(settings.output).resolve()
     home = output / settings.name
     tracking = Tracking(settings.tracking.uri, output, settings.experiment)
-    plans: list[Plan] = []
+    plans: list[RetrainingPlan] = []
 
     def run_once() -> PipelineResult:
         with FolderLock(home / ".lock", wait_s=settings.run.wait_seconds) as lock:
@@ -101,7 +101,7 @@ def _retrain(
                 return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
             return _train(home, plan, lock)
 
-    pipeline = decided(settings, run_once, say)  # waits for a person without the lock
+    pipeline = run_with_approval(settings, run_once, say)  # waits for a person without the lock
     if plans and plans[-1].record is None:
         result = RetrainResult("skipped", plans[-1].why)
     else:
@@ -118,7 +118,7 @@ def _outcome(pipeline: PipelineResult) -> RetrainResult:
     return RetrainResult("waiting" if status == AWAITING else status, str(said.get("note", "")), pipeline)
 
 
-def _train(home: Path, plan: Plan, lock: FolderLock) -> PipelineResult:
+def _train(home: Path, plan: RetrainingPlan, lock: FolderLock) -> PipelineResult:
     """Run the planned pipeline and note what came of it."""
     record, settings = plan.record, plan.settings
     assert record is not None and settings is not None
@@ -145,7 +145,7 @@ def _train(home: Path, plan: Plan, lock: FolderLock) -> PipelineResult:
     return pipeline
 
 
-def _publish(settings: PipelineSettings, plan: Plan | None, result: RetrainResult) -> None:
+def _publish(settings: PipelineSettings, plan: RetrainingPlan | None, result: RetrainResult) -> None:
     """What was found and done, as a Prefect artifact; `plan`: None in a run that came back only for the answer."""
     lines = [f"## {settings.name}: {result.status}", result.message]
     lines += _planned(settings, plan, result) if plan is not None else []
@@ -158,7 +158,7 @@ def _publish(settings: PipelineSettings, plan: Plan | None, result: RetrainResul
         logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
 
 
-def _planned(settings: PipelineSettings, plan: Plan, result: RetrainResult) -> list[str]:
+def _planned(settings: PipelineSettings, plan: RetrainingPlan, result: RetrainResult) -> list[str]:
     lines = [] if plan.why == result.message else [f"Why: {plan.why}"]
     if plan.record is not None:
         start = f"version {plan.record.start} of {settings.registered_model}" if plan.record.start else "the base model"

@@ -19,7 +19,7 @@ from rl_core.analysis.statistics import (
     paired_bootstrap,
     sign_test,
 )
-from rl_core.distributed import ALONE, Workers
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import RolloutBackend
@@ -223,7 +223,7 @@ def evaluate(
     sampling: SamplingSettings,
     seed: int,
     policy_version: int = 0,
-    workers: Workers = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Evaluation:
     """Play every requested episode `samples` times and summarise.
 
@@ -241,7 +241,7 @@ def evaluate(
     groups = collect(
         environment, backend, renderer, requests,
         group_size=samples, sampling=sampling, seed=seed, policy_version=policy_version,
-        workers=workers,
+        process_group=process_group,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     rollouts = [rollout for group in groups for rollout in group.rollouts]

@@ -132,7 +132,7 @@ class TrainBatch:
     attention_mask_BS: torch.Tensor  # bool [B, S], True = real token
     loss_mask_BS: torch.Tensor  # bool [B, S], True = token carries loss; position 0 is never True
     advantages_BS: torch.Tensor | None = None  # float32 [B, S], 0 where loss_mask is False
-    old_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], log p(token s | tokens < s) when sampled
+    sampler_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], log p(token s | tokens < s) when sampled
     ref_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], the same under the reference model
     # int64 [B, S], only where rows hold several sequences: 0 begins a sequence, which attends to itself alone
     position_ids_BS: torch.Tensor | None = None

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError, SettingsError, nearest
 from tasks.config import PipelineSettings
-from tasks.lifecycle.approval import Request, answer, requests
+from tasks.lifecycle.approval import ApprovalRequest, answer, requests
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri, user_name
 
@@ -61,7 +61,7 @@ def _has_store(tracking: Tracking) -> bool:
     return tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists()
 
 
-def find(tracking: Tracking, known: Sequence[Request], run: str) -> Request:
+def find(tracking: Tracking, known: Sequence[ApprovalRequest], run: str) -> ApprovalRequest:
     """The question of a run: of those that match, the one that waits. Raises: DataError, SettingsError."""
     mine = [request for request in known if _matches(request.run, request.run_id, run)]
     waiting = [request for request in mine if request.is_waiting]
@@ -88,14 +88,14 @@ def _matches(name: str, run_id: str, text: str) -> bool:
     return text in (name, name.partition(" · ")[0]) or (len(text) >= 6 and run_id.startswith(text))
 
 
-def show(waiting: Sequence[Request], output: Path, where: str = "") -> str:
+def show(waiting: Sequence[ApprovalRequest], output: Path, where: str = "") -> str:
     """What waits, with the commands that decide."""
     if not waiting:
         return f"nothing in {output.absolute()} waits for approval"
     return "\n\n".join(f"{request.run}\n{request.outcome}\n{_commands(request, where)}" for request in waiting)
 
 
-def how_to_answer(settings: PipelineSettings, request: Request) -> str:
+def how_to_answer(settings: PipelineSettings, request: ApprovalRequest) -> str:
     """For the terminal of a run that waits: where the evidence is and what to type in another one."""
     where = ""
     if settings.tracking.uri:
@@ -109,12 +109,12 @@ def how_to_answer(settings: PipelineSettings, request: Request) -> str:
     )
 
 
-def _commands(request: Request, where: str) -> str:
+def _commands(request: ApprovalRequest, where: str) -> str:
     start = f"posttrain approve {shlex.quote(request.run)}"
     return f"approve   {start} --yes --note 'WHY'{where}\nreject    {start} --no --note 'WHY'{where}"
 
 
-def _let_go(request: Request, approve: bool) -> list[str]:
+def _let_go(request: ApprovalRequest, approve: bool) -> list[str]:
     """Tell the Prefect server, where the run waits on one that everybody reaches; a run's own process looks itself."""
     if not request.prefect_api or not request.flow_run_id:
         return []

@@ -10,7 +10,7 @@ from rl_core.errors import DataError, FolderBusy, nearest
 from rl_core.storage.folders import remove_folder
 from rl_core.storage.locks import FolderLock
 from tasks.lifecycle.dead_runs import recorded_runs
-from tasks.retention.plan import Plan, make_plan
+from tasks.retention.plan import RetentionPlan, make_plan
 from tasks.tracking import Tracking
 from tasks.tracking.removal import remove_from_store
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str] = (), delete: bool = False) -> str:
-    """Plan, and with `delete` remove; returns what to print.
+    """RetentionPlan, and with `delete` remove; returns what to print.
 
     Args:
         output: the output folder. uri: tracking store, as in a config.
@@ -52,7 +52,7 @@ def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str
     return "\n".join(lines)
 
 
-def _said(name: str, plan: Plan) -> list[str]:
+def _said(name: str, plan: RetentionPlan) -> list[str]:
     lines = [f"{name}: keeps {plan.kept_runs} runs, {plan.kept_folders} stage folders, versions "
              f"{', '.join(plan.kept_versions) or 'none'}"]  # fmt: skip
     for item in plan.items:
@@ -60,7 +60,7 @@ def _said(name: str, plan: Plan) -> list[str]:
     return lines
 
 
-def _remove(tracking: Tracking, plan: Plan) -> list[str]:
+def _remove(tracking: Tracking, plan: RetentionPlan) -> list[str]:
     """The store first: a folder whose run is gone is merely unexplained, a run whose folder is gone would mislead."""
     problems = remove_from_store(tracking.store, plan.runs, plan.versions, plan.models, plan.traces)
     for path in plan.paths:

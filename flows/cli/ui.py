@@ -23,7 +23,7 @@ from flows.runtime.prefect_home import prefect_environment
 from rl_core.errors import BackendError, SettingsError
 from tasks.tracking import Tracking, offline_environment
 
-__all__ = ["Service", "Services", "serve"]
+__all__ = ["PageServer", "PageServers", "serve"]
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
 
 
 @dataclass
-class Service:
+class PageServer:
     """One web page: its name, link, and the process that serves it (None = it runs elsewhere)."""
 
     name: str
@@ -74,7 +74,7 @@ class Service:
             raise BackendError(f"the {self.name} server ended (exit code {code}); its last lines:\n{self.tail()}")
 
 
-class Services:
+class PageServers:
     """Both pages, as a context manager."""
 
     def __init__(
@@ -95,9 +95,9 @@ class Services:
         self._tracking = Tracking(tracking_uri, self.output)
         self._ports = {"MLflow": mlflow_port, "Prefect": prefect_port}
         self._taken: set[int] = set()
-        self.services: list[Service] = []
+        self.services: list[PageServer] = []
 
-    def __enter__(self) -> Services:
+    def __enter__(self) -> PageServers:
         try:
             self.services.append(self._mlflow())
             self.services.append(self._prefect())
@@ -114,10 +114,10 @@ class Services:
 
     # -- the two servers ----------------------------------------------------------------------------------------
 
-    def _mlflow(self) -> Service:
+    def _mlflow(self) -> PageServer:
         store = self._tracking.store
         if not store.is_local:
-            return Service("MLflow", store.label, notes=["(runs elsewhere)"])
+            return PageServer("MLflow", store.label, notes=["(runs elsewhere)"])
         if store.uri.startswith("sqlite:///"):
             Path(store.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         artifacts = self.output / "mlflow" / "artifacts"
@@ -132,10 +132,10 @@ class Services:
         self._start(service, arguments, environment)
         return service
 
-    def _prefect(self) -> Service:
+    def _prefect(self) -> PageServer:
         elsewhere = os.environ.get("PREFECT_API_URL")
         if elsewhere:
-            return Service("Prefect", elsewhere.removesuffix("/").removesuffix("/api"), notes=["(runs elsewhere)"])
+            return PageServer("Prefect", elsewhere.removesuffix("/").removesuffix("/api"), notes=["(runs elsewhere)"])
         service = self._service("Prefect", "/api/health")
         port = self._ports["Prefect"]
         environment = {
@@ -150,11 +150,11 @@ class Services:
     def _netloc(self, port: int) -> str:
         return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
 
-    def _service(self, name: str, health: str) -> Service:
+    def _service(self, name: str, health: str) -> PageServer:
         wanted = self._ports[name]
         port = self._ports[name] = self._free_port(wanted)
         url = f"http://{self._netloc(port)}"
-        service = Service(name, url, url + health, self.output / "logs" / f"{name.lower()}-ui.log")
+        service = PageServer(name, url, url + health, self.output / "logs" / f"{name.lower()}-ui.log")
         if port != wanted:
             service.notes.append(f"(port {wanted} is taken)")
         return service
@@ -178,7 +178,7 @@ class Services:
             f"no free port on {self.host} from {wanted} on; name another with --mlflow-port/--prefect-port"
         )
 
-    def _start(self, service: Service, arguments: list[str], environment: dict[str, str]) -> None:
+    def _start(self, service: PageServer, arguments: list[str], environment: dict[str, str]) -> None:
         assert service.log_path is not None
         service.log_path.parent.mkdir(parents=True, exist_ok=True)
         with service.log_path.open("wb") as output:
@@ -225,7 +225,7 @@ class Services:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 log.info("process %d takes too long to stop and is killed", process.pid)
-            # Workers may outlive their master for a moment, or for ever.
+            # ProcessGroup may outlive their master for a moment, or for ever.
             while _signal_group(process, 0) and time.monotonic() < deadline:
                 time.sleep(0.05)
             _signal_group(process, signal.SIGKILL)
@@ -274,7 +274,7 @@ def serve(
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         print("starting the MLflow and Prefect pages ...", flush=True)
-        pages = Services(output, tracking_uri, host=host, mlflow_port=mlflow_port, prefect_port=prefect_port)
+        pages = PageServers(output, tracking_uri, host=host, mlflow_port=mlflow_port, prefect_port=prefect_port)
         with pages as running:
             for service in running.services:
                 print(f"{service.name:8} {service.url} {' '.join(service.notes)}".rstrip(), flush=True)

@@ -11,9 +11,9 @@ import time
 from collections import OrderedDict
 from pathlib import Path
 
-from flows.monitor.runs import Journal, RunView, StageView, judge, seconds_left
+from flows.monitor.runs import RunJournal, RunView, StageView, judge, seconds_left
 from flows.monitor.series import SeriesTable
-from flows.monitor.store import MlflowStore, StoredRun
+from flows.monitor.store import MlflowRunRow, MlflowStore
 from flows.monitor.tail import read_json
 from rl_core.errors import SettingsError, nearest
 
@@ -31,8 +31,8 @@ class Reader:
         self.output = output.absolute()
         self.store = MlflowStore(self.output / "mlflow" / "mlflow.db")
         self._lock = threading.RLock()
-        self._parents: dict[Path, Journal] = {}
-        self._stages: dict[Path, Journal] = {}
+        self._parents: dict[Path, RunJournal] = {}
+        self._stages: dict[Path, RunJournal] = {}
         self._tables: OrderedDict[str, tuple[tuple[str, float | None], SeriesTable]] = OrderedDict()  # from the store
         self._loaded: OrderedDict[str, None] = OrderedDict()
         self._views: dict[str, tuple[float, RunView]] = {}
@@ -55,11 +55,11 @@ class Reader:
         for home in _folders(self.output):
             stages = [path for name in _folders(home / "stages") for path in _folders(name) if _is_journal(path)]
             for path in stages:
-                self._stages.setdefault(path, Journal(path)).events.refresh()
+                self._stages.setdefault(path, RunJournal(path)).events.refresh()
             present |= set(stages)
             for path in _folders(home / "runs"):
                 present.add(path)
-                journal = self._parents.setdefault(path, Journal(path))
+                journal = self._parents.setdefault(path, RunJournal(path))
                 journal.events.refresh()
                 if journal.events.started:
                     found.append(self._head(home, journal))
@@ -70,7 +70,7 @@ class Reader:
         found += [_stored_head(run) for run in self.store.runs() if run.parent is None and run.run_id not in local]
         return sorted(found, key=lambda view: view.started, reverse=True)
 
-    def _head(self, home: Path, journal: Journal) -> RunView:
+    def _head(self, home: Path, journal: RunJournal) -> RunView:
         """A run without its stages."""
         events = journal.events
         record = read_json(home / "run.json")
@@ -97,7 +97,7 @@ class Reader:
             config=events.texts.get("config.json", {}),
         )
 
-    def _members(self, parent: Journal) -> list[Journal]:
+    def _members(self, parent: RunJournal) -> list[RunJournal]:
         """Journals of the stages that began in this run. Compared by name: the output folder may have been moved."""
         home = parent.folder.parent.parent
         return [
@@ -176,10 +176,10 @@ class Reader:
         view.stages += [StageView(name, "not run" if view.is_over else "waiting") for name in to_come]
         return view
 
-    def _in(self, journal: Journal, home: str) -> bool:
+    def _in(self, journal: RunJournal, home: str) -> bool:
         return journal.folder.parent.parent.parent == self.output / home
 
-    def _stage_view(self, run: RunView, journal: Journal, cached_as: str) -> StageView:
+    def _stage_view(self, run: RunView, journal: RunJournal, cached_as: str) -> StageView:
         journal.refresh_metrics()
         events = journal.events
         finished = journal.folder.with_name(_key_of(journal))
@@ -232,7 +232,7 @@ class Reader:
         view.system = self._stored_table(view.run_id, view.ended)
         return view
 
-    def _stored_stage(self, stored: StoredRun, label: str) -> StageView:
+    def _stored_stage(self, stored: MlflowRunRow, label: str) -> StageView:
         status = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}.get(stored.status, "dead")
         return StageView(
             label=label,
@@ -260,7 +260,7 @@ class Reader:
         return table
 
 
-def _stored_head(run: StoredRun) -> RunView:
+def _stored_head(run: MlflowRunRow) -> RunView:
     status = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}.get(run.status, "dead")
     pipeline = run.tags.get("pipeline") or run.experiment
     return RunView(
@@ -298,7 +298,7 @@ def _is_journal(path: Path) -> bool:
     return path.name.endswith(".tracking")
 
 
-def _key_of(journal: Journal) -> str:
+def _key_of(journal: RunJournal) -> str:
     return journal.folder.name.removesuffix(".tracking")
 
 

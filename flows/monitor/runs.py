@@ -20,7 +20,7 @@ import psutil
 from flows.monitor.series import SeriesTable
 from flows.monitor.tail import Tail, read_json
 
-__all__ = ["EventLog", "Journal", "RunView", "StageView", "judge", "process_lives", "seconds_left"]
+__all__ = ["EventLog", "RunJournal", "RunView", "StageView", "judge", "process_lives", "seconds_left"]
 
 FRESH_SECONDS = 30.0  # a journal written this recently belongs to something that lives, whatever else is unknown
 LONG_SECONDS = 600.0  # without a record, though the machine's load is recorded every few seconds by default
@@ -84,7 +84,7 @@ class EventLog:
             self.texts[row["name"]] = json.loads(row["text"])
 
 
-class Journal:
+class RunJournal:
     """One tracking folder: its events and its metrics."""
 
     def __init__(self, folder: Path) -> None:
@@ -123,7 +123,7 @@ class StageView:
 
     label: str  # as in the pipeline: sft, reward_model, policy
     status: str  # waiting, running, finished, failed, stopped, dead, cached
-    journal: Journal | None = None
+    journal: RunJournal | None = None
     folder: Path | None = None  # what it writes or has written; None where nothing is there
     started: float = 0.0
     ended: float = 0.0

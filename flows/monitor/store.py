@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["MlflowStore", "StoredRun"]
+__all__ = ["MlflowStore", "MlflowRunRow"]
 
 MAX_RUNS = 300  # pipeline runs, the newest
 MAX_POINTS = 500_000  # metric values of one run
 
 
 @dataclass
-class StoredRun:
+class MlflowRunRow:
     """One run of the store."""
 
     run_id: str
@@ -40,7 +40,7 @@ class MlflowStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._seen: tuple[int, float] | None = None
-        self._runs: list[StoredRun] = []
+        self._runs: list[MlflowRunRow] = []
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -48,7 +48,7 @@ class MlflowStore:
         with closing(sqlite3.connect(uri, uri=True, timeout=0.1)) as connection:
             yield connection
 
-    def runs(self) -> list[StoredRun]:
+    def runs(self) -> list[MlflowRunRow]:
         """The newest pipeline runs and their stages, newest first; read again only when the file has changed."""
         try:
             found = self.path.stat()
@@ -77,7 +77,7 @@ class MlflowStore:
         return [{"step": step, "time": when, "metrics": {name: value}} for name, value, when, step in rows]
 
 
-def _read_runs(connection: sqlite3.Connection) -> list[StoredRun]:
+def _read_runs(connection: sqlite3.Connection) -> list[MlflowRunRow]:
     rows = connection.execute(
         "SELECT r.run_uuid, r.name, r.status, r.start_time, r.end_time, e.name FROM runs r "
         "JOIN experiments e ON e.experiment_id = r.experiment_id WHERE r.lifecycle_stage = 'active' "
@@ -91,7 +91,7 @@ def _read_runs(connection: sqlite3.Connection) -> list[StoredRun]:
     ):
         tags.setdefault(run_id, {})[key] = value
     return [
-        StoredRun(
+        MlflowRunRow(
             run_id=run_id,
             name=name or run_id,
             status=status,

@@ -19,7 +19,7 @@ from flows.operations.database import SQLITE, shown
 from flows.operations.processes import check_platform, end_all, leftovers, mark_of
 from flows.operations.report import links, table
 from flows.operations.services import prefect_url
-from flows.operations.state import Options, Places, State, is_running, read_state
+from flows.operations.state import Options, State, StatePaths, is_running, read_state
 from flows.operations.supervisor import REPAIR, Supervisor
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 
@@ -48,7 +48,7 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
     check_platform()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    places = Places(output)
+    places = StatePaths(output)
     address = str(given.get("database") or os.environ.get(DATABASE_VARIABLE) or "")
     if address:
         given = {**given, "database": shown(address)}
@@ -86,7 +86,7 @@ def _announce(state: State) -> None:
     _say("Ctrl-C (or `posttrain down`) stops all of it")
 
 
-def _check_same_database(places: Places, options: Options) -> None:
+def _check_same_database(places: StatePaths, options: Options) -> None:
     """Servers that come up empty because an option was forgotten are a fright."""
     try:
         last = str(json.loads(places.last.read_text())["database"])
@@ -128,7 +128,7 @@ def _check_environment(options: Options) -> None:
 # ------------------------------------------------------------------------------------------------- while it is running
 
 
-def _repair(places: Places, given: dict[str, Any]) -> None:
+def _repair(places: StatePaths, given: dict[str, Any]) -> None:
     """Say what runs, start what does not, register again."""
     state = _wait(places, lambda state: state.phase == "up", "is still starting")
     options = dataclasses.asdict(state.options)
@@ -157,7 +157,7 @@ def _repair(places: Places, given: dict[str, Any]) -> None:
         raise DataError(state.problem)
 
 
-def _wait(places: Places, until: Callable[[State], bool], what: str, child: Any = None) -> State:
+def _wait(places: StatePaths, until: Callable[[State], bool], what: str, child: Any = None) -> State:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
         state = read_state(places)
@@ -173,7 +173,7 @@ def _wait(places: Places, until: Callable[[State], bool], what: str, child: Any 
     )
 
 
-def _start_in_background(places: Places, given: dict[str, Any], address: str) -> None:
+def _start_in_background(places: StatePaths, given: dict[str, Any], address: str) -> None:
     command = [*COMMAND, "up", "--output", str(places.output)]
     for name, value in given.items():
         if name != "database":
@@ -200,7 +200,7 @@ def _start_in_background(places: Places, given: dict[str, Any], address: str) ->
         raise DataError(state.problem)
 
 
-def _child_failed(places: Places, code: int) -> Exception:
+def _child_failed(places: StatePaths, code: int) -> Exception:
     """The error that the supervisor printed, as if it had been raised here."""
     text = places.log("up").read_text(errors="replace")
     message = text.rpartition("posttrain: ")[2].strip() or f"exit code {code}; see {places.log('up')}"
@@ -219,7 +219,7 @@ def down(output: Path) -> str:
     Raises: BackendError when something cannot be ended.
     """
     output = output.resolve()
-    places, mark = Places(output), mark_of(output)
+    places, mark = StatePaths(output), mark_of(output)
     done = ""
     if is_running(places):
         state = read_state(places)
@@ -248,7 +248,7 @@ def down(output: Path) -> str:
 def status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
     """What runs for an output folder, as text, and whether all of it is up."""
     output = output.resolve()
-    places = Places(output)
+    places = StatePaths(output)
     state = read_state(places) if is_running(places) else None
     if state is None:
         left = leftovers(mark_of(output))

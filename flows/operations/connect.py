@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flows.operations.checks import check_api, configured_api
 from flows.operations.services import GPU_LIMIT, mlflow_url, prefect_url
-from flows.operations.state import Places, State, is_running, read_state
+from flows.operations.state import State, StatePaths, is_running, read_state
 from rl_core.errors import BackendError
 
 __all__ = ["connect", "running"]
@@ -16,7 +16,7 @@ __all__ = ["connect", "running"]
 
 def running(output: Path) -> State | None:
     """The servers of an output folder; None where no supervisor runs."""
-    places = Places(output.resolve())
+    places = StatePaths(output.resolve())
     return read_state(places) if is_running(places) else None
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from flows.operations.ports import is_free
 from flows.operations.processes import MARK, ProcessId, end_all, spawn
-from flows.operations.services import Service
+from flows.operations.services import ServiceSpec
 from flows.operations.state import ServiceState
 
-__all__ = ["Supervised", "wait_before"]
+__all__ = ["ManagedService", "wait_before"]
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,12 @@ def wait_before(failures: int) -> float:
     return float(min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(failures - 1, 10)))
 
 
-class Supervised:
+class ManagedService:
     """A service with its process. `step` is called again and again; nothing in it waits but one look at the server."""
 
-    def __init__(self, service: Service, log_path: Path, start: Callable[..., subprocess.Popen[bytes]] = spawn) -> None:
+    def __init__(
+        self, service: ServiceSpec, log_path: Path, start: Callable[..., subprocess.Popen[bytes]] = spawn
+    ) -> None:
         self.service, self._log, self._start = service, log_path, start
         self.state = ServiceState(service.name, url=service.url, log=str(log_path))
         self.process: subprocess.Popen[bytes] | None = None

@@ -26,13 +26,13 @@ from rl_core.storage.folders import write_json_atomic
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient
 
-__all__ = ["Request", "main", "num_gpus"]
+__all__ = ["RegistrationRequest", "main", "num_gpus"]
 
 POOL_TYPE = "process"
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RegistrationRequest:
     """What is to be registered."""
 
     root: str  # the checkout: entrypoints are relative to it
@@ -49,7 +49,7 @@ def num_gpus() -> int:
 
 def main() -> int:
     """Do it and write the result; exit code 0, or 1 with the problem in the result."""
-    request = Request(**json.loads(Path(sys.argv[1]).read_text()))
+    request = RegistrationRequest(**json.loads(Path(sys.argv[1]).read_text()))
     result: dict[str, Any] = {"at": time.time(), "problem": "", "deployments": [], "automations": [], "notes": []}
     try:
         asyncio.run(_register(request, result))
@@ -63,7 +63,7 @@ def main() -> int:
     return 1 if result["problem"] else 0
 
 
-async def _register(request: Request, result: dict[str, Any]) -> None:
+async def _register(request: RegistrationRequest, result: dict[str, Any]) -> None:
     if warning := check_api(os.environ["PREFECT_API_URL"], "posttrain up"):
         result["notes"].append(warning)
     from prefect.client.orchestration import get_client

@@ -24,7 +24,7 @@ from tasks.mlflow_environment import default_uri, offline_environment
 __all__ = [
     "GPU_LIMIT",
     "ROOT",
-    "Service",
+    "ServiceSpec",
     "ask",
     "base_environment",
     "client_environment",
@@ -47,7 +47,7 @@ _ELSEWHERE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ServiceSpec:
     """How one server is run."""
 
     name: str
@@ -130,7 +130,7 @@ def client_environment(output: Path, name: str, options: Options, mlflow: str) -
     return environment
 
 
-def services(output: Path, options: Options, databases: Databases, mlflow_elsewhere: str = "") -> list[Service]:
+def services(output: Path, options: Options, databases: Databases, mlflow_elsewhere: str = "") -> list[ServiceSpec]:
     """All servers, in the order in which they start; they end in the opposite order.
 
     Args:
@@ -140,7 +140,7 @@ def services(output: Path, options: Options, databases: Databases, mlflow_elsewh
     return [*found, _prefect(output, options, databases), _worker(output, options, mlflow_elsewhere)]
 
 
-def _mlflow(output: Path, options: Options, databases: Databases) -> Service:
+def _mlflow(output: Path, options: Options, databases: Databases) -> ServiceSpec:
     url, port = mlflow_url(options), options.mlflow_port
     command = (
         sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
@@ -153,18 +153,18 @@ def _mlflow(output: Path, options: Options, databases: Databases) -> Service:
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
     environment.pop("MLFLOW_TRACKING_URI", None)
-    return Service(
+    return ServiceSpec(
         "mlflow", command, environment, output, url, lambda: _answers(f"{url}/health"), "--mlflow-port", port
     )
 
 
-def _prefect(output: Path, options: Options, databases: Databases) -> Service:
+def _prefect(output: Path, options: Options, databases: Databases) -> ServiceSpec:
     url, port = prefect_url(options), options.prefect_port
     environment = base_environment(output, "prefect") | {"PREFECT_UI_API_URL": f"{url}/api"}
     if databases.prefect:
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = databases.prefect
     command = (sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port))
-    return Service(
+    return ServiceSpec(
         "prefect", command, environment, output, url, lambda: _answers(f"{url}/api/health"), "--prefect-port", port
     )
 
@@ -174,7 +174,7 @@ def worker_name() -> str:
     return f"posttrain-{platform.node() or 'here'}"
 
 
-def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> Service:
+def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> ServiceSpec:
     api = f"{prefect_url(options)}/api"
     command = [
         sys.executable, "-m", "prefect", "worker", "start", "--type", "process", "--pool", options.pool,
@@ -190,7 +190,7 @@ def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> Service:
             return False
         return any(worker["name"] == worker_name() and worker["status"] == "ONLINE" for worker in found)
 
-    return Service(
+    return ServiceSpec(
         "worker",
         tuple(command),
         client_environment(output, "worker", options, mlflow_elsewhere or mlflow_url(options)),

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from flows.operations.processes import ProcessId
 from rl_core.storage.folders import write_text_unsynced
 
-__all__ = ["Options", "Places", "ServiceState", "State", "is_running", "read_state", "write_state"]
+__all__ = ["Options", "StatePaths", "ServiceState", "State", "is_running", "read_state", "write_state"]
 
 VERSION = 1
 Phase = Literal["starting", "up", "stopping"]
@@ -25,7 +25,7 @@ ServicePhase = Literal["starting", "up", "waiting", "elsewhere", "stopped"]  # w
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class StatePaths:
     """Where things are under an output folder."""
 
     output: Path
@@ -109,13 +109,13 @@ class State:
         return str(self.registration.get("problem", ""))
 
 
-def write_state(places: Places, state: State) -> None:
+def write_state(places: StatePaths, state: State) -> None:
     """Replace the file at once. A full disk must not end the servers: the file is for those who look on."""
     places.folder.mkdir(parents=True, exist_ok=True)
     write_text_unsynced(places.state, json.dumps({"version": VERSION, **dataclasses.asdict(state)}, indent=2) + "\n")
 
 
-def read_state(places: Places) -> State | None:
+def read_state(places: StatePaths) -> State | None:
     """The file as it was last written; None where there is none that can be read."""
     try:
         data = json.loads(places.state.read_text())
@@ -136,7 +136,7 @@ def _process(data: dict[str, Any] | None) -> ProcessId | None:
     return None if data is None else ProcessId(int(data["pid"]), int(data["started"]), str(data["boot"]))
 
 
-def is_running(places: Places) -> bool:
+def is_running(places: StatePaths) -> bool:
     """Whether a supervisor holds the lock."""
     try:
         descriptor = os.open(places.lock, os.O_RDWR | os.O_CLOEXEC)

@@ -17,12 +17,12 @@ from typing import Any
 
 from flows.operations.checks import explain
 from flows.operations.database import prepare
-from flows.operations.managed_service import Supervised
+from flows.operations.managed_service import ManagedService
 from flows.operations.ports import check_port
 from flows.operations.processes import ProcessId, end_all, mark_of, spawn
-from flows.operations.registration import Request
-from flows.operations.services import ROOT, Service, client_environment, mlflow_url, services
-from flows.operations.state import Options, Places, State, write_state
+from flows.operations.registration import RegistrationRequest
+from flows.operations.services import ROOT, ServiceSpec, client_environment, mlflow_url, services
+from flows.operations.state import Options, State, StatePaths, write_state
 from rl_core.errors import BackendError, FolderBusy
 from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
@@ -55,11 +55,11 @@ class Supervisor:
         """`address`: of the database, with its password; `options.database` is what may be shown of it."""
         self.output, self.options, self._address = output, options, address
         self._mlflow_elsewhere, self._say = mlflow_elsewhere, say
-        self.places = Places(output)
+        self.places = StatePaths(output)
         own = ProcessId.of(os.getpid())
         assert own is not None
         self.state = State(supervisor=own, options=options)
-        self.servers: list[Supervised] = []
+        self.servers: list[ManagedService] = []
         self._registration: subprocess.Popen[bytes] | None = None
         self._stops = 0
         self._repair = False
@@ -114,7 +114,7 @@ class Supervisor:
         for spec in specs:
             if spec.port is not None:
                 check_port(spec.port, f"the {spec.name} server", spec.option)
-        self.servers = [Supervised(spec, self.places.log(spec.name)) for spec in specs]
+        self.servers = [ManagedService(spec, self.places.log(spec.name)) for spec in specs]
         self.state.services = [server.state for server in self.servers]
         self._say(f"starting {', '.join(spec.name for spec in specs)} (logs: {self.output / 'logs'}) ...")
         while not all(server.is_up for server in self.servers):
@@ -129,7 +129,7 @@ class Supervisor:
         self.state.phase = "up"
         self._write()
 
-    def _failed(self, server: Supervised) -> BackendError:
+    def _failed(self, server: ManagedService) -> BackendError:
         tail = server.tail()
         advice = explain(tail)
         return BackendError(
@@ -155,7 +155,7 @@ class Supervisor:
         self._write()
         time.sleep(STEP_SECONDS)
 
-    def _may_start(self, service: Service) -> bool:
+    def _may_start(self, service: ServiceSpec) -> bool:
         return (
             not service.needs or next(server for server in self.servers if server.service.name == service.needs).is_up
         )
@@ -164,7 +164,7 @@ class Supervisor:
 
     def _register(self) -> None:
         folder = Path(self.options.deployments or ROOT / "deployments")
-        request = Request(
+        request = RegistrationRequest(
             root=str(folder.parent), pool=self.options.pool, gpu_slots=self.options.gpu_slots,
             deployments=str(folder / "prefect.yaml"), automations=str(folder / "automations.yaml"),
         )  # fmt: skip

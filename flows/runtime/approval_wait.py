@@ -27,13 +27,13 @@ from flows.cli.approve import how_to_answer
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings
-from tasks.lifecycle.approval import Request, answer, asked, expire
+from tasks.lifecycle.approval import ApprovalRequest, answer, asked, expire
 from tasks.tracking import Tracking
 
 if TYPE_CHECKING:
     from flows.post_training import PipelineResult
 
-__all__ = ["decided"]
+__all__ = ["run_with_approval"]
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Approval(RunInput):
     note: str = Field(default="", description="why; kept with the version")
 
 
-def decided(
+def run_with_approval(
     settings: PipelineSettings, run_once: Callable[[], PipelineResult], say: Callable[[str], None]
 ) -> PipelineResult:
     """Run the pipeline, wait where its promotion waits for a person, and give the result with the answer in it.
@@ -78,12 +78,12 @@ def decided(
         result = None
 
 
-def _asked_by_another(request: Request) -> bool:
+def _asked_by_another(request: ApprovalRequest) -> bool:
     """Whether another run of a deployment waits for the same answer; then this one has nothing to add and ends."""
     return bool(deployment.id) and request.flow_run_id not in ("", str(flow_run.id))
 
 
-def _with_answer(result: PipelineResult, request: Request) -> PipelineResult:
+def _with_answer(result: PipelineResult, request: ApprovalRequest) -> PipelineResult:
     """The result with the answer where it said that it waits."""
     rows = [{**row, "note": request.outcome} if row["stage"] == "promote" else row for row in result.rows]
     stages = dict(result.results)
@@ -95,7 +95,7 @@ def _with_answer(result: PipelineResult, request: Request) -> PipelineResult:
     return dataclasses.replace(result, rows=rows, results=stages, facts=facts, waiting=None)
 
 
-def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult, back: bool) -> Request:
+def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult, back: bool) -> ApprovalRequest:
     """Until the request is answered, by whomever. A run of a deployment ends here, and comes back later.
 
     Args:
@@ -117,19 +117,19 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
     return found
 
 
-def _key(request: Request) -> str:
+def _key(request: ApprovalRequest) -> str:
     """Prefect pauses once for each key: a comparison that is asked about again needs another one."""
     return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
 
 
-def _form(request: Request) -> type[Approval]:
+def _form(request: ApprovalRequest) -> type[Approval]:
     return Approval.with_initial_data(
         description=f"{request.outcome}\n\nThe evidence is the artifact `...-review` of this run, and `review/` in the "
         "MLflow run."
     )
 
 
-def _settle(tracking: Tracking, request: Request, form: Approval, *, in_time: bool = False) -> None:
+def _settle(tracking: Tracking, request: ApprovalRequest, form: Approval, *, in_time: bool = False) -> None:
     """Take the form's answer, unless the request was answered otherwise."""
     if not asked(tracking, request).is_waiting:
         return
@@ -140,7 +140,7 @@ def _settle(tracking: Tracking, request: Request, form: Approval, *, in_time: bo
         logger.warning("%s", error)
 
 
-def _wait_here(tracking: Tracking, request: Request) -> None:
+def _wait_here(tracking: Tracking, request: ApprovalRequest) -> None:
     """Pause the flow run, so that its page shows the form, and look for an answer from elsewhere meanwhile."""
     watch = _Watch(tracking, request)
     form: Approval | None = None
@@ -163,7 +163,7 @@ def _wait_here(tracking: Tracking, request: Request) -> None:
 class _Watch(threading.Thread):
     """Looks for an answer in the tracking store and for the deadline; then lets the paused flow run go on."""
 
-    def __init__(self, tracking: Tracking, request: Request) -> None:
+    def __init__(self, tracking: Tracking, request: ApprovalRequest) -> None:
         super().__init__(name="approval", daemon=True)
         self.tracking, self.request = tracking, request
         self.answered = threading.Event()
@@ -229,5 +229,5 @@ def _suspended_before(settings: PipelineSettings) -> PipelineResult | None:
     if not flow_run.id or not path.is_file():
         return None
     kept = json.loads(path.read_text())
-    waiting = Request(**kept.pop("waiting"))
+    waiting = ApprovalRequest(**kept.pop("waiting"))
     return PipelineResult(results={}, waiting=waiting, **kept)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from uuid import UUID
 
 from tasks.lifecycle.approval import expire, requests
-from tasks.lifecycle.dead_runs import GoneRun, bury
+from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri
 
@@ -29,7 +29,7 @@ def repair(output: Path, uri: str | None = None) -> list[str]:
     local = default_uri(output)
     if not output.is_dir():
         return [f"nothing to repair: {output} does not exist"]
-    found = bury(tracking, output)
+    found = close_dead_runs(tracking, output)
     lines = [_line(run, output) for run in found]
     dead = [run.flow_run_id for run in found if not run.elsewhere and run.flow_run_id]
     if dead:
@@ -45,7 +45,7 @@ def repair(output: Path, uri: str | None = None) -> list[str]:
     return lines or ["nothing to repair: every run has ended or is alive"]
 
 
-def _line(run: GoneRun, output: Path) -> str:
+def _line(run: DeadRun, output: Path) -> str:
     if run.elsewhere:
         return run.why
     text = f"{run.why}; marked as killed"

@@ -11,21 +11,21 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from tasks.pipeline.run import Session
+    from tasks.pipeline.run import PipelineRun
 
 __all__ = ["describe", "headline", "parent_metrics", "result_rows", "result_table"]
 
 
-def result_rows(session: Session) -> list[dict[str, Any]]:
+def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
     """One row a stage, in order: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}."""
-    evaluated = session.results["evaluate"].summary["models"] if "evaluate" in session.results else {}
+    evaluated = pipeline_run.results["evaluate"].summary["models"] if "evaluate" in pipeline_run.results else {}
     rows = []
-    for name, result in session.results.items():
+    for name, result in pipeline_run.results.items():
         row: dict[str, Any] = {
             "stage": name,
             "seconds": result.summary.get("seconds", result.seconds),
             "cached": result.cached,
-            "url": session.tracking.run_url(result.run_id) if result.run_id else "",
+            "url": pipeline_run.tracking.run_url(result.run_id) if result.run_id else "",
             "note": result.summary.get("note", ""),
             "tokens_per_second": result.summary.get("tokens_per_second"),
         }
@@ -86,15 +86,15 @@ def _rate(row: Mapping[str, Any]) -> str:
     return ""
 
 
-def parent_metrics(session: Session) -> dict[str, float]:
+def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
     """The few numbers by which parent runs are compared in the runs table."""
-    cost = session.tracking.cost
+    cost = pipeline_run.tracking.cost
     metrics: dict[str, float] = {
-        "pipeline/seconds": session.seconds,
+        "pipeline/seconds": pipeline_run.seconds,
         "pipeline/tracking_seconds": cost.foreground_seconds,
         "pipeline/tracking_background_seconds": cost.background_seconds,
     }
-    for row in result_rows(session):
+    for row in result_rows(pipeline_run):
         name = row["stage"]
         if row.get("success") is not None:
             metrics[f"success_rate/{name}"] = row["success"]
@@ -114,7 +114,7 @@ def headline(rows: Sequence[Mapping[str, Any]]) -> str:
     return "; ".join(parts or [str(row["note"]) for row in rows[-1:]])[:250]
 
 
-def describe(session: Session, rows: Sequence[Mapping[str, Any]]) -> str:
+def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:
     """The parent run's description in MLflow: markdown that tells what came out."""
     lines = ["| stage | success (95% interval) | reward | seconds | result |", "|---|---|---|---|---|"]
     for row in rows:
@@ -125,7 +125,7 @@ def describe(session: Session, rows: Sequence[Mapping[str, Any]]) -> str:
         note = str(row["note"]).replace("|", "/")
         lines.append(f"| {linked} | {_rate(row)} | {reward} | {seconds} | {note} |")
     lines.append("")
-    if session.flow_run_url:
-        lines.append(f"[Prefect flow run]({session.flow_run_url}) · ")
+    if pipeline_run.flow_run_url:
+        lines.append(f"[Prefect flow run]({pipeline_run.flow_run_url}) · ")
     lines.append("Report: artifact `report.html` · settings: artifact `config.json`")
     return "\n".join(lines)

@@ -13,7 +13,7 @@ import torch
 
 from rl_core.cpu import build
 
-__all__ = ["Attention", "Rows", "load"]
+__all__ = ["AttentionKernel", "Rows", "load"]
 
 LARGEST_HEAD, WIDTH = 256, 16  # as in attention.c
 
@@ -39,7 +39,7 @@ class Rows:
     longest: int
 
 
-class Attention:
+class AttentionKernel:
     """Rotary embedding and attention, on torch's threads. All tensors are contiguous float32 on the CPU."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
@@ -110,7 +110,7 @@ class Attention:
 
 
 @functools.cache
-def load() -> Attention | None:
+def load() -> AttentionKernel | None:
     """The functions, or None where nothing is compiled."""
     code = build.load()
-    return Attention(code) if code is not None else None
+    return AttentionKernel(code) if code is not None else None

@@ -16,7 +16,7 @@ import torch
 from rl_core.cpu import build
 from rl_core.cpu.int8_gemm import Packed
 
-__all__ = ["Native", "PackedWeights", "Step", "WholeStep", "load"]
+__all__ = ["Native", "PackedWeights", "DecodeStep", "WholeStep", "load"]
 
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode_ops.c
 
@@ -38,7 +38,7 @@ class Norm(Protocol):
     eps: float
 
 
-class Step:
+class DecodeStep:
     """What all layers of one decoding step have in common. It keeps the tensors that the compiled code points to."""
 
     def __init__(
@@ -138,7 +138,7 @@ class WholeStep:
         )  # fmt: skip
         self._digits, self._room = packed.digits, embedding_VH.new_empty(0)
 
-    def __call__(self, step: Step, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
+    def __call__(self, step: DecodeStep, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
         """Logits [count, V] that follow the first `count` of the new tokens; keys and values go into the cache."""
         fields, model = step.fields, self._model
         query_size = fields.Q * fields.D
@@ -188,7 +188,7 @@ class Native:
 
     def attend(
         self,
-        step: Step,
+        step: DecodeStep,
         heads_NE: torch.Tensor,
         cache: torch.Tensor,
         q_norm: Norm | None,

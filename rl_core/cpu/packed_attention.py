@@ -43,7 +43,7 @@ def attention_of(
     lengths: list[int], shared: SharedPrefixes | None, head_dim: int, cos_ND: torch.Tensor, sin_ND: torch.Tensor
 ) -> Attention:
     """Attention for rows of these lengths, whose tokens lie end to end."""
-    compiled = attention_kernel.load() if attention_kernel.Attention.suits(head_dim) else None
+    compiled = attention_kernel.load() if attention_kernel.AttentionKernel.suits(head_dim) else None
     if compiled is not None:
         return _Compiled(compiled, _named_rows(lengths, shared), cos_ND, sin_ND)
     return _Rectangles(_rows_of(lengths, shared), cos_ND, sin_ND)
@@ -61,7 +61,7 @@ def chosen(x_N: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 class _Compiled(Attention):
     def __init__(
         self,
-        compiled: attention_kernel.Attention,
+        compiled: attention_kernel.AttentionKernel,
         rows: attention_kernel.Rows,
         cos_ND: torch.Tensor,
         sin_ND: torch.Tensor,
@@ -94,7 +94,7 @@ def _named_rows(lengths: Sequence[int], shared: SharedPrefixes | None) -> attent
 class _CompiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, heads_NhD: torch.Tensor, compiled: attention_kernel.Attention, fixed: tuple[Any, ...]
+        ctx: Any, heads_NhD: torch.Tensor, compiled: attention_kernel.AttentionKernel, fixed: tuple[Any, ...]
     ) -> torch.Tensor:
         out_NE, turned_NhD, logs_NQ = compiled.forward(heads_NhD.contiguous(), *fixed)
         ctx.save_for_backward(out_NE, turned_NhD, logs_NQ)
@@ -120,7 +120,7 @@ class _Rectangles(Attention):
         q_NhD, k_NhD, v_NhD = heads_NhD.split([query_heads, kv_heads, kv_heads], dim=1)
         turning = self._cos_ND[:, None], self._sin_ND[:, None]
         q_NhD, k_NhD = _Rotary.apply(q_NhD, *turning), _Rotary.apply(k_NhD, *turning)
-        parts = zip(*(self._rows.spread(x_NhD) for x_NhD in (q_NhD, k_NhD, v_NhD)), strict=True)
+        parts = zip(*(self._rows.scatter_state(x_NhD) for x_NhD in (q_NhD, k_NhD, v_NhD)), strict=True)
         return self._rows.join(
             [
                 functional.scaled_dot_product_attention(
@@ -140,7 +140,7 @@ class _Rows:
     places_N: torch.Tensor  # int64, one place of each
     repeated: tuple[torch.Tensor, torch.Tensor] | None = None  # int64, the other places of some, and which they are
 
-    def spread(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
+    def scatter_state(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
         """[N, h, D] -> [rows, h, width, D] of each rectangle; no gradient comes back from padding."""
         padded_PhD: torch.Tensor = _Spread.apply(x_NhD, self.tokens_P, self.places_N, self.repeated)
         parts = padded_PhD.split([rows * width for rows, width in self.shapes])

@@ -15,11 +15,11 @@ from rl_core.curriculum.conditions import check_metric, metric_name
 from rl_core.metrics import MetricHistory
 from rl_core.settings import RollbackSettings
 
-__all__ = ["RollbackWatch", "Verdict"]
+__all__ = ["RollbackWatch", "RollbackDecision"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RollbackDecision:
     """What has to happen because the present stage has lost what it could do."""
 
     action: Literal["rollback", "unwatched", "stop"]
@@ -68,7 +68,7 @@ class RollbackWatch:
             assert level is not None
             self.levels[index] = level
 
-    def judge(self, index: int, history: MetricHistory, known: Iterable[str] = ()) -> Verdict | None:
+    def judge(self, index: int, history: MetricHistory, known: Iterable[str] = ()) -> RollbackDecision | None:
         """Take in one iteration of the stage at `index`; what has to happen, None = nothing.
 
         Args:
@@ -93,18 +93,18 @@ class RollbackWatch:
         )
         return self._decide(index, settings, why, {settings.metric: value, f"{settings.metric} at entry": level})
 
-    def _decide(self, index: int, settings: RollbackSettings, why: str, metrics: dict[str, float]) -> Verdict:
+    def _decide(self, index: int, settings: RollbackSettings, why: str, metrics: dict[str, float]) -> RollbackDecision:
         if self.rollbacks[index] < settings.max_rollbacks:
             self.rollbacks[index] += 1
             self.cooldown = settings.cooldown
             target = index - 1 if settings.to == "previous" and index > 0 else index
             number = f"rollback {self.rollbacks[index]} of {settings.max_rollbacks}"
-            return Verdict("rollback", target, f"{why} ({number})", metrics)
+            return RollbackDecision("rollback", target, f"{why} ({number})", metrics)
         self.unwatched.append(index)
         after = f"after {self.rollbacks[index]} rollbacks"
         if settings.on_exhausted == "stop":
-            return Verdict("stop", index, f"{why}, {after}", metrics)
-        return Verdict("unwatched", index, f"{why}, {after}: going on", metrics)
+            return RollbackDecision("stop", index, f"{why}, {after}", metrics)
+        return RollbackDecision("unwatched", index, f"{why}, {after}: going on", metrics)
 
     def metrics(self, index: int, history: MetricHistory) -> dict[str, float]:
         """What a page shows; {} for a curriculum that is never rolled back. `history`: as for `judge`."""

@@ -11,7 +11,7 @@ from typing import Any
 from rl_core.data.files import BadRow, describe, file_digest, read_rows
 from rl_core.errors import DataError, RecordsError, SettingsError
 
-__all__ = ["Problem", "Records", "Row", "read_demonstrations", "read_preferences", "read_questions", "report"]
+__all__ = ["RowProblem", "Records", "Row", "read_demonstrations", "read_preferences", "read_questions", "report"]
 
 Row = dict[str, Any]
 
@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class RowProblem:
     """One row that cannot be used."""
 
     file: str
@@ -42,7 +42,7 @@ class Records:
     rows: list[Row]
     num_rows: int  # rows read, usable or not
     num_skipped: int  # rows left out, one for each problem
-    problems: list[Problem]
+    problems: list[RowProblem]
     digest: str  # SHA-256 of the file's bytes, whole, whatever max_rows says
     lines: list[int] = field(default_factory=list)  # line or row number of each usable row
 
@@ -134,7 +134,7 @@ def _read(
             if token_length is not None and context is not None:
                 _check_length(row, token_length, context)
         except BadRow as bad:
-            records.problems.append(Problem(str(path), line, bad.field, bad.reason))
+            records.problems.append(RowProblem(str(path), line, bad.field, bad.reason))
             continue
         records.rows.append(row)
         records.lines.append(line)
@@ -146,7 +146,7 @@ def _read(
     return records
 
 
-def report(source: str, problems: Sequence[Problem], num_rows: int, on_bad_row: str) -> None:
+def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_row: str) -> None:
     """Stop or log, as the user chose, where some of `num_rows` rows of `source` cannot be used.
 
     Raises: RecordsError listing the first ten problems, on "stop" or where no row would be left.

@@ -1,6 +1,6 @@
 """Several processes that train one model: who they are, what they agree on, and how the model's weights are shared."""
 
-from rl_core.distributed.group import ALONE, Idle, Workers, join
-from rl_core.distributed.sharding import Shards, gathered, local, spread
+from rl_core.distributed.group import SINGLE_PROCESS, DummyBatch, ProcessGroup, join
+from rl_core.distributed.sharding import Shards, gather_state, local, scatter_state
 
-__all__ = ["ALONE", "Idle", "Shards", "Workers", "gathered", "join", "local", "spread"]
+__all__ = ["SINGLE_PROCESS", "DummyBatch", "Shards", "ProcessGroup", "gather_state", "join", "local", "scatter_state"]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rl_core.errors import SettingsError, WorkerFailed
 
-__all__ = ["ALONE", "Idle", "Workers", "join"]
+__all__ = ["SINGLE_PROCESS", "DummyBatch", "ProcessGroup", "join"]
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -26,25 +26,25 @@ Batch = TypeVar("Batch")
 
 
 @dataclass(frozen=True)
-class Idle(Generic[Batch]):
+class DummyBatch(Generic[Batch]):
     """A micro-batch that is run for nothing, because other processes have one more: sharding needs equal passes."""
 
     batch: Batch
 
 
 @dataclass(frozen=True)
-class Workers:
-    """The processes, seen from one of them. `Workers()` is a process alone."""
+class ProcessGroup:
+    """The processes, seen from one of them. `ProcessGroup()` is a process alone."""
 
     rank: int = 0
     size: int = 1
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is the process that writes: metrics, checkpoints, models."""
         return self.rank == 0
 
-    def everyone(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """The value of every process, by rank."""
         if self.size == 1:
             return [value]
@@ -52,7 +52,7 @@ class Workers:
         dist.all_gather_object(values, value)
         return values
 
-    def most(self, number: int) -> int:
+    def all_reduce_max(self, number: int) -> int:
         """The largest number of any process."""
         if self.size == 1:
             return number
@@ -60,7 +60,7 @@ class Workers:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return int(found)
 
-    def total(self, own: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, own: torch.Tensor) -> torch.Tensor:
         """Sum over the processes of a tensor that has one shape in all of them."""
         if self.size == 1:
             return own
@@ -72,9 +72,9 @@ class Workers:
         """Euclidean norm of a vector of which `own` is the norm of this process's part."""
         if self.size == 1:
             return own
-        return self.total(own.float().square()).sqrt()
+        return self.all_reduce_sum(own.float().square()).sqrt()
 
-    def of_first(self, make: Callable[[], T]) -> T:
+    def on_rank_zero(self, make: Callable[[], T]) -> T:
         """What `make` gives in the first process, for all of them: for what must not be done, or decided, twice.
 
         Raises: in the first process what `make` raised; in the others WorkerFailed.
@@ -82,7 +82,7 @@ class Workers:
         if self.size == 1:
             return make()
         box: list[Any] = [None, None]
-        if self.is_first:
+        if self.is_rank_zero:
             try:
                 box[0] = make()
             except BaseException as error:
@@ -109,8 +109,8 @@ class Workers:
 
     def batches(
         self, rows: Sequence[Row], lengths: Sequence[int], build: Callable[[list[Row]], list[Batch]]
-    ) -> list[Batch | Idle[Batch]]:
-        """Micro-batches of this process's share of `rows`, as many in every process: the missing ones are `Idle`.
+    ) -> list[Batch | DummyBatch[Batch]]:
+        """Micro-batches of this process's share of `rows`, as many in every process: the missing ones are `DummyBatch`.
 
         Args:
             lengths: tokens of each row.
@@ -119,19 +119,19 @@ class Workers:
         if self.size == 1:
             return [*build(list(rows))]
         mine = self.share(lengths)
-        own: list[Batch | Idle[Batch]] = [*build([rows[index] for index in mine])] if mine else []
-        missing = self.most(len(own)) - len(own)
+        own: list[Batch | DummyBatch[Batch]] = [*build([rows[index] for index in mine])] if mine else []
+        missing = self.all_reduce_max(len(own)) - len(own)
         if missing:
             shortest = min(range(len(lengths)), key=lambda index: lengths[index])
-            own += [Idle(build([rows[shortest]])[0])] * missing
+            own += [DummyBatch(build([rows[shortest]])[0])] * missing
         return own
 
 
-ALONE = Workers()
+SINGLE_PROCESS = ProcessGroup()
 
 
-def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> Workers:
-    """Meet the processes that torchrun started with this one; `ALONE` where it started none.
+def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> ProcessGroup:
+    """Meet the processes that torchrun started with this one; `SINGLE_PROCESS` where it started none.
 
     Each process takes the GPU of its local rank where there are GPUs (nccl between them, gloo for what lies on the
     CPU), else the CPU (gloo). The generators of all but the first process are seeded apart, so that dropout differs.
@@ -142,7 +142,7 @@ def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> Workers:
     Raises: SettingsError where this machine has fewer GPUs than processes.
     """
     if "WORLD_SIZE" not in os.environ:
-        return ALONE
+        return SINGLE_PROCESS
     size, rank, seat = (int(os.environ[name]) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"))
     gpus = 0 if on_cpu else torch.cuda.device_count()
     if gpus:
@@ -152,4 +152,4 @@ def join(*, timeout_s: float = 3600.0, on_cpu: bool = False) -> Workers:
     dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo", timeout=timedelta(seconds=timeout_s))
     if rank:
         torch.manual_seed(torch.initial_seed() + rank)
-    return Workers(rank, size)
+    return ProcessGroup(rank, size)

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from rl_core.distributed.group import Workers
+from rl_core.distributed.group import ProcessGroup
 from rl_core.errors import NonFiniteTensor
 
-__all__ = ["Shards", "gathered", "local", "spread"]
+__all__ = ["Shards", "gather_state", "local", "scatter_state"]
 
 T = TypeVar("T")
 Path = tuple[Any, ...]
@@ -47,7 +47,7 @@ class Shards:
     are summed over processes, not averaged: losses are divided by what the whole step counts.
     """
 
-    def __init__(self, model: nn.Module, workers: Workers, *, by_layer: bool | None = None) -> None:
+    def __init__(self, model: nn.Module, process_group: ProcessGroup, *, by_layer: bool | None = None) -> None:
         """Share out the weights, in place.
 
         Args:
@@ -56,7 +56,7 @@ class Shards:
                 finds them.
         """
         device = next(model.parameters()).device
-        self.mesh: DeviceMesh = init_device_mesh(device.type, (workers.size,))
+        self.mesh: DeviceMesh = init_device_mesh(device.type, (process_group.size,))
         self.shell = _Shell(model)
         self._last_states: torch.Tensor | None = None
         options: dict[str, Any] = {
@@ -74,7 +74,7 @@ class Shards:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
-    def run(self, compute: Callable[[], T]) -> T:
+    def with_full_weights(self, compute: Callable[[], T]) -> T:
         """What `compute` gives, with the whole weights in the model while it runs."""
         try:
             result: T = self.shell(compute)
@@ -85,7 +85,7 @@ class Shards:
         return result
 
     @torch.no_grad()
-    def run_freely(self, compute: Callable[[], T]) -> T:
+    def with_full_weights_independent(self, compute: Callable[[], T]) -> T:
         """What `compute` gives, with the weights of every block in place until it ends; without gradient.
 
         Unlike in `run`, the processes need not call the blocks equally often: nothing is exchanged meanwhile.
@@ -103,7 +103,7 @@ class Shards:
                     block.reshard()
                     block.set_reshard_after_forward(True, recurse=False)
 
-        return self.run(freely)
+        return self.with_full_weights(freely)
 
     def run_loss(
         self, compute: Callable[[], tuple[torch.Tensor, Mapping[str, Any]]], weight: float = 1.0
@@ -122,7 +122,7 @@ class Shards:
                 return self._nothing(), {}
             return loss * weight if weight != 1.0 else loss, metrics
 
-        loss, metrics = self.run(guarded)
+        loss, metrics = self.with_full_weights(guarded)
         return loss, metrics, problem[0] if problem else None
 
     def _nothing(self) -> torch.Tensor:
@@ -148,12 +148,12 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(state: Any, workers: Workers) -> Any:
+def gather_state(state: Any, process_group: ProcessGroup) -> Any:
     """A nested state with every shared tensor whole, on the CPU of the first process (empty elsewhere).
 
     All processes have to call it, with states of one structure. A tensor that stands at two places is gathered once.
     """
-    if workers.size == 1:
+    if process_group.size == 1:
         return state
     seen: dict[int, torch.Tensor] = {}
 
@@ -162,7 +162,7 @@ def gathered(state: Any, workers: Workers) -> Any:
             return value
         if id(value) not in seen:
             full = value.full_tensor()
-            seen[id(value)] = full.to("cpu") if workers.is_first else full.new_empty(0)
+            seen[id(value)] = full.to("cpu") if process_group.is_rank_zero else full.new_empty(0)
         return seen[id(value)]
 
     return _mapped(state, whole)
@@ -176,17 +176,21 @@ class _Slot:
     dtype: torch.dtype
 
 
-def spread(
-    state: Any, workers: Workers, *, mesh: DeviceMesh | None, is_shared: Callable[[Path, tuple[int, ...]], bool]
+def scatter_state(
+    state: Any,
+    process_group: ProcessGroup,
+    *,
+    mesh: DeviceMesh | None,
+    is_shared: Callable[[Path, tuple[int, ...]], bool],
 ) -> Any:
-    """The first process's nested state in every process; the inverse of `gathered`. Tensors travel one by one.
+    """The first process's nested state in every process; the inverse of `gather_state`. Tensors travel one by one.
 
     Args:
         state: read in the first process alone.
         is_shared: whether the tensor at a path (keys and indices) of some shape is to be shared out over `mesh`; the
             others come whole, on the CPU.
     """
-    if workers.size == 1:
+    if process_group.size == 1:
         return state
     tensors: list[torch.Tensor] = []
 
@@ -194,12 +198,12 @@ def spread(
         tensors.append(value)
         return _Slot(tuple(value.shape), value.dtype)
 
-    box = [_mapped(state, slot) if workers.is_first else None]
+    box = [_mapped(state, slot) if process_group.is_rank_zero else None]
     dist.broadcast_object_list(box)
     waiting = iter(tensors)
 
     def fill(path: Path, place: _Slot) -> torch.Tensor:
-        value = next(waiting) if workers.is_first else torch.empty(place.shape, dtype=place.dtype)
+        value = next(waiting) if process_group.is_rank_zero else torch.empty(place.shape, dtype=place.dtype)
         if mesh is not None and is_shared(path, place.shape):
             return distribute_tensor(value.to(mesh.device_type), mesh, [Shard(0)])
         value = value.cpu().contiguous()

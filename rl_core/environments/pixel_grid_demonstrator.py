@@ -14,7 +14,7 @@ from rl_core.environments.demonstrator import choose_mistake
 from rl_core.environments.pixel_grid_questions import COLOURS, Cell, Grid, Line, Question
 from rl_core.types import ToolCall
 
-__all__ = ["MISTAKES", "Plan", "is_tempting", "plan"]
+__all__ = ["MISTAKES", "DemonstrationPlan", "is_tempting", "plan"]
 
 # Mistakes by kind of question, the main one first. None is to look right and compare wrongly: demonstrations that
 # contradict each other about a comparison leave a small policy without it, and rewards with nothing to build on.
@@ -30,7 +30,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemonstrationPlan:
     """What the demonstrator does in one episode."""
 
     calls: list[ToolCall]
@@ -38,14 +38,14 @@ class Plan:
     mistake: str  # "" = none
 
 
-def plan(grid: Grid, question: Question, rng: random.Random, *, skill: float, habit: float) -> Plan:
+def plan(grid: Grid, question: Question, rng: random.Random, *, skill: float, habit: float) -> DemonstrationPlan:
     """What to do about a question."""
     mistakes = MISTAKES[question.kind]
     mistake = choose_mistake(rng, mistakes, skill=skill, habit=habit, tempting=is_tempting(question))
     if mistake == mistakes[0] and not _can_be_made(mistake, question):
         mistake = mistakes[1]
     calls, answer = _PLANNERS[question.kind](grid, question, mistake, rng)
-    return Plan(calls, answer, mistake)
+    return DemonstrationPlan(calls, answer, mistake)
 
 
 def is_tempting(question: Question) -> bool:

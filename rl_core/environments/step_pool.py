@@ -1,7 +1,7 @@
 """Steps of environments that may wait: on threads, at most so many at a time, each within a time limit.
 
 Only the environment runs there. What an episode was given and said is read and written by the thread that decodes, so
-the order in which steps finish is seen by no session.
+the order in which steps finish is seen by no sequence.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class StepPool:
 
 
 class PendingTurn:
-    """A turn whose step is on its way: what `Session.advance` gives instead of an observation."""
+    """A turn whose step is on its way: what `RolloutSequence.advance` gives instead of an observation."""
 
     def __init__(self, call: Call, finish: Callable[[Step], list[int] | None]) -> None:
         self.call = call
@@ -143,7 +143,7 @@ class PendingTurn:
         return self._finish(step)
 
 
-Turnover = list[int] | PendingTurn | None  # what `Session.advance` gives
+Turnover = list[int] | PendingTurn | None  # what `RolloutSequence.advance` gives
 
 
 def resolve(turnover: Turnover) -> list[int] | None:

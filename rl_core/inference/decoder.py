@@ -22,21 +22,21 @@ from transformers import PreTrainedModel
 
 from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
-from rl_core.cpu.fused_decode import Native, Step, WholeStep
+from rl_core.cpu.fused_decode import DecodeStep, Native, WholeStep
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
 from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
 from rl_core.inference.sampling import draw
 from rl_core.models.hidden_states import STATIC_ROPES
 from rl_core.models.lora import is_lora, plain_linear, unwrap
 
-__all__ = ["Decoder", "Extension"]
+__all__ = ["Decoder", "AppendedTokens"]
 
 _FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(slots=True)
-class Extension:
+class AppendedTokens:
     """Tokens that some slots take in beside the one that every slot takes in (observations appended to the cache).
 
     X extended slots; each row is padded to W = the longest.
@@ -111,17 +111,17 @@ class Decoder:
     @torch.inference_mode()
     def reserve(self, slots: int, max_length: int) -> None:
         """Make room for `slots` sequences of at most `max_length` tokens; larger room from before is kept."""
-        nobodys = 0 if self.graphs is None else 1  # the slot of rows that only fill up a recorded step
-        shape = (len(self._layers), 2, slots + nobodys, self.kv_heads, max_length, self.head_dim)
+        padding_slot = 0 if self.graphs is None else 1  # the slot of rows that only fill up a recorded step
+        shape = (len(self._layers), 2, slots + padding_slot, self.kv_heads, max_length, self.head_dim)
         cache = self._cache
         if (
             cache is None
-            or cache.shape[2] < slots + nobodys
+            or cache.shape[2] < slots + padding_slot
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
             self._cache = cache = self._zeros(shape)
-        self.slots, self.max_length = cache.shape[2] - nobodys, cache.shape[4]
+        self.slots, self.max_length = cache.shape[2] - padding_slot, cache.shape[4]
         if cache is not self._tables_of:
             self._make_tables(cache)
             self._tables_of = cache
@@ -207,7 +207,7 @@ class Decoder:
         positions_N: torch.Tensor,
         count: int,
         length: int,
-        extension: Extension | None = None,
+        extension: AppendedTokens | None = None,
         slots_n: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take in new tokens and give the logits that follow the last one of each active slot.
@@ -286,7 +286,7 @@ class Decoder:
         """As `step`: every token attends to what its slot holds up to its own position, so none needs a mask."""
         cache = self._cache
         assert cache is not None
-        step = Step(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
+        step = DecodeStep(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
         if self._whole is not None:
             return self._whole(step, tokens_N.contiguous(), count)
         x_NH = functional.embedding(tokens_N, self._embedding)
@@ -314,7 +314,7 @@ class Decoder:
     def _attend_extension(
         self,
         layer: Layer,
-        extension: Extension,
+        extension: AppendedTokens,
         mask_X1rL: torch.Tensor,
         qk_NhD: torch.Tensor,
         keys: torch.Tensor,
@@ -337,7 +337,7 @@ class Decoder:
         out_SE = out_XKGWD.permute(0, 3, 1, 2, 4).reshape(count * width, -1)
         return out_SE[extension.places_E]
 
-    def _extension_mask(self, extension: Extension) -> torch.Tensor:
+    def _extension_mask(self, extension: AppendedTokens) -> torch.Tensor:
         """Causal mask [X, 1, G * W, L] of the observation tokens, added to their scores."""
         masked_XWL = self._positions[: extension.length] > extension.positions_XW[:, :, None]
         mask_XWL = torch.zeros_like(masked_XWL, dtype=self.dtype).masked_fill_(masked_XWL, -torch.inf)

@@ -1,9 +1,9 @@
-"""The rollout engine: sessions decoded together over preallocated key/value slots.
+"""The rollout engine: sequences decoded together over preallocated key/value slots.
 
-    prompts are prefilled once and copied to every session that begins with them;
-    a slot is refilled as soon as its session ends; with nothing left to refill from, the active slots close up;
+    prompts are prefilled once and copied to every sequence that begins with them;
+    a slot is refilled as soon as its sequence ends; with nothing left to refill from, the active slots close up;
     observations are appended to the live cache in the very step in which the other slots decode;
-    a session whose environment takes its time is parked in its slot, and the others go on;
+    a sequence whose environment takes its time is parked in its slot, and the others go on;
     a token's sampling and its log-probability come from one pass over the logits, with one read-back per step.
 
 n active slots, B rows.
@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn, wait_for_any
-from rl_core.inference.decoder import Decoder, Extension
+from rl_core.inference.decoder import AppendedTokens, Decoder
 from rl_core.inference.sampling import (
     RolloutBackend,
-    Session,
+    RolloutSequence,
     check_observation,
     check_prompt,
     uniforms,
@@ -33,10 +33,10 @@ from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models.lora import merged
 from rl_core.settings import SamplingSettings
 
-__all__ = ["Engine", "RolloutBackend", "Session", "make_backend"]
+__all__ = ["Engine", "RolloutBackend", "RolloutSequence", "make_backend"]
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
-_LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sessions with it, up to this many tokens
+_LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
 
 
 def make_backend(model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> RolloutBackend:
@@ -66,15 +66,15 @@ class Engine:
     def refresh(self) -> None:
         """Weights are read where the model keeps them, so there is nothing to copy."""
 
-    def run(self, sessions: Sequence[Session], sampling: SamplingSettings) -> None:
-        """Play every session to its end. Adapters are merged meanwhile, and taken out again bit for bit."""
-        for session in sessions:
-            check_prompt(session, self.max_length)
-        if not sessions:
+    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
+        """Play every sequence to its end. Adapters are merged meanwhile, and taken out again bit for bit."""
+        for sequence in sequences:
+            check_prompt(sequence, self.max_length)
+        if not sequences:
             return
         with merged(self._model):
             self._decoder.bind()
-            _Run(self._decoder, sessions, sampling, self._is_eos, self._pad_id, self.max_length).play()
+            _Run(self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length).play()
 
 
 class _Run:
@@ -88,21 +88,21 @@ class _Run:
     def __init__(
         self,
         decoder: Decoder,
-        sessions: Sequence[Session],
+        sequences: Sequence[RolloutSequence],
         sampling: SamplingSettings,
         is_eos: np.ndarray,
         pad_id: int,
         max_length: int,
     ) -> None:
         self._decoder, self._sampling, self._is_eos, self._pad_id = decoder, sampling, is_eos, pad_id
-        self._queue = deque(sessions)
-        self._slots = self._count = min(sampling.slots, len(sessions))
-        self._limits = {id(s): min(len(s.prompt_ids) + sampling.max_completion_tokens, max_length) for s in sessions}
-        most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sessions)
+        self._queue = deque(sequences)
+        self._slots = self._count = min(sampling.slots, len(sequences))
+        self._limits = {id(s): min(len(s.prompt_ids) + sampling.max_completion_tokens, max_length) for s in sequences}
+        most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sequences)
         decoder.reserve(self._slots, max(self._limits.values()))
-        self._sessions: list[Session | None] = [None] * self._slots  # None = a free slot
-        self._parked: dict[int, PendingTurn] = {}
-        self._before: dict[int, list[int]] = {}
+        self._sequences: list[RolloutSequence | None] = [None] * self._slots  # None = a free slot
+        self._waiting_on_env: dict[int, PendingTurn] = {}
+        self._to_append: dict[int, list[int]] = {}
         self._pending, self._length, self._limit, self._sampled, self._acted = (
             np.zeros(self._slots, dtype=np.int64) for _ in range(5)
         )
@@ -111,19 +111,19 @@ class _Run:
         self._tokens = np.zeros((self._slots, most), dtype=np.int64)  # of the current action
         self._logprobs = np.zeros((self._slots, most))
         self._prefilled: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}  # prompt -> (keys and values, row)
-        self._waiting: dict[tuple[int, ...], int] = {}  # prompt -> sessions that have not begun
-        for session in sessions:
-            prompt = tuple(session.prompt_ids)
+        self._waiting: dict[tuple[int, ...], int] = {}  # prompt -> sequences that have not begun
+        for sequence in sequences:
+            prompt = tuple(sequence.prompt_ids)
             self._waiting[prompt] = self._waiting.get(prompt, 0) + 1
 
     def play(self) -> None:
-        """Run every session to its end."""
+        """Run every sequence to its end."""
         self._begin(list(range(self._slots)))
         while self._count:
             changed, ended = self._step()
             self._begin(ended[: len(self._queue)])
-            if changed or self._parked:
-                self._arrange(self._rejoin())
+            if changed or self._waiting_on_env:
+                self._compact(self._rejoin())
 
     # -- beginning, waiting and ending ---------------------------------------------------------------------------------
 
@@ -134,13 +134,13 @@ class _Run:
         last bit, then depends on the tokens alone.
         """
         active = self._going()
-        while self._parked and (not active or self._sampling.rejoin == "ready"):
-            waiting = sorted(self._parked)
+        while self._waiting_on_env and (not active or self._sampling.rejoin == "ready"):
+            waiting = sorted(self._waiting_on_env)
             if self._sampling.rejoin == "ready":
                 if not active:
-                    wait_for_any(self._parked.values())
-                waiting = [slot for slot in waiting if self._parked[slot].done()]
-            ended = [slot for slot in waiting if not self._go_on(slot, self._parked.pop(slot).result())]
+                    wait_for_any(self._waiting_on_env.values())
+                waiting = [slot for slot in waiting if self._waiting_on_env[slot].done()]
+            ended = [slot for slot in waiting if not self._go_on(slot, self._waiting_on_env.pop(slot).result())]
             self._begin(ended[: len(self._queue)])
             active = self._going()
             if active:
@@ -148,28 +148,32 @@ class _Run:
         return active
 
     def _going(self) -> list[int]:
-        """Slots whose sessions are neither over nor parked."""
-        return [slot for slot in range(self._slots) if self._sessions[slot] is not None and slot not in self._parked]
+        """Slots whose sequences are neither over nor parked."""
+        return [
+            slot
+            for slot in range(self._slots)
+            if self._sequences[slot] is not None and slot not in self._waiting_on_env
+        ]
 
     def _begin(self, slots: list[int]) -> None:
-        """Start waiting sessions in free slots."""
+        """Start waiting sequences in free slots."""
         if not slots:
             return
-        sessions = [self._queue.popleft() for _ in slots]
-        prompts = [tuple(session.prompt_ids) for session in sessions]
+        sequences = [self._queue.popleft() for _ in slots]
+        prompts = [tuple(sequence.prompt_ids) for sequence in sequences]
         self._prefill(prompts)
         by_batch: dict[int, tuple[torch.Tensor, list[int], list[int]]] = {}
-        for slot, session, prompt in zip(slots, sessions, prompts, strict=True):
-            self._sessions[slot] = session
+        for slot, sequence, prompt in zip(slots, sequences, prompts, strict=True):
+            self._sequences[slot] = sequence
             if len(prompt) > 1:
                 kv, row = self._prefilled[prompt]
                 _, targets, rows = by_batch.setdefault(id(kv), (kv, [], []))
                 targets.append(slot)
                 rows.append(row)
             self._pending[slot], self._length[slot] = prompt[-1], len(prompt) - 1
-            self._limit[slot], self._sampled[slot], self._acted[slot] = self._limits[id(session)], 0, 0
+            self._limit[slot], self._sampled[slot], self._acted[slot] = self._limits[id(sequence)], 0, 0
             room = self._limit[slot] - len(prompt)
-            self._uniforms[slot, :room] = uniforms(session.seed, room)
+            self._uniforms[slot, :room] = uniforms(sequence.seed, room)
             self._waiting[prompt] -= 1
             if not self._waiting[prompt]:
                 self._prefilled.pop(prompt, None)
@@ -183,8 +187,8 @@ class _Run:
             return
         total = sum(map(len, missing))
         wanted = dict.fromkeys(missing)
-        for session in self._queue:
-            prompt = tuple(session.prompt_ids)
+        for sequence in self._queue:
+            prompt = tuple(sequence.prompt_ids)
             if prompt in wanted or prompt in self._prefilled or len(prompt) < 2:
                 continue
             total += len(prompt)
@@ -197,7 +201,7 @@ class _Run:
             for row, index in enumerate(rows):
                 self._prefilled[missing[index]] = (kv, row)
 
-    def _arrange(self, active: list[int]) -> None:
+    def _compact(self, active: list[int]) -> None:
         """Make these slots 0..n-1: the last ones move into the holes, and what is parked there changes places."""
         self._count = len(active)
         holes = sorted(set(range(self._count)) - set(active))
@@ -205,7 +209,7 @@ class _Run:
             return
         outside = [slot for slot in active if slot >= self._count]
         moves = dict(zip(holes, outside, strict=True))  # target -> source
-        moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if hole in self._parked}
+        moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if hole in self._waiting_on_env}
         targets, sources = list(moves), list(moves.values())
         # whatever moves is read before anything is written, so two slots can change places
         self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))
@@ -213,22 +217,22 @@ class _Run:
             array[targets] = array[sources]
         for table in (self._uniforms, self._tokens, self._logprobs):
             table[targets] = table[sources]
-        sessions = {target: self._sessions[source] for target, source in moves.items()}
+        sequences = {target: self._sequences[source] for target, source in moves.items()}
         for slot in {*targets, *sources}:
-            self._sessions[slot] = sessions.get(slot)
+            self._sequences[slot] = sequences.get(slot)
         moved_to = {source: target for target, source in moves.items()}
-        self._before = {moved_to.get(slot, slot): ids for slot, ids in self._before.items()}
-        self._parked = {moved_to.get(slot, slot): turn for slot, turn in self._parked.items()}
+        self._to_append = {moved_to.get(slot, slot): ids for slot, ids in self._to_append.items()}
+        self._waiting_on_env = {moved_to.get(slot, slot): turn for slot, turn in self._waiting_on_env.items()}
 
     # -- one token for every slot --------------------------------------------------------------------------------------
 
     def _step(self) -> tuple[bool, list[int]]:
         """Sample one token in every active slot.
 
-        Returns: whether some slots are active no more (their sessions ended, or wait); those that ended, in order.
+        Returns: whether some slots are active no more (their sequences ended, or wait); those that ended, in order.
         """
         n = self._count
-        before, self._before = self._before, {}
+        before, self._to_append = self._to_append, {}
         extension, extra_tokens, extra_positions = self._extension(before, n)
         for slot, ids in before.items():
             self._length[slot] += len(ids)
@@ -247,11 +251,11 @@ class _Run:
         acted = np.flatnonzero(is_eos | (self._length[:n] + 1 >= self._limit[:n]))
         for slot in acted.tolist():
             self._end_turn(slot, hit_limit=not is_eos[slot])
-        ended = [slot for slot in acted.tolist() if self._sessions[slot] is None]
-        return bool(ended or any(slot in self._parked for slot in acted.tolist())), ended
+        ended = [slot for slot in acted.tolist() if self._sequences[slot] is None]
+        return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
 
     def _sample(
-        self, tokens: np.ndarray, positions: np.ndarray, n: int, extension: Extension | None
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, extension: AppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The device's part of a step: one upload, one read-back."""
         drawn, temperature = self._uniforms[self._rows[:n], self._sampled[:n]], self._sampling.temperature
@@ -269,28 +273,28 @@ class _Run:
 
     def _end_turn(self, slot: int, hit_limit: bool) -> None:
         """Hand a finished action over; the slot is then going on, free or parked."""
-        session, count = self._sessions[slot], int(self._acted[slot])
-        assert session is not None
-        turnover = session.advance(
+        sequence, count = self._sequences[slot], int(self._acted[slot])
+        assert sequence is not None
+        turnover = sequence.advance(
             self._tokens[slot, :count].tolist(), self._logprobs[slot, :count].tolist(), hit_limit
         )
         self._acted[slot] = 0
         if isinstance(turnover, PendingTurn):
-            self._parked[slot] = turnover
+            self._waiting_on_env[slot] = turnover
         else:
             self._go_on(slot, turnover, hit_limit)
 
     def _go_on(self, slot: int, observation: list[int] | None, hit_limit: bool = False) -> bool:
-        """Take what came back; False = the session has ended."""
+        """Take what came back; False = the sequence has ended."""
         if observation is None:
-            self._sessions[slot] = None
+            self._sequences[slot] = None
             return False
         check_observation(observation, int(self._limit[slot] - self._length[slot]) - 1, hit_limit)
-        self._before[slot] = [int(self._pending[slot]), *observation[:-1]]
+        self._to_append[slot] = [int(self._pending[slot]), *observation[:-1]]
         self._pending[slot] = observation[-1]
         return True
 
-    def _extension(self, before: dict[int, list[int]], n: int) -> tuple[Extension | None, np.ndarray, np.ndarray]:
+    def _extension(self, before: dict[int, list[int]], n: int) -> tuple[AppendedTokens | None, np.ndarray, np.ndarray]:
         """Indices of the observation tokens of this step, and the tokens and positions themselves."""
         if not before:
             nothing = np.zeros(0, dtype=np.int64)
@@ -303,7 +307,7 @@ class _Run:
         inside = column < counts[:, None]
         within = np.minimum(column, counts[:, None] - 1)  # padding repeats a row's last token
         positions_XW = self._length[slots][:, None] + within
-        extension = Extension(
+        extension = AppendedTokens(
             slots_X=self._tensor(slots),
             slots_E=self._tensor(np.repeat(slots, counts)),
             rows_XW=self._tensor(n + starts[:, None] + within),

@@ -1,4 +1,4 @@
-"""What every rollout backend shares: the session protocol and the drawing of tokens.
+"""What every rollout backend shares: the sequence protocol and the drawing of tokens.
 
 B rows, V vocabulary.
 """
@@ -16,19 +16,27 @@ from rl_core.environments.step_pool import Turnover
 from rl_core.errors import DataError
 from rl_core.settings import SamplingSettings
 
-__all__ = ["RolloutBackend", "Session", "check_observation", "check_prompt", "draw", "session_seed", "uniforms"]
+__all__ = [
+    "RolloutBackend",
+    "RolloutSequence",
+    "check_observation",
+    "check_prompt",
+    "draw",
+    "sequence_seed",
+    "uniforms",
+]
 
 
-class Session(Protocol):
+class RolloutSequence(Protocol):
     """One episode, as a backend sees it: a prompt, then turns of sampled actions and appended observations."""
 
-    prompt_ids: list[int]  # at least one token; sessions with equal prompts share one prefill
-    seed: int  # 0 <= seed < 2**128; the session's samples depend on it and on the weights alone
+    prompt_ids: list[int]  # at least one token; sequences with equal prompts share one prefill
+    seed: int  # 0 <= seed < 2**128; the sequence's samples depend on it and on the weights alone
 
     def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
         """Take one action; give the observation tokens to append (at least one), or None when the episode is over.
 
-        Or a `PendingTurn`, which gives either once the environment has answered; the session waits until then.
+        Or a `PendingTurn`, which gives either once the environment has answered; the sequence waits until then.
 
         Args:
             action_ids: the sampled tokens of this turn, its end-of-turn token included, where there is one.
@@ -38,27 +46,27 @@ class Session(Protocol):
 
 
 class RolloutBackend(Protocol):
-    """Samples sessions to their end from the current weights of one model."""
+    """Samples sequences to their end from the current weights of one model."""
 
     max_length: int  # prompt and completion together
 
-    def run(self, sessions: Sequence[Session], sampling: SamplingSettings) -> None:
-        """Play every session to its end, through its `advance`."""
+    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
+        """Play every sequence to its end, through its `advance`."""
 
     def refresh(self) -> None:
         """Say that the model's weights have changed since the last run."""
 
 
-def session_seed(*parts: object) -> int:
+def sequence_seed(*parts: object) -> int:
     """A 128-bit seed from anything printable; equal parts give equal seeds on every machine."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """float64 [count] in [0, 1): number t decides the session's t-th sampled token.
+    """float64 [count] in [0, 1): number t decides the sequence's t-th sampled token.
 
-    Philox is counter-based (Salmon et al. 2011): the key is the session's seed, so what other sessions draw, and in
+    Philox is counter-based (Salmon et al. 2011): the key is the sequence's seed, so what other sequences draw, and in
     which order, changes nothing.
     """
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
@@ -85,17 +93,17 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature: float) 
     return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
 
 
-def check_prompt(session: Session, max_length: int) -> None:
+def check_prompt(sequence: RolloutSequence, max_length: int) -> None:
     """DataError when a prompt is empty or leaves no room for a single token."""
-    if not 0 < len(session.prompt_ids) < max_length:
+    if not 0 < len(sequence.prompt_ids) < max_length:
         raise DataError(
-            f"a prompt of {len(session.prompt_ids)} tokens cannot be continued in a context of {max_length} tokens"
+            f"a prompt of {len(sequence.prompt_ids)} tokens cannot be continued in a context of {max_length} tokens"
         )
 
 
 def check_observation(observation: Sequence[int], room: int, hit_limit: bool) -> None:
-    """DataError when a session goes on where it has to end; `room` is the tokens left before the limit."""
+    """DataError when a sequence goes on where it has to end; `room` is the tokens left before the limit."""
     if hit_limit:
-        raise DataError("a session that hit its limit answered with an observation; it has to end")
+        raise DataError("a sequence that hit its limit answered with an observation; it has to end")
     if not 0 < len(observation) < room:
         raise DataError(f"an observation of {len(observation)} tokens cannot be appended where {room} tokens are left")

@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.environments.step_pool import Turnover, resolve
-from rl_core.inference.sampling import Session, check_observation, check_prompt, draw, uniforms
+from rl_core.inference.sampling import RolloutSequence, check_observation, check_prompt, draw, uniforms
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.settings import SamplingSettings
@@ -37,13 +37,13 @@ class TransformersBackend:
     def refresh(self) -> None:
         """Nothing is kept between runs."""
 
-    def run(self, sessions: Sequence[Session], sampling: SamplingSettings) -> None:
-        """Play every session to its end."""
-        for session in sessions:
-            check_prompt(session, self.max_length)
+    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
+        """Play every sequence to its end."""
+        for sequence in sequences:
+            check_prompt(sequence, self.max_length)
         with evaluating(self._model):
-            for start in range(0, len(sessions), sampling.slots):
-                rows = [_Row(s, sampling, self.max_length) for s in sessions[start : start + sampling.slots]]
+            for start in range(0, len(sequences), sampling.slots):
+                rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
                 while rows:
                     self._play_turn(rows, sampling.temperature)
                     turns = [row.end_turn(self._eos_ids) for row in rows]  # all steps begin before one is waited for
@@ -79,15 +79,15 @@ class TransformersBackend:
 
 
 class _Row:
-    """A session being played."""
+    """A sequence being played."""
 
-    def __init__(self, session: Session, sampling: SamplingSettings, max_length: int) -> None:
-        self.session = session
-        self.ids = list(session.prompt_ids)
+    def __init__(self, sequence: RolloutSequence, sampling: SamplingSettings, max_length: int) -> None:
+        self.sequence = sequence
+        self.ids = list(sequence.prompt_ids)
         self.limit = min(len(self.ids) + sampling.max_completion_tokens, max_length)
         self.action: list[int] = []
         self.logprobs: list[float] = []
-        self._uniforms = uniforms(session.seed, self.limit - len(self.ids))
+        self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
         self._num_sampled = 0
         self._hit_limit = False
 
@@ -109,10 +109,10 @@ class _Row:
     def end_turn(self, eos_ids: Collection[int]) -> Turnover:
         """Hand the action over."""
         self._hit_limit = self.action[-1] not in eos_ids
-        return self.session.advance(self.action, self.logprobs, self._hit_limit)
+        return self.sequence.advance(self.action, self.logprobs, self._hit_limit)
 
     def goes_on(self, observation: list[int] | None) -> bool:
-        """Take what came back; False = the session has ended."""
+        """Take what came back; False = the sequence has ended."""
         if observation is None:
             return False
         check_observation(observation, self.limit - len(self.ids), self._hit_limit)

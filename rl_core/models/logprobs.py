@@ -113,13 +113,13 @@ def token_outputs(
         logprobs_N = log_p_NV.gather(1, targets_N[:, None]).squeeze(1)
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1) if with_entropy else None
 
-    def spread(values_N: torch.Tensor) -> torch.Tensor:
+    def scatter_state(values_N: torch.Tensor) -> torch.Tensor:
         return values_N.new_zeros(ids_BS.numel()).index_copy(0, positions_N, values_N).view(ids_BS.shape)
 
-    result = TokenOutputs(spread(logprobs_N), spread(entropy_N) if entropy_N is not None else None)
+    result = TokenOutputs(scatter_state(logprobs_N), scatter_state(entropy_N) if entropy_N is not None else None)
     if value_head is not None:
         flat = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
-        result.values_BS = spread(value_head(flat.index_select(0, positions_N - 1)))
+        result.values_BS = scatter_state(value_head(flat.index_select(0, positions_N - 1)))
         last_B = batch.attention_mask_BS.sum(1) - 1
         result.value_after_B = value_head(hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
     return result

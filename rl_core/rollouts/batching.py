@@ -26,7 +26,7 @@ class TrainRow:
     completion_ids: Sequence[int]  # [T]
     loss_mask: Sequence[bool]  # [T] True = token carries loss
     advantage: float | Sequence[float] | None = None  # one for all loss tokens, or [T]
-    old_logprobs: Sequence[float] | None = None  # [T] nats
+    sampler_logprobs: Sequence[float] | None = None  # [T] nats
     ref_logprobs: Sequence[float] | None = None  # [T] nats
 
 
@@ -71,7 +71,7 @@ def _row_of(rollout: Rollout, advantage: float | None) -> TrainRow:
         completion_ids=rollout.completion_ids,
         loss_mask=rollout.loss_mask,
         advantage=advantage,
-        old_logprobs=rollout.sampler_logprobs,
+        sampler_logprobs=rollout.sampler_logprobs,
     )
 
 
@@ -79,7 +79,7 @@ def _check(row: TrainRow, first: TrainRow, index: int) -> None:
     if not row.prompt_ids:
         raise DataError(f"row {index} has no prompt; its first token could carry no loss")
     count = len(row.completion_ids)
-    for name in ("loss_mask", "advantage", "old_logprobs", "ref_logprobs"):
+    for name in ("loss_mask", "advantage", "sampler_logprobs", "ref_logprobs"):
         values = getattr(row, name)
         if (values is None) != (getattr(first, name) is None):
             raise DataError(f"row {index}: {name} has to be given for all rows or for none")
@@ -116,7 +116,7 @@ def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> T
         attention_mask_BS=attention_mask([len(row) for row in ids]),
         loss_mask_BS=loss_mask_BS,
         advantages_BS=per_token("advantage"),
-        old_logprobs_BS=per_token("old_logprobs"),
+        sampler_logprobs_BS=per_token("sampler_logprobs"),
         ref_logprobs_BS=per_token("ref_logprobs"),
         position_ids_BS=pad_rows(positions, 0) if rows is None else None,  # a padding token is a sequence of its own
         rows=list(rows or []),

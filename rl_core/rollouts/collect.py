@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rl_core.distributed import ALONE, Workers
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import PendingTurn, StepPool, Turnover
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
-from rl_core.inference.sampling import RolloutBackend, session_seed
+from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.settings import SamplingSettings
 from rl_core.timing import span
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, Trajectory, Turn
@@ -51,7 +51,7 @@ def collect(
     sampling: SamplingSettings,
     seed: int,
     policy_version: int = 0,
-    workers: Workers = ALONE,
+    process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[RolloutGroup]:
     """Play every requested episode `group_size` times and record everything.
 
@@ -72,38 +72,38 @@ def collect(
         pool = None
         if not environment.quick:
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
-        groups: list[list[_EpisodeSession]] = []
+        groups: list[list[_EpisodeSequence]] = []
         times_seen: dict[EpisodeRequest, int] = {}
-        mine = set(workers.share([1] * len(requests)))
+        mine = set(process_group.share([1] * len(requests)))
         for index, request in enumerate(requests):
             first = times_seen.get(request, 0) * group_size
             times_seen[request] = times_seen.get(request, 0) + 1
             if index not in mine:
                 continue
             keys = [
-                session_seed(seed, environment.name, request.level, request.seed, sample)
+                sequence_seed(seed, environment.name, request.level, request.seed, sample)
                 for sample in range(first, first + group_size)
             ]
-            groups.append([_EpisodeSession(environment, renderer, request, sampling, pool, key) for key in keys])
+            groups.append([_EpisodeSequence(environment, renderer, request, sampling, pool, key) for key in keys])
         for group in groups:
-            for session in group:
-                session.begin(backend.max_length)
-                if session.messages != group[0].messages:
+            for sequence in group:
+                sequence.begin(backend.max_length)
+                if sequence.messages != group[0].messages:
                     raise EnvironmentFault(
-                        f"{session.place}: two episodes of the same seed began with different messages"
+                        f"{sequence.place}: two episodes of the same seed began with different messages"
                     )
-        backend.run([session for group in groups for session in group], sampling)
+        backend.run([sequence for group in groups for sequence in group], sampling)
     played = [
-        RolloutGroup([session.rollout(sample, policy_version) for sample, session in enumerate(group)])
+        RolloutGroup([sequence.rollout(sample, policy_version) for sample, sequence in enumerate(group)])
         for group in groups
     ]
-    shares = workers.everyone(dict(zip(sorted(mine), played, strict=True)))
+    shares = process_group.all_gather(dict(zip(sorted(mine), played, strict=True)))
     of_all = {index: group for share in shares for index, group in share.items()}
     return [of_all[index] for index in range(len(requests))]
 
 
-class _EpisodeSession:
-    """A `Session` over one episode: turns sampled tokens into actions, and observations into tokens."""
+class _EpisodeSequence:
+    """A `RolloutSequence` over one episode: turns sampled tokens into actions, and observations into tokens."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _EpisodeSession:
             )
 
     def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
-        """Play one action; see `Session`."""
+        """Play one action; see `RolloutSequence`."""
         self._append(action_ids, logprobs, sampled=True)
         text = self._renderer.action_text(action_ids)
         self._turns.append(Turn(action=text, num_tokens=len(action_ids)))

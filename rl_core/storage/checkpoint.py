@@ -37,7 +37,7 @@ from rl_core.storage.folders import (
     write_text_atomic,
 )
 from rl_core.storage.locks import FolderLock
-from rl_core.storage.state_codec import Decoder, Encoder
+from rl_core.storage.state_codec import StateDecoder, StateEncoder
 
 __all__ = ["CheckpointStore"]
 
@@ -106,7 +106,7 @@ class CheckpointStore:
         with self:
             if wrong := next((key for key in state if not _PART.fullmatch(key)), None):
                 raise CheckpointError(f"state: '{wrong}' names files, so it may hold a-z and _ only")
-            encoder = Encoder(SHARD_BYTES)
+            encoder = StateEncoder(SHARD_BYTES)
             encoded = {key: encoder.encode(value, key, part=key) for key, value in state.items()}
             _refuse_nonfinite(encoder)
             existing = self.versions()
@@ -177,7 +177,7 @@ class CheckpointStore:
                 tensors[name] = _parse(folder / name, read_verified(folder, name, manifest))
         text = read_verified(folder, STATE, manifest)
         try:
-            decoder = Decoder(tensors)
+            decoder = StateDecoder(tensors)
             return {key: decoder.decode(value) for key, value in json.loads(text).items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptError(f"{folder / STATE}: not a state: {type(error).__name__} {error}") from error
@@ -211,7 +211,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu").contiguous()
 
 
-def _refuse_nonfinite(encoder: Encoder) -> None:
+def _refuse_nonfinite(encoder: StateEncoder) -> None:
     for part in FINITE_PARTS:
         for name, tensor in encoder.tensors(part):
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):

@@ -16,12 +16,12 @@ import torch
 
 from rl_core.errors import CheckpointError
 
-__all__ = ["Decoder", "Encoder"]
+__all__ = ["StateDecoder", "StateEncoder"]
 
 _KIND = "$"
 
 
-class Encoder:
+class StateEncoder:
     """Encodes values and collects their tensors, in parts and in shards of at most `shard_bytes` (or one tensor)."""
 
     def __init__(self, shard_bytes: int) -> None:
@@ -108,14 +108,14 @@ def _array(value: np.ndarray | np.generic, path: str) -> dict[str, Any]:
     }
 
 
-class Decoder:
-    """Inverse of `Encoder.encode`, given the tensors by file and name."""
+class StateDecoder:
+    """Inverse of `StateEncoder.encode`, given the tensors by file and name."""
 
     def __init__(self, files: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         self.files = files
 
     def decode(self, value: Any) -> Any:
-        """The value that was encoded. Raises KeyError, TypeError or ValueError for what no Encoder wrote."""
+        """The value that was encoded. Raises KeyError, TypeError or ValueError for what no StateEncoder wrote."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):

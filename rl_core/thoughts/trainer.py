@@ -29,10 +29,10 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.data.batches import attention_mask, micro_batches, pad_rows
-from rl_core.distributed import ALONE, Workers
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
-from rl_core.inference.sampling import RolloutBackend, session_seed
+from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.losses.advantages import gae
 from rl_core.losses.masking import fill_masked
 from rl_core.losses.policy import reinforce_loss
@@ -91,7 +91,7 @@ class ThoughtsTrainer:
         heldout: Sequence[EpisodeRequest] = (),
         pad_id: int | None = None,
         record: Callable[[int, Sequence[Rollout]], None] | None = None,
-        workers: Workers = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Build everything; nothing is played yet.
 
@@ -101,7 +101,7 @@ class ThoughtsTrainer:
             pad_id: None = the renderer's.
             record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean of the
                 episode's turns.
-            workers: the processes that train this model together; each plays and scores a share of the episodes.
+            process_group: the processes that train this model together; each plays and scores a share of the episodes.
         Raises: SettingsError for a level that the environment has not got, or that has no training episodes.
         """
         self.model = model
@@ -124,7 +124,7 @@ class ThoughtsTrainer:
         self.device = next(model.parameters()).device
         self.baseline = Baseline(model.config.hidden_size, settings.baseline_learning_rate, self.device)
         self.updater = Updater(
-            model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite, workers=workers
+            model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
         self._counts = (0, 0)  # thought and answer tokens of the optimizer step at hand
         self._entropy_coef = settings.entropy_coef
@@ -212,11 +212,11 @@ class ThoughtsTrainer:
             requests,
             group_size=1,
             sampling=self.settings.sampling,
-            seed=session_seed(self.seed, purpose, self.iteration if iteration is None else iteration),
+            seed=sequence_seed(self.seed, purpose, self.iteration if iteration is None else iteration),
             policy_version=self.updater.step,
-            workers=self.updater.workers,
+            process_group=self.updater.process_group,
         )
-        return self.updater.run_freely(play)
+        return self.updater.with_full_weights_independent(play)
 
     def _read(self, groups: Sequence[RolloutGroup]) -> list[ThoughtEpisode]:
         return [read_episode(self.environment, self.reader, group.rollouts[0]) for group in groups]
@@ -267,7 +267,9 @@ class ThoughtsTrainer:
             return [[next(found) for _ in of_row[row]] for row in some]
 
         logprobs_N = torch.zeros(len(spans), dtype=torch.float64)
-        for row, values in zip(used, self.updater.shared(used, [len(rows[r]) for r in used], compute), strict=True):
+        for row, values in zip(
+            used, self.updater.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
+        ):
             logprobs_N[of_row[row]] = torch.tensor(values, dtype=torch.float64)
         return logprobs_N
 
@@ -280,7 +282,7 @@ class ThoughtsTrainer:
             limit = self.settings.micro_batch_tokens
             return [t.cpu() for t in pooled_states(self.model, ids, ends, pad_id=self.pad_id, max_tokens=limit)]
 
-        found = self.updater.shared(episodes, [len(episode.ids) for episode in episodes], compute)
+        found = self.updater.all_gather_rows(episodes, [len(episode.ids) for episode in episodes], compute)
         return [states.to(self.device) for states in found]
 
     def _advantages(
@@ -317,7 +319,7 @@ class ThoughtsTrainer:
         }
 
     def _record(self, groups: Sequence[RolloutGroup], rewards: Sequence[Sequence[float]]) -> None:
-        if self.record is None or not self.updater.workers.is_first:
+        if self.record is None or not self.updater.process_group.is_rank_zero:
             return
         rollouts = [group.rollouts[0] for group in groups]
         for rollout, gains in zip(rollouts, rewards, strict=True):
@@ -356,7 +358,7 @@ class ThoughtsTrainer:
                 for group in groups
             ]
 
-        batches = self.updater.workers.batches(used, [len(plan.rows[i]) for i in used], build)
+        batches = self.updater.process_group.batches(used, [len(plan.rows[i]) for i in used], build)
         return self.updater.apply(batches, self.loss)
 
     def loss(self, batch: _Batch) -> tuple[torch.Tensor, dict[str, Any]]:

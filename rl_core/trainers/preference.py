@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pad_rows
 from rl_core.data.pairs import Pair, PairSide
-from rl_core.distributed import ALONE, Idle, Workers
+from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss
 from rl_core.models.causal_lm import evaluating
@@ -56,7 +56,7 @@ def reference_logprobs(
 
 
 @dataclass
-class _PairBatch:
+class _ComparedPairBatch:
     """Some pairs; one row a pair in every tensor, so that the updater can cut a batch that does not fit."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
@@ -82,7 +82,7 @@ class PreferenceTrainer:
         pairs_train, pairs_heldout: without held-out pairs there is no evaluation.
         seed: of the order of pairs.
         references: (of the training pairs, of the held-out ones), where the same weights gave them before.
-        workers: the processes that train this model together, each with the same arguments.
+        process_group: the processes that train this model together, each with the same arguments.
     Raises: DataError naming a pair that cannot be learnt from, or references that do not fit the pairs.
     """
 
@@ -95,7 +95,7 @@ class PreferenceTrainer:
         settings: PreferenceSettings,
         seed: int,
         references: tuple[Sequence[Reference], Sequence[Reference]] | None = None,
-        workers: Workers = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         if not pairs_train:
             raise DataError("pairs_train: there is no pair to train on")
@@ -116,7 +116,9 @@ class PreferenceTrainer:
         }
         for name, rows in self.references.items():
             _check_references(rows, len(self._pairs[name]), name)
-        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, workers=workers)
+        self.updater = Updater(
+            model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
+        )
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch_size pairs."""
@@ -127,7 +129,7 @@ class PreferenceTrainer:
         num_loss_tokens = _loss_tokens(pairs)
         num_tokens = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
 
-        def loss_of(batch: _PairBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        def loss_of(batch: _ComparedPairBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
             loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
             return loss, {f"train/{name}": value for name, value in metrics.items()}
 
@@ -146,7 +148,7 @@ class PreferenceTrainer:
             return {}
         num_loss_tokens = _loss_tokens(pairs)
 
-        def measure(batch: _PairBatch) -> dict[str, float]:
+        def measure(batch: _ComparedPairBatch) -> dict[str, float]:
             loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
             return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
@@ -177,13 +179,13 @@ class PreferenceTrainer:
 
     def _shared_batches(
         self, pairs: Sequence[Pair], references: Sequence[Reference]
-    ) -> list[_PairBatch | Idle[_PairBatch]]:
+    ) -> list[_ComparedPairBatch | DummyBatch[_ComparedPairBatch]]:
         """This process's micro-batches of these pairs."""
         rows = list(zip(pairs, references, strict=True))
         widest = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
-        return self.updater.workers.batches(rows, widest, lambda some: self._batches(*zip(*some, strict=True)))
+        return self.updater.process_group.batches(rows, widest, lambda some: self._batches(*zip(*some, strict=True)))
 
-    def _batches(self, pairs: Sequence[Pair], references: Sequence[Reference]) -> list[_PairBatch]:
+    def _batches(self, pairs: Sequence[Pair], references: Sequence[Reference]) -> list[_ComparedPairBatch]:
         """Both rows of a pair in one micro-batch, pairs sorted by their longer row."""
         widest = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
         batches = []
@@ -191,7 +193,7 @@ class PreferenceTrainer:
             width = max(widest[index] for index in group)
             chosen, rejected = [pairs[i].chosen for i in group], [pairs[i].rejected for i in group]
             batches.append(
-                _PairBatch(
+                _ComparedPairBatch(
                     pad_rows([side.ids for side in chosen], self._pad_id, width=width),
                     pad_rows([side.ids for side in rejected], self._pad_id, width=width),
                     _loss_mask(chosen, width),
@@ -205,7 +207,7 @@ class PreferenceTrainer:
         return batches
 
     def _loss(
-        self, batch: _PairBatch, num_pairs: int, num_loss_tokens: int
+        self, batch: _ComparedPairBatch, num_pairs: int, num_loss_tokens: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
         settings = self.settings

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder, micro_batches, pad_rows
-from rl_core.distributed import ALONE, Workers
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.preference import bradley_terry_loss, calibration_error
 from rl_core.models import heads
@@ -35,7 +35,7 @@ def longer_answer_baseline(pairs: Sequence[tuple[Sized, Sized]]) -> float:
 
 
 @dataclass
-class _PairBatch:
+class _ScoredPairBatch:
     """Some pairs; one row a pair in every tensor, so that the updater can cut a batch that does not fit."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
@@ -52,7 +52,7 @@ class RewardModelTrainer:
         pad_id: token id on the right of short rows.
         pairs_train, pairs_heldout: (chosen_ids, rejected_ids). Without held-out pairs there is no evaluation.
         seed: of the order of pairs.
-        workers: the processes that train this model together, each with the same arguments.
+        process_group: the processes that train this model together, each with the same arguments.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RewardModelTrainer:
         pairs_heldout: Sequence[Pair],
         settings: RewardModelSettings,
         seed: int,
-        workers: Workers = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         if not pairs_train:
             raise DataError("pairs_train: there is no pair to train on")
@@ -80,7 +80,9 @@ class RewardModelTrainer:
         self.order = DataOrder(len(pairs_train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)
-        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, workers=workers)
+        self.updater = Updater(
+            model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
+        )
 
     def step(self) -> dict[str, float]:
         """One optimizer step on the next batch_size pairs."""
@@ -88,7 +90,7 @@ class RewardModelTrainer:
         pairs = [self._train[index] for index in self.order.next()]
         num_tokens = sum(len(row) for pair in pairs for row in pair)
         widest = [max(len(chosen), len(rejected)) for chosen, rejected in pairs]
-        batches = self.updater.workers.batches(pairs, widest, self._batches)
+        batches = self.updater.process_group.batches(pairs, widest, self._batches)
         metrics = self.updater.apply(batches, lambda batch: self._loss(batch, len(pairs)))
         return {
             **metrics,
@@ -132,11 +134,11 @@ class RewardModelTrainer:
             values = heads.score_batch(self.model, [rows[index] for index in indices], pad_id=self._pad_id)
             return list(zip(indices, values, strict=True))
 
-        batches = self.updater.workers.batches(range(len(rows)), [len(row) for row in rows], build)
+        batches = self.updater.process_group.batches(range(len(rows)), [len(row) for row in rows], build)
         scores = dict(pair for part in self.updater.measure(batches, measure) for pair in part)
         return [scores[index] for index in range(len(rows))]
 
-    def _batches(self, pairs: Sequence[Pair]) -> list[_PairBatch]:
+    def _batches(self, pairs: Sequence[Pair]) -> list[_ScoredPairBatch]:
         """Both rows of a pair in one micro-batch, pairs sorted by their longer row."""
         widest = [max(len(chosen), len(rejected)) for chosen, rejected in pairs]
         groups = micro_batches(widest, max(1, self.settings.micro_batch_tokens // 2))
@@ -145,7 +147,7 @@ class RewardModelTrainer:
             width = max(widest[index] for index in group)
             chosen, rejected = ([pairs[index][side] for index in group] for side in (0, 1))
             batches.append(
-                _PairBatch(
+                _ScoredPairBatch(
                     pad_rows(chosen, self._pad_id, width=width),
                     pad_rows(rejected, self._pad_id, width=width),
                     torch.tensor([len(row) for row in chosen]),
@@ -154,7 +156,7 @@ class RewardModelTrainer:
             )
         return batches
 
-    def _loss(self, batch: _PairBatch, num_pairs: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
+    def _loss(self, batch: _ScoredPairBatch, num_pairs: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         input_ids_BS = torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]).to(self._device)
         lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]).to(self._device)
         chosen_B, rejected_B = heads.sequence_scores(self.model, input_ids_BS, lengths_B).chunk(2)

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder
-from rl_core.distributed import ALONE, Idle, Workers
+from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import completion_logprobs
@@ -41,7 +41,7 @@ class SFTTrainer:
         rows_train, rows_heldout: (ids, loss_mask) of whole conversations; at least one loss token each, none at
             position 0, which has nothing before it. Without held-out rows there is no evaluation.
         seed: of the order of rows.
-        workers: the processes that train this model together, each with the same arguments.
+        process_group: the processes that train this model together, each with the same arguments.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class SFTTrainer:
         rows_heldout: Sequence[Row],
         settings: SFTSettings,
         seed: int,
-        workers: Workers = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         if not rows_train:
             raise DataError("rows_train: there is no row to train on")
@@ -65,7 +65,9 @@ class SFTTrainer:
         self.order = DataOrder(len(rows_train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
-        self.updater = Updater(model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, workers=workers)
+        self.updater = Updater(
+            model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
+        )
         self._packing = settings.packing and can_pack(model)
         if settings.packing and not self._packing:
             logger.warning(
@@ -109,11 +111,11 @@ class SFTTrainer:
         """Inverse of `state_dict`."""
         self.order.load_state_dict(state["order"])
 
-    def _batches(self, rows: Sequence[TrainRow]) -> list[TrainBatch | Idle[TrainBatch]]:
+    def _batches(self, rows: Sequence[TrainRow]) -> list[TrainBatch | DummyBatch[TrainBatch]]:
         def build(some: list[TrainRow]) -> list[TrainBatch]:
             return make_batches(some, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
 
-        return self.updater.workers.batches(rows, [len(row.completion_ids) + 1 for row in rows], build)
+        return self.updater.process_group.batches(rows, [len(row.completion_ids) + 1 for row in rows], build)
 
     def _loss(self, batch: TrainBatch, num_loss_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         batch = batch.to(self._device)

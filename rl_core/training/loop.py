@@ -4,8 +4,8 @@ Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoin
 a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
 With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
 
-Where several processes train one model (`Updater.workers`), each runs this loop on the same numbers, so that all decide
-alike; the first one alone logs, reads and writes. A stop signal to any of them stops all.
+Where several processes train one model (`Updater.process_group`), each runs this loop on the same numbers, so all
+decide alike; rank 0 alone logs, reads and writes. A stop signal to any of them stops all.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from rl_core.distributed import ALONE, Workers
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
 from rl_core.metrics import MetricHistory
 from rl_core.settings import LoopSettings
@@ -155,11 +155,11 @@ def run_loop(
         stop=StopRequests(stop_event),
         export_to=history,
         clock=clock,
-        workers=trainer.updater.workers,
+        process_group=trainer.updater.process_group,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.stop)
-        if checkpoints is not None and loop.workers.is_first:
+        if checkpoints is not None and loop.process_group.is_rank_zero:
             stack.enter_context(checkpoints)
         return loop.run(allow_changed)
 
@@ -178,7 +178,7 @@ class _Loop:
     clock: Callable[[], float]
     export_to: Path | str | None = None
     exported: float | None = None  # when, by `clock`
-    workers: Workers = ALONE
+    process_group: ProcessGroup = SINGLE_PROCESS
     history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))
     state: _Progress = field(default_factory=_Progress)
     best_weights: dict[str, torch.Tensor] | None = None
@@ -239,7 +239,7 @@ class _Loop:
         fault("loop.stepped")
         finite = self._log(metrics)
         headline = next((f"{name} {finite[name]:.4g}" for name in HEADLINES if name in finite), "")
-        if self.workers.is_first:
+        if self.process_group.is_rank_zero:
             self.tracker.progress(self.state.iteration, self.iterations, headline)
         fault("loop.logged")
 
@@ -253,7 +253,7 @@ class _Loop:
         if self.state.nonfinite_metrics:
             finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
         started = self.clock()
-        if self.workers.is_first:
+        if self.process_group.is_rank_zero:
             self.tracker.log_metrics(finite, self.trainer.updater.step)
         self.history.observe(finite, self.trainer.updater.step)
         self._export(EXPORT_SECONDS)
@@ -266,7 +266,7 @@ class _Loop:
 
     def _export(self, after: float = 0.0) -> None:
         """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
-        if self.export_to is None or not self.workers.is_first:
+        if self.export_to is None or not self.process_group.is_rank_zero:
             return
         if self.exported is not None and self.clock() - self.exported < after:
             return
@@ -286,7 +286,7 @@ class _Loop:
         started = self.clock()
         with self.trainer.updater.averaged():  # what is evaluated is what is kept
             measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
-            raw = self.workers.of_first(lambda: measured)
+            raw = self.process_group.on_rank_zero(lambda: measured)
             if self.best_metric is not None:
                 if self.best_metric not in raw:
                     raise SettingsError(
@@ -320,7 +320,7 @@ class _Loop:
         logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
 
     def _stop_when_asked(self) -> None:
-        signum = self.workers.most(self.stop.signum or 0)
+        signum = self.process_group.all_reduce_max(self.stop.signum or 0)
         if not signum:
             return
         if self.checkpoints is None:
@@ -350,10 +350,10 @@ class _Loop:
             "fingerprint": self.fingerprint,
             "rng": rng_state(),
         }
-        if self.workers.size > 1:
-            state = self.trainer.updater.whole(state)
-            state["workers"] = {"size": self.workers.size, "rng": self.workers.everyone(state["rng"])}
-        if self.workers.is_first:
+        if self.process_group.size > 1:
+            state = self.trainer.updater.gather_state(state)
+            state["workers"] = {"size": self.process_group.size, "rng": self.process_group.all_gather(state["rng"])}
+        if self.process_group.is_rank_zero:
             self.checkpoints.save(state)
         self.saved = place
         self._spent("checkpoint", started)
@@ -362,12 +362,12 @@ class _Loop:
     def _resume(self, allow_changed: bool) -> None:
         if self.checkpoints is None:
             return
-        state = self.checkpoints.load_latest() if self.workers.is_first else None
-        state = self.trainer.updater.received(state, self.trainer.model)
+        state = self.checkpoints.load_latest() if self.process_group.is_rank_zero else None
+        state = self.trainer.updater.scatter_state(state, self.trainer.model)
         if state is None:
             return
         saved_by = state.get("workers", {"size": 1, "rng": [state["rng"]]})
-        same_size = saved_by["size"] == self.workers.size
+        same_size = saved_by["size"] == self.process_group.size
         # Threads decide the last bits, and so does the number of processes, which may change.
         besides = () if same_size else ("runtime.threads",)
         check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed, besides=besides)
@@ -380,13 +380,13 @@ class _Loop:
         self.saved = (self.state.iteration, self.state.evaluated_iteration)
         # last: building or loading anything may have drawn from the generators
         if same_size:
-            restore_rng(saved_by["rng"][self.workers.rank])
+            restore_rng(saved_by["rng"][self.process_group.rank])
         else:
             logger.warning(
                 "resumed in %d processes what was saved by %d: the same numbers to rounding, not to the last bit",
-                self.workers.size,
+                self.process_group.size,
                 saved_by["size"],
             )
-            if self.workers.is_first:
+            if self.process_group.is_rank_zero:
                 restore_rng(state["rng"])
         logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.updater.step)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from rl_core.cpu.allocator import keep_freed_memory
-from rl_core.distributed import ALONE, Idle, Shards, Workers, gathered, local
+from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, Shards, gather_state, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic
@@ -32,7 +32,7 @@ from rl_core.training.optimizers import (
     enable_activation_checkpointing,
     learning_rate_at,
 )
-from rl_core.training.sharded_step import accumulate_together, plain, received
+from rl_core.training.sharded_step import accumulate_together, plain, scatter_checkpoint
 from rl_core.training.throughput import sequence_lengths, step_flops
 
 __all__ = ["LossFn", "Updater"]
@@ -51,8 +51,8 @@ class Updater:
     Weights in bfloat16 or float16 get a float32 master copy, on which gradients accumulate and the optimizer works;
     otherwise small updates would be rounded away. With ema_decay an average of the weights is kept beside them.
 
-    Where several `workers` train the model, its weights are shared out among them here. Each of them then calls the
-    same methods in the same order with micro-batches of its own, as many as every other (`Workers.batches`).
+    Where several processes train the model, its weights are sharded among them here. Each of them then calls the
+    same methods in the same order with micro-batches of its own, as many as every other (`ProcessGroup.batches`).
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class Updater:
         total_steps: int,
         *,
         max_nonfinite: int = 5,
-        workers: Workers = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         keep_freed_memory()
         self.model = model
-        self.workers = workers
+        self.process_group = process_group
         self.settings = settings
         self.total_steps = total_steps
         self.max_nonfinite = max_nonfinite
@@ -76,10 +76,10 @@ class Updater:
         self.learning_rate_scale = 1.0  # of the whole schedule; a rollback makes it smaller
         self.max_tokens: int | None = None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
         self._shards: Shards | None = None
-        if workers.size > 1:
+        if process_group.size > 1:
             policy = model.policy if isinstance(model, PolicyWithCritic) else model
             probe_head(policy)  # runs the model, which has to be whole for that
-            self._shards = Shards(model, workers)
+            self._shards = Shards(model, process_group)
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not self._weights:
@@ -130,7 +130,7 @@ class Updater:
             self._average.write(dict(zip(self._names, self._weights, strict=True)))
             self.refresh_masters()
 
-    def apply(self, micro_batches: Sequence[Batch | Idle[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
+    def apply(self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
         """One optimizer step over all micro-batches.
 
         Args:
@@ -150,7 +150,7 @@ class Updater:
         with span("optimizer"):
             return self._apply(micro_batches, loss_fn)
 
-    def _apply(self, micro_batches: Sequence[Batch | Idle[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
+    def _apply(self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
         self.model.train()
         if self._shards is None:
             parts, problem = self._accumulate([plain(batch) for batch in micro_batches], loss_fn)
@@ -158,7 +158,7 @@ class Updater:
             self._clear()
             parts, problem = accumulate_together(
                 self._shards,
-                self.workers,
+                self.process_group,
                 micro_batches,
                 loss_fn,
                 autocast=self.autocast,
@@ -186,34 +186,34 @@ class Updater:
         metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics
 
-    def measure(self, batches: Sequence[Batch | Idle[Batch]], fn: Callable[[Batch], Result]) -> list[Result]:
-        """What `fn` gives for each batch, of all workers, by rank: without dropout and gradient, in `autocast`.
+    def measure(self, batches: Sequence[Batch | DummyBatch[Batch]], fn: Callable[[Batch], Result]) -> list[Result]:
+        """What `fn` gives for each batch, of all processes, by rank: without dropout and gradient, in `autocast`.
 
         `fn` returns plain numbers, as they travel between processes.
         """
         results: list[Result] = []
         with evaluating(self.model), torch.no_grad(), self.autocast():
             for batch in batches:
-                result = self.run(functools.partial(fn, plain(batch)))
-                if not isinstance(batch, Idle):
+                result = self.with_full_weights(functools.partial(fn, plain(batch)))
+                if not isinstance(batch, DummyBatch):
                     results.append(result)
-        return [result for part in self.workers.everyone(results) for result in part]
+        return [result for part in self.process_group.all_gather(results) for result in part]
 
-    def run(self, compute: Callable[[], Result]) -> Result:
+    def with_full_weights(self, compute: Callable[[], Result]) -> Result:
         """`compute()`, with whole weights in the model: a trainer's own passes run in it where weights are shared."""
-        return compute() if self._shards is None else self._shards.run(compute)
+        return compute() if self._shards is None else self._shards.with_full_weights(compute)
 
-    def run_freely(self, compute: Callable[[], Result]) -> Result:
+    def with_full_weights_independent(self, compute: Callable[[], Result]) -> Result:
         """`compute()` with whole weights in the model, which each worker may run as often as it likes; no gradient.
 
         For rollouts, and for passes over a worker's own share of some rows.
         """
         if self._shards is not None:
-            return self._shards.run_freely(compute)
+            return self._shards.with_full_weights_independent(compute)
         with torch.no_grad():
             return compute()
 
-    def shared(
+    def all_gather_rows(
         self, rows: Sequence[Row], lengths: Sequence[int], compute: Callable[[list[Row]], Sequence[Result]]
     ) -> list[Result]:
         """What `compute` gives for each row, without gradient; each worker does its share, and all get everything.
@@ -222,26 +222,26 @@ class Updater:
             lengths: tokens of each row.
             compute: one result a row, in order; results travel between processes, so their tensors lie on the CPU.
         """
-        mine = self.workers.share(lengths)
-        own = self.run_freely(lambda: compute([rows[index] for index in mine]))
-        shares = self.workers.everyone(dict(zip(mine, own, strict=True)))
+        mine = self.process_group.share(lengths)
+        own = self.with_full_weights_independent(lambda: compute([rows[index] for index in mine]))
+        shares = self.process_group.all_gather(dict(zip(mine, own, strict=True)))
         results = {index: result for share in shares for index, result in share.items()}
         return [results[index] for index in range(len(rows))]
 
-    def whole(self, state: Any) -> Any:
+    def gather_state(self, state: Any) -> Any:
         """A nested state as one process would have it: complete in the first worker, for whom it is written."""
-        return gathered(state, self.workers)
+        return gather_state(state, self.process_group)
 
-    def received(self, state: Any, model: nn.Module | None = None) -> Any:
+    def scatter_state(self, state: Any, model: nn.Module | None = None) -> Any:
         """A checkpoint that the first worker has read, in all of them; weights and moments are shared out again.
 
         model: all that the checkpoint holds, where that is more than this updater's.
         """
-        return received(state, self.model if model is None else model, self._shards, self.workers)
+        return scatter_checkpoint(state, self.model if model is None else model, self._shards, self.process_group)
 
     def _grad_norm(self) -> torch.Tensor:
         grads = [local(master.grad) for master in self._masters if master.grad is not None]
-        return self.workers.norm(torch.nn.utils.get_total_norm(grads))
+        return self.process_group.norm(torch.nn.utils.get_total_norm(grads))
 
     def _optimize(self, norm: torch.Tensor) -> None:
         """Clip, step, and take the new weights over."""
@@ -340,7 +340,7 @@ class Updater:
         return "global gradient norm"
 
     def _is_finite(self, tensor: torch.Tensor) -> bool:
-        return not self.workers.most(int(not bool(torch.isfinite(local(tensor)).all())))
+        return not self.process_group.all_reduce_max(int(not bool(torch.isfinite(local(tensor)).all())))
 
     def refresh_masters(self) -> None:
         """Take over weights that were changed from outside (a restored model)."""

@@ -11,24 +11,24 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rl_core.distributed import Idle, Shards, Workers, spread
+from rl_core.distributed import DummyBatch, ProcessGroup, Shards, scatter_state
 from rl_core.errors import OutOfMemory
 from rl_core.training.micro_batches import padded_tokens
 
-__all__ = ["accumulate_together", "plain", "received"]
+__all__ = ["accumulate_together", "plain", "scatter_checkpoint"]
 
 Batch = TypeVar("Batch")
 
 
-def plain(batch: Batch | Idle[Batch]) -> Batch:
+def plain(batch: Batch | DummyBatch[Batch]) -> Batch:
     """The micro-batch itself."""
-    return batch.batch if isinstance(batch, Idle) else batch
+    return batch.batch if isinstance(batch, DummyBatch) else batch
 
 
 def accumulate_together(
     shards: Shards,
-    workers: Workers,
-    micro_batches: Sequence[Batch | Idle[Batch]],
+    process_group: ProcessGroup,
+    micro_batches: Sequence[Batch | DummyBatch[Batch]],
     loss_fn: Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]],
     *,
     autocast: Callable[[], AbstractContextManager[None]],
@@ -47,7 +47,7 @@ def accumulate_together(
     parts: list[dict[str, Any]] = []
     problem: str | None = None
     for index, batch in enumerate(micro_batches):
-        idle = isinstance(batch, Idle)
+        idle = isinstance(batch, DummyBatch)
         try:
             with autocast():
                 loss, metrics, why = shards.run_loss(
@@ -57,20 +57,20 @@ def accumulate_together(
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"a micro-batch of {padded_tokens(plain(batch))} padded tokens does not fit into the memory of "
-                f"process {workers.rank}; lower micro_batch_tokens"
+                f"process {process_group.rank}; lower micro_batch_tokens"
             ) from error
         collect()
         if why is not None and problem is None:
-            problem = f"{why} (process {workers.rank}, micro-batch {index})"
+            problem = f"{why} (process {process_group.rank}, micro-batch {index})"
         if not idle:
             part = {**metrics, "train/loss": loss.detach() if why is None else math.nan}
             parts.append({name: float(value) for name, value in part.items()})
-    told = workers.everyone((parts, problem))
+    told = process_group.all_gather((parts, problem))
     problems = [why for _, why in told if why is not None]
     return [part for some, _ in told for part in some], problems[0] if problems else None
 
 
-def received(state: Any, model: nn.Module, shards: Shards | None, workers: Workers) -> Any:
+def scatter_checkpoint(state: Any, model: nn.Module, shards: Shards | None, process_group: ProcessGroup) -> Any:
     """A checkpoint that the first process has read, in all of them; weights and moments are shared out again."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
@@ -84,4 +84,4 @@ def received(state: Any, model: nn.Module, shards: Shards | None, workers: Worke
             return len(shape) > 0 and path[1:3] != ("optimizer", "muon")  # Muon's are whole everywhere
         return path[0] in ("model", "best_model") and path[1] in names
 
-    return spread(state, workers, mesh=shards.mesh if shards else None, is_shared=is_shared)
+    return scatter_state(state, process_group, mesh=shards.mesh if shards else None, is_shared=is_shared)

@@ -29,7 +29,7 @@ from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.tracking import ModelVersion, Tracking
 
-__all__ = ["Request", "answer", "ask", "asked", "expire", "read", "requests"]
+__all__ = ["ApprovalRequest", "answer", "ask", "asked", "expire", "read", "requests"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LOCK_SECONDS = 20.0  # to wait for another answer or promotion of the same model
 
 
 @dataclass(frozen=True)
-class Request:
+class ApprovalRequest:
     """One question and, once there is one, its answer."""
 
     name: str  # registered model
@@ -99,13 +99,13 @@ def _number(text: str) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def read(version: ModelVersion) -> Request | None:
+def read(version: ModelVersion) -> ApprovalRequest | None:
     """What is or was asked about a version; None = nothing ever."""
     tags = {key.removeprefix("approval."): value for key, value in version.tags.items() if key.startswith("approval.")}
     if "state" not in tags:
         return None
     plain = {key: tags.get(key, "") for key in _TEXTS}
-    return Request(
+    return ApprovalRequest(
         name=version.name,
         version=version.version,
         state=tags["state"],
@@ -121,14 +121,14 @@ def read(version: ModelVersion) -> Request | None:
 _TEXTS = ("run", "run_id", "stage_run_id", "flow_run_id", "prefect_api", "by", "when", "note")
 
 
-def requests(tracking: Tracking) -> list[Request]:
+def requests(tracking: Tracking) -> list[ApprovalRequest]:
     """All questions that were ever asked in a store, the newest deadline first."""
     registry = tracking.registry
     found = [read(version) for name in registry.names() for version in registry.versions(name)]
     return sorted((request for request in found if request), key=lambda request: -request.deadline)
 
 
-def ask(tracking: Tracking, request: Request) -> Request:
+def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
     """Put the question on the version's tags; an earlier one about the same version is forgotten."""
     request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="")
     tags = {
@@ -147,15 +147,15 @@ def ask(tracking: Tracking, request: Request) -> Request:
     return request
 
 
-def asked(tracking: Tracking, request: Request) -> Request:
+def asked(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
     """The same question as the store has it now. Raises: SettingsError where the version is gone."""
     found = read(tracking.registry.version(request.name, request.version))
     return found if found is not None and found.key == request.key else replace(request, state=SUPERSEDED)
 
 
 def answer(
-    tracking: Tracking, request: Request, *, approve: bool, by: str, note: str = "", in_time: bool = False
-) -> Request:
+    tracking: Tracking, request: ApprovalRequest, *, approve: bool, by: str, note: str = "", in_time: bool = False
+) -> ApprovalRequest:
     """Answer a question and do what follows: the alias moves only if the champion is still the one compared with.
 
     Args:
@@ -185,7 +185,7 @@ def answer(
         return _settle(tracking, now, APPROVED, by, note)
 
 
-def expire(tracking: Tracking, name: str) -> list[Request]:
+def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:
     """Reject what nobody approved in time; returns those."""
     late = [read(version) for version in tracking.versions(name)]
     found = []
@@ -202,7 +202,7 @@ _DECISIONS = {
 }  # fmt: skip
 
 
-def _settle(tracking: Tracking, request: Request, state: str, by: str, note: str) -> Request:
+def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, note: str) -> ApprovalRequest:
     """Write the answer on the version, and on the runs that asked."""
     when = _stamp(time.time())
     done = replace(request, state=state, by=by, when=when, note=note)
@@ -257,7 +257,7 @@ def _deciding(output: Path, name: str) -> Iterator[None]:
         lock.__exit__(None, None, None)
 
 
-def question(summary: dict[str, Any], champion: int | None, **place: str) -> Request:
+def question(summary: dict[str, Any], champion: int | None, **place: str) -> ApprovalRequest:
     """The question of a promote stage that waits, from its summary.
 
     Args:
@@ -267,7 +267,7 @@ def question(summary: dict[str, Any], champion: int | None, **place: str) -> Req
     reason = str(summary["reason"])
     if champion is not None:
         reason = reason.replace(f"champion version {summary['champion_before']} ", f"champion version {champion} ")
-    return Request(
+    return ApprovalRequest(
         name=summary["registered_model"],
         version=int(summary["model_version"]),
         state=WAITING,

@@ -15,13 +15,13 @@ from rl_core.settings import EvaluationSettings
 from tasks.config import PipelineSettings, StagesSettings
 from tasks.tracking import ModelVersion
 
-__all__ = ["Verdict", "count_checks", "figure_of", "judge", "note_check", "settings_of_check"]
+__all__ = ["ChampionVerdict", "count_checks", "figure_of", "judge", "note_check", "settings_of_check"]
 
 CHECKS = "champion_checks.jsonl"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ChampionVerdict:
     """The champion's success now, beside the figure that it is known by."""
 
     now: Rate
@@ -54,7 +54,7 @@ def figure_of(tags: Mapping[str, str]) -> Rate | None:
         return None
 
 
-def judge(result: Evaluation, registered: Rate, margin: float) -> Verdict:
+def judge(result: Evaluation, registered: Rate, margin: float) -> ChampionVerdict:
     """Whether success fell: the upper 95% bound of its change lies below minus the margin.
 
     The two figures come from different episodes, so their intervals are joined (Newcombe 1998). An unchanged champion
@@ -62,7 +62,7 @@ def judge(result: Evaluation, registered: Rate, margin: float) -> Verdict:
     """
     now = Rate(result.success_rate, *result.interval, result.samples)
     change = rate_difference(now, registered)
-    return Verdict(now, registered, change, margin, change.high < -margin)
+    return ChampionVerdict(now, registered, change, margin, change.high < -margin)
 
 
 def settings_of_check(settings: PipelineSettings, champion: ModelVersion, number: int) -> PipelineSettings:
@@ -88,7 +88,7 @@ def count_checks(home: Path, version: int) -> int:
     return sum(json.loads(line)["version"] == version for line in lines if line.endswith("}"))
 
 
-def note_check(home: Path, version: int, verdict: Verdict | None, now: Rate) -> None:
+def note_check(home: Path, version: int, verdict: ChampionVerdict | None, now: Rate) -> None:
     """Write down a check; it counts from now on."""
     row = {"version": version, "success": now.rate, "low": now.low, "high": now.high, "samples": now.n}
     if verdict is not None:

@@ -21,13 +21,13 @@ from rl_core.errors import BackendError, FolderBusy
 from tasks.tracking import Tracking
 from tasks.tracking.journal import LineLog, Shipped, events_path, metrics_path, read_lines
 
-__all__ = ["GoneRun", "RunRecord", "bury", "dead_runs", "journals", "recorded_runs"]
+__all__ = ["DeadRun", "RunRecord", "close_dead_runs", "dead_runs", "journals", "recorded_runs"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class GoneRun:
+class DeadRun:
     """A run whose process is gone, as it was found."""
 
     name: str  # as `posttrain runs` shows it
@@ -56,12 +56,12 @@ def journals(root: Path) -> Iterator[Path]:
     yield from (path.parent.parent for path in found if path == events_path(path.parent.parent))
 
 
-def dead_runs(root: Path) -> list[GoneRun]:
+def dead_runs(root: Path) -> list[DeadRun]:
     """Runs under `root` that have no end and no living process, outer ones first; nothing is changed."""
     return [gone for folder in journals(root) if (gone := _judge(folder)) is not None]
 
 
-def bury(tracking: Tracking, root: Path) -> list[GoneRun]:
+def close_dead_runs(tracking: Tracking, root: Path) -> list[DeadRun]:
     """Find dead runs under `root`; deliver what they recorded and mark them as killed.
 
     Returns: those found, also those that ran on another machine and were therefore left as they are.
@@ -83,7 +83,7 @@ def _is_held(path: Path) -> bool:
     return False
 
 
-def _judge(folder: Path) -> GoneRun | None:
+def _judge(folder: Path) -> DeadRun | None:
     """The run of a journal, if its process is gone; None where it ended, or lives."""
     if _is_held(events_path(folder)):
         return None
@@ -104,7 +104,7 @@ def _judge(folder: Path) -> GoneRun | None:
     if not open_since:
         return None
     host = str(process.get("host", ""))
-    return GoneRun(
+    return DeadRun(
         name=name,
         folder=folder,
         run_id=Shipped.load(folder).run_id or "",
@@ -116,7 +116,7 @@ def _judge(folder: Path) -> GoneRun | None:
     )
 
 
-def _mark(tracking: Tracking, gone: GoneRun) -> GoneRun | None:
+def _mark(tracking: Tracking, gone: DeadRun) -> DeadRun | None:
     """End the journal where the process ended, and deliver it. None where somebody took it up meanwhile."""
     try:
         events = LineLog(events_path(gone.folder))

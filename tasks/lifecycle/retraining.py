@@ -23,7 +23,15 @@ from tasks.lifecycle.approval import expire, read
 from tasks.lifecycle.data_lineage import NewData, Records, new_since, records_from_tags, tags_of_records
 from tasks.tracking import ModelVersion, Tracking
 
-__all__ = ["Plan", "Retraining", "close_record", "open_record", "plan_retraining", "read_records", "settle_waiting"]
+__all__ = [
+    "RetrainingPlan",
+    "Retraining",
+    "close_record",
+    "open_record",
+    "plan_retraining",
+    "read_records",
+    "settle_waiting",
+]
 
 Start = Literal["champion", "base"]
 
@@ -54,7 +62,7 @@ class Retraining:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class RetrainingPlan:
     """What is to be done. `record` None = nothing; `why` says the reason either way."""
 
     why: str
@@ -73,7 +81,7 @@ def plan_retraining(
     force: bool = False,
     reason: str = "",
     flow_run_id: str = "",
-) -> Plan:
+) -> RetrainingPlan:
     """Decide on a retraining; nothing is written.
 
     Args:
@@ -92,7 +100,7 @@ def plan_retraining(
     why = reason_to_train(settings, now, champion, earlier, new, start)
     if why.startswith("skipped"):
         if not force:
-            return Plan(why=why, new=new)
+            return RetrainingPlan(why=why, new=new)
         why = f"asked for, though: {why.removeprefix('skipped: ')}"
     if reason:
         why = f"{reason}: {why}"
@@ -215,14 +223,14 @@ def _seed(settings: PipelineSettings, now: Records, champion: int | None, attemp
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def _planned(settings: PipelineSettings, new: NewData, record: Retraining, why: str) -> Plan:
+def _planned(settings: PipelineSettings, new: NewData, record: Retraining, why: str) -> RetrainingPlan:
     """The pipeline that a retraining runs."""
     changed = dataclasses.replace(settings, seed=record.seed)
     if record.start is not None:
         model = dataclasses.replace(settings.model, path=f"models:/{settings.registered_model}/{record.start}")
         stages = dataclasses.replace(settings.stages, **dict.fromkeys(record.dropped))
         changed = dataclasses.replace(changed, model=model, stages=stages)
-    return Plan(why=why, new=new, record=record, settings=changed)
+    return RetrainingPlan(why=why, new=new, record=record, settings=changed)
 
 
 def _nothing_new(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:

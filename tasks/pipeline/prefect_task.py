@@ -25,7 +25,7 @@ from prefect.task_engine import TaskRunTimeoutError
 from rl_core.errors import BackendError, StageTimeout
 from tasks.pipeline.gpu_slot import gpu_slot
 from tasks.pipeline.result import StageResult
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.stages.promotion_review import REVIEW
 
 __all__ = ["is_transient", "stage_task"]
@@ -50,19 +50,19 @@ def _retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     return False
 
 
-def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -> Callable[..., StageResult]:
+def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: PipelineRun) -> Callable[..., StageResult]:
     """A Prefect task over one stage's function, with the pipeline's retries and timeout.
 
     The stage's own manifest decides what is run again (tasks/pipeline/stage.py); Prefect's result cache is off. Calling
     it raises StageTimeout past the stage's limit, and else what the stage raised at its last try.
     """
-    run = session.settings.run
+    run = pipeline_run.settings.run
     limit = run.timeout(name)
     label = name.replace("_", " ")
 
     @task(
         name=name,
-        task_run_name=f"{label} ({session.settings.name})",
+        task_run_name=f"{label} ({pipeline_run.settings.name})",
         description=(stage.__doc__ or "").split("\n")[0],
         cache_policy=NO_CACHE,
         persist_result=False,
@@ -72,9 +72,9 @@ def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -
         timeout_seconds=limit,
     )
     def call(*arguments: Any, **named: Any) -> StageResult:
-        with _progress_artifact(session, name):
-            result = stage(session, *arguments, **named)
-        _publish(session, result)
+        with _progress_artifact(pipeline_run, name):
+            result = stage(pipeline_run, *arguments, **named)
+        _publish(pipeline_run, result)
         return result
 
     def start(*arguments: Any, **named: Any) -> StageResult:
@@ -87,41 +87,41 @@ def stage_task(name: str, stage: Callable[..., StageResult], session: Session) -
                 f"stage '{name}' was stopped after {limit:g} s, the limit that {setting} sets; raise it, "
                 "and the stage goes on from its last checkpoint"
             ) from error
-        session.results[name] = result
+        pipeline_run.results[name] = result
         return result
 
     return start
 
 
 @contextlib.contextmanager
-def _progress_artifact(session: Session, name: str) -> Iterator[None]:
+def _progress_artifact(pipeline_run: PipelineRun, name: str) -> Iterator[None]:
     """Keep a progress artifact up to date from a thread, so that the Prefect API never delays a step."""
     ended = threading.Event()
-    thread = threading.Thread(target=_report_progress, args=(session, name, ended), daemon=True)
-    artifact = _quietly(create_progress_artifact, progress=0.0, key=_key(session, name, "progress"))
-    session.progress_artifact = artifact if isinstance(artifact, UUID) else None
+    thread = threading.Thread(target=_report_progress, args=(pipeline_run, name, ended), daemon=True)
+    artifact = _quietly(create_progress_artifact, progress=0.0, key=_key(pipeline_run, name, "progress"))
+    pipeline_run.progress_artifact = artifact if isinstance(artifact, UUID) else None
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join(timeout=10)
-        if session.progress_artifact is not None:
-            _quietly(update_progress_artifact, artifact_id=session.progress_artifact, progress=100.0)
+        if pipeline_run.progress_artifact is not None:
+            _quietly(update_progress_artifact, artifact_id=pipeline_run.progress_artifact, progress=100.0)
 
 
-def _report_progress(session: Session, name: str, ended: threading.Event) -> None:
+def _report_progress(pipeline_run: PipelineRun, name: str, ended: threading.Event) -> None:
     shown = 0.0
     while not ended.wait(PROGRESS_SECONDS):
-        percent = round(100 * session.fraction, 1)
-        if percent != shown and session.progress_artifact is not None:
-            _quietly(update_progress_artifact, artifact_id=session.progress_artifact, progress=percent)
+        percent = round(100 * pipeline_run.fraction, 1)
+        if percent != shown and pipeline_run.progress_artifact is not None:
+            _quietly(update_progress_artifact, artifact_id=pipeline_run.progress_artifact, progress=percent)
             shown = percent
 
 
-def _publish(session: Session, result: StageResult) -> None:
+def _publish(pipeline_run: PipelineRun, result: StageResult) -> None:
     """Markdown, table and link artifacts of a finished stage."""
-    url = session.tracking.run_url(result.run_id) if result.run_id else ""
+    url = pipeline_run.tracking.run_url(result.run_id) if result.run_id else ""
     how = "taken from an earlier run" if result.cached else f"ran in {result.seconds:.1f} s"
     lines = [
         f"## {result.stage.replace('_', ' ')}",
@@ -132,7 +132,7 @@ def _publish(session: Session, result: StageResult) -> None:
         lines.append(f"model `{result.summary['registered_model']}` version {result.summary['model_version']}")
     if url:
         lines.append(f"[MLflow run]({url})")
-    key = _key(session, result.stage, "")
+    key = _key(pipeline_run, result.stage, "")
     _quietly(create_markdown_artifact, "\n\n".join(lines), key=key, description=str(result.summary.get("note", "")))
     page = result.path / REVIEW
     if result.stage == "promote" and page.is_file():
@@ -148,9 +148,9 @@ def _publish(session: Session, result: StageResult) -> None:
         _quietly(create_link_artifact, url, link_text="MLflow run", key=f"{key}-mlflow")
 
 
-def _key(session: Session, name: str, suffix: str) -> str:
+def _key(pipeline_run: PipelineRun, name: str, suffix: str) -> str:
     """An artifact key: lower-case letters, digits and dashes."""
-    return re.sub(r"[^a-z0-9-]+", "-", f"{session.settings.name}-{name}-{suffix}".lower()).strip("-")
+    return re.sub(r"[^a-z0-9-]+", "-", f"{pipeline_run.settings.name}-{name}-{suffix}".lower()).strip("-")
 
 
 def _quietly(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

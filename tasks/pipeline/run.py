@@ -27,14 +27,14 @@ from rl_core.errors import Stopped
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve, settings_digest
-from tasks.lifecycle.approval import Request
+from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import Records, record_sources, tags_of_records
-from tasks.lifecycle.dead_runs import GoneRun, bury
+from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.pipeline.key import code_version
 from tasks.pipeline.result import StageResult
 from tasks.tracking import RunTracker, Tracking, is_registered_reference
 
-__all__ = ["ProgressCallback", "Session", "git_commit"]
+__all__ = ["ProgressCallback", "PipelineRun", "git_commit"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ def git_commit() -> str:
     return done.stdout.strip()
 
 
-class Session:
+class PipelineRun:
     """One run of a pipeline; a context manager that owns its lock, its parent run and its threads setting."""
 
     def __init__(
@@ -92,9 +92,9 @@ class Session:
         self.flow_run_url = flow_run_url
         self.prefect_api = prefect_api  # address of the Prefect server; "" = the run's own embedded one
         self.given = dict(given or {})
-        self.gone: list[GoneRun] = []  # earlier runs of this pipeline that were found dead when this one began
+        self.gone: list[DeadRun] = []  # earlier runs of this pipeline that were found dead when this one began
         self._continues = started
-        self.approval: Request | None = None  # what a person has to decide before the champion moves
+        self.approval: ApprovalRequest | None = None  # what a person has to decide before the champion moves
         self.output = Path(settings.output).resolve()
         self.home = self.output / settings.name
         self.stages = self.home / "stages"
@@ -117,7 +117,7 @@ class Session:
         self.tracking: Tracking
         self.parent: RunTracker
 
-    def __enter__(self) -> Session:
+    def __enter__(self) -> PipelineRun:
         self.stages.mkdir(parents=True, exist_ok=True)
         if not self._holds_lock:
             self._lock.__enter__()
@@ -143,7 +143,7 @@ class Session:
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
         digest = settings_digest(settings)
         previous = self._previous(digest)
-        self.gone = bury(self.tracking, self.home)
+        self.gone = close_dead_runs(self.tracking, self.home)
         for run in self.gone:
             if run.is_pipeline and run.name != f"{settings.name} · {previous.get('started')}":
                 logger.warning("%s; `posttrain resume '%s'` goes on with it", run.why, run.name)

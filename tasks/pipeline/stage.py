@@ -37,10 +37,10 @@ from tasks.tracking import RunTracker, read_metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from rl_core.distributed import Workers
+    from rl_core.distributed import ProcessGroup
     from rl_core.training.loop import LoopOutcome, Trainer
     from rl_core.training.optimizer_step import Updater
-    from tasks.pipeline.run import Session
+    from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
 __all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
@@ -50,10 +50,10 @@ logger = logging.getLogger(__name__)
 REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
 
 
-def _alone() -> Workers:
-    from rl_core.distributed import ALONE  # here, as it loads torch
+def _alone() -> ProcessGroup:
+    from rl_core.distributed import SINGLE_PROCESS  # here, as it loads torch
 
-    return ALONE
+    return SINGLE_PROCESS
 
 
 @dataclass
@@ -66,12 +66,12 @@ class StageContext:
     pipeline: PipelineSettings
     inputs: dict[str, Path | str]  # folders of finished stages, model folders or hub names
     tracker: RunTracker  # in one of several processes a Tracker alone, that tells the stage's own process
-    session: Session  # not there in one of several processes
+    pipeline_run: PipelineRun  # not there in one of several processes
     seed: int
     fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
     stop: threading.Event
     started: float = field(default_factory=time.monotonic)
-    workers: Workers = field(default_factory=_alone)  # the processes that run this stage's body together
+    process_group: ProcessGroup = field(default_factory=_alone)  # the processes that run this stage's body together
 
     @property
     def checkpoints(self) -> Path:
@@ -122,9 +122,9 @@ class StageContext:
         from rl_core.models import causal_lm
         from rl_core.training.resume import load_trainable_weights, trainable_weights
 
-        if self.workers.size > 1:
-            weights = updater.whole(trainable_weights(model))
-            if not self.workers.is_first:
+        if self.process_group.size > 1:
+            weights = updater.gather_state(trainable_weights(model))
+            if not self.process_group.is_rank_zero:
                 return
             on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")
             model = load(dataclasses.replace(self.pipeline, model=on_cpu))
@@ -133,7 +133,7 @@ class StageContext:
 
 
 def run_stage(
-    session: Session,
+    pipeline_run: PipelineRun,
     name: str,
     body: Callable[[StageContext], dict[str, Any]],
     *,
@@ -144,7 +144,7 @@ def run_stage(
     """Run one stage, or take its finished folder when its key has been run before.
 
     Args:
-        session: the pipeline run that this stage belongs to.
+        pipeline_run: the pipeline run that this stage belongs to.
         name: the stage; also the folder under which its keys lie.
         body: writes into `context.folder` and returns numbers for people (summary.json).
         settings: the stage's own settings.
@@ -152,28 +152,28 @@ def run_stage(
         label: name of the tracking run, where it differs from the stage's.
     Raises: FolderBusy when another process runs the same stage; Stopped; whatever the body raises.
     """
-    if session.stop.is_set():
+    if pipeline_run.stop.is_set():
         raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
-    session.tag_data(digests)
-    key = stage_key(name, settings, session.settings, digests)
-    final = session.stages / name / key
-    fresh = session.is_fresh(name) and key not in session.keys_run
+    pipeline_run.tag_data(digests)
+    key = stage_key(name, settings, pipeline_run.settings, digests)
+    final = pipeline_run.stages / name / key
+    fresh = pipeline_run.is_fresh(name) and key not in pipeline_run.keys_run
     final.parent.mkdir(parents=True, exist_ok=True)
     with FolderLock(final.with_name(f"{key}.lock")):
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
             logger.info("%s: finished before (%s), not run again", label or name, key)
-            session.stage_cached(label or name, done)
+            pipeline_run.stage_cached(label or name, done)
             return done
         if fresh:
             _discard(final)
-        session.keys_run.add(key)
-        return _run_open(session, name, body, settings, inputs, digests, key, final, label or name)
+        pipeline_run.keys_run.add(key)
+        return _run_open(pipeline_run, name, body, settings, inputs, digests, key, final, label or name)
 
 
 def _run_open(
-    session: Session,
+    pipeline_run: PipelineRun,
     name: str,
     body: Callable[[StageContext], dict[str, Any]],
     settings: Any,
@@ -190,18 +190,18 @@ def _run_open(
     from tasks.processes.launch import recover_events, run_in_workers  # here, as it knows this module
 
     started = time.monotonic()
-    tracker = session.open_stage_run(label, name, journal, settings, digests, key)
+    tracker = pipeline_run.open_stage_run(label, name, journal, settings, digests, key)
     context = StageContext(
         name=name,
         folder=folder,
         settings=settings,
-        pipeline=session.settings,
+        pipeline=pipeline_run.settings,
         inputs={k: v.path if isinstance(v, StageResult) else v for k, v in inputs.items()},
         tracker=tracker,
-        session=session,
-        seed=stage_seed(session.settings.seed, name),
-        fingerprint={"stage key": key, "threads": str(session.threads)},
-        stop=session.stop,
+        pipeline_run=pipeline_run,
+        seed=stage_seed(pipeline_run.settings.seed, name),
+        fingerprint={"stage key": key, "threads": str(pipeline_run.threads)},
+        stop=pipeline_run.stop,
     )
     try:
         recover_events(folder, tracker)
@@ -209,7 +209,7 @@ def _run_open(
         in_workers = launch is not None and launch.kind == "torchrun"
         summary = run_in_workers(context, body) if in_workers else body(context)
         if (folder / "model").is_dir() and name != "prepare_data":
-            summary = {**summary, **session.register(tracker, folder / "model", name, summary)}
+            summary = {**summary, **pipeline_run.register(tracker, folder / "model", name, summary)}
         summary.setdefault("tokens_per_second", tokens_per_second(journal))
         seconds = round(time.monotonic() - started, 2)
         summary = {**summary, "seconds": seconds, "run_id": tracker.run_id or "", "key": key}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import transformers
 
-from rl_core.distributed import Workers, join
+from rl_core.distributed import ProcessGroup, join
 from rl_core.errors import PosttrainError
 from rl_core.storage.folders import write_json_atomic
 from rl_core.tracking import MemoryTracker, Tracker
@@ -98,28 +98,28 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     transformers.utils.logging.set_verbosity_error()
     pipeline = from_dict(job["pipeline"], check_files=False)  # the stage has checked them
     settings = getattr(pipeline.stages, job["name"])
-    workers = join(timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu")
+    process_group = join(timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu")
     context = _TrainingNotes(
         name=job["name"],
         folder=Path(job["folder"]),
         settings=settings,
         pipeline=pipeline,
         inputs={**{name: Path(value) for name, value in job["paths"].items()}, **job["names"]},
-        tracker=_tracker(workers, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
-        session=None,  # type: ignore[arg-type]
+        tracker=_tracker(process_group, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
+        pipeline_run=None,  # type: ignore[arg-type]
         seed=job["seed"],
         fingerprint=job["fingerprint"],
         stop=_StopFile(folder / "stop"),
-        workers=workers,
+        process_group=process_group,
     )
     module, _, name = job["body"].partition(":")
     body: Callable[[StageContext], dict[str, Any]] = getattr(importlib.import_module(module), name)
     return body(context)
 
 
-def _tracker(workers: Workers, folder: Path) -> Tracker:
+def _tracker(process_group: ProcessGroup, folder: Path) -> Tracker:
     """The first process's goes to the stage; what the others would say is the same."""
-    if not workers.is_first:
+    if not process_group.is_rank_zero:
         return MemoryTracker()
     events = EventTracker(folder / EVENTS)
     for package in ("rl_core", "tasks"):

@@ -67,7 +67,7 @@ def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[st
     context.tracker.set_tag("launch", f"torchrun: {settings.nodes} x {settings.processes} processes")
     events = Events(folder / EVENTS)
     with StopRequests(context.stop) as stop:  # around the start, so that no signal comes between it and the `try`
-        agent = _start(settings, folder, context.session.threads)
+        agent = _start(settings, folder, context.pipeline_run.threads)
         try:
             asked = _watch(agent, events, context.tracker, stop)
         finally:
@@ -122,7 +122,7 @@ def _write_job(folder: Path, context: StageContext, body: Callable[..., Any]) ->
         "names": {name: value for name, value in context.inputs.items() if isinstance(value, str)},
         "seed": context.seed,
         "fingerprint": context.fingerprint,
-        "threads": context.session.threads,
+        "threads": context.pipeline_run.threads,
     }
     (folder / "job.json").write_text(json.dumps(job))
 

@@ -14,7 +14,7 @@ from tasks.retention.graph import KEY, Needed
 from tasks.tracking import Tracking
 from tasks.tracking.removal import StoredModel, StoredRun, stored_models, traces_of
 
-__all__ = ["Item", "Plan", "make_plan"]
+__all__ = ["Item", "RetentionPlan", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Item:
 
 
 @dataclass
-class Plan:
+class RetentionPlan:
     """What goes, and what it frees."""
 
     items: list[Item] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Plan:
         return sum(item.bytes for item in self.items)
 
 
-def make_plan(tracking: Tracking, home: Path, keep: int) -> Plan:
+def make_plan(tracking: Tracking, home: Path, keep: int) -> RetentionPlan:
     """Decide for one pipeline's folder; the caller holds its lock. Changes nothing.
 
     Args:
@@ -67,9 +67,9 @@ class _Planner:
         self.tracking, self.home, self.graph = tracking, home, graph
         self.sizes = _Sizes()
         self._items: list[tuple[str, str, list[Path]]] = []
-        self._plan = Plan()
+        self._plan = RetentionPlan()
 
-    def plan(self) -> Plan:
+    def plan(self) -> RetentionPlan:
         """All of it."""
         graph, plan = self.graph, self._plan
         plan.kept_versions = [

@@ -11,7 +11,7 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.pixel_grid_render import to_png
 from rl_core.errors import DataError, PosttrainError
 from rl_core.settings import AnalysisSettings
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import make_environment
 from tasks.stages.model_probes import measure_models
@@ -21,7 +21,7 @@ __all__ = ["analyze_trajectories", "find_trajectories", "image_function", "image
 
 
 def analyze_trajectories(
-    session: Session,
+    pipeline_run: PipelineRun,
     evaluation: StageResult,
     models: Mapping[str, StageResult | Path | str],
     data: StageResult | None,
@@ -34,8 +34,8 @@ def analyze_trajectories(
         inputs["data"] = data
     if reward is not None:
         inputs["reward_model"] = reward
-    settings = session.settings.stages.analyze or AnalysisSettings()
-    return run_stage(session, "analyze", _body, settings=settings, inputs=inputs)
+    settings = pipeline_run.settings.stages.analyze or AnalysisSettings()
+    return run_stage(pipeline_run, "analyze", _body, settings=settings, inputs=inputs)
 
 
 def _body(context: StageContext) -> dict[str, Any]:
@@ -66,10 +66,10 @@ def _body(context: StageContext) -> dict[str, Any]:
     )
     context.tracker.progress(2, 2)
     log_analysis(context.tracker, result)
-    context.session.parent.log_artifact(result.report)
+    context.pipeline_run.parent.log_artifact(result.report)
     for path in result.files:
         if path.suffix == ".png":
-            context.session.parent.log_artifact(path, "figures")
+            context.pipeline_run.parent.log_artifact(path, "figures")
     note = "; ".join([f"report.html compares {', '.join(trajectories)}", *result.notes])
     return {"rows": result.summary, "report": result.report.name, "note": note, "metrics": result.metrics}
 

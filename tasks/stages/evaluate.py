@@ -15,7 +15,7 @@ from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy, make_environment, model_folder
 
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 
 
 def evaluate_models(
-    session: Session,
+    pipeline_run: PipelineRun,
     models: Mapping[str, StageResult | Path | str],
     data: StageResult | None,
     *,
     label: str | None = None,
 ) -> StageResult:
     """Run the stage. `models`: what to evaluate, by the name that tables and pictures show."""
-    settings = session.settings.stages.evaluate or EvaluationSettings()
+    settings = pipeline_run.settings.stages.evaluate or EvaluationSettings()
     inputs: dict[str, StageResult | Path | str] = {f"model.{name}": model for name, model in models.items()}
     if data is not None:
         inputs["data"] = data
-    return run_stage(session, "evaluate", _body, settings=settings, inputs=inputs, label=label)
+    return run_stage(pipeline_run, "evaluate", _body, settings=settings, inputs=inputs, label=label)
 
 
 def episodes_seed(settings: EvaluationSettings, pipeline: PipelineSettings) -> int:

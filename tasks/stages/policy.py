@@ -16,7 +16,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import CurriculumStage, EvaluationSettings, PolicySettings
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import episodes_seed
 from tasks.stages.loading import Policy, load_policy, make_environment
@@ -27,17 +27,17 @@ RECENT = 10  # iterations whose mean stands for the end of training
 
 
 def optimise_policy(
-    session: Session, model: Path | str, data: StageResult | None, reward: StageResult | None
+    pipeline_run: PipelineRun, model: Path | str, data: StageResult | None, reward: StageResult | None
 ) -> StageResult:
     """Run the stage. `model`: where the policy starts and what KL refers to; `reward`: the reward model's stage."""
     inputs: dict[str, Any] = {"model": model}
     if data is not None:
         inputs["data"] = data
-    settings = session.settings.stages.policy
+    settings = pipeline_run.settings.stages.policy
     assert settings is not None
     if reward is not None and "learned" in settings.rewards:
         inputs["reward_model"] = reward
-    return run_stage(session, "policy", _body, settings=settings, inputs=inputs)
+    return run_stage(pipeline_run, "policy", _body, settings=settings, inputs=inputs)
 
 
 def _body(context: StageContext) -> dict[str, Any]:
@@ -64,9 +64,9 @@ def _body(context: StageContext) -> dict[str, Any]:
         record=record_all(
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
         ),
-        workers=context.workers,
+        process_group=context.process_group,
     )
-    if context.workers.is_first:
+    if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = context.train(
         trainer, settings.iterations, best_metric="eval/success_rate" if settings.patience is not None else None
@@ -78,7 +78,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
     )
     history = trainer.curriculum.history_json()
-    if context.workers.is_first:
+    if context.process_group.is_rank_zero:
         _show_curriculum(context, history)
     return {
         "steps": outcome.steps,
@@ -112,7 +112,7 @@ def _evaluator(context: StageContext, policy: Policy, environment: Environment) 
             samples=1,
             sampling=sampling,
             seed=context.seed,
-            workers=context.workers,
+            process_group=context.process_group,
         )
         timed = ("eval/seconds", "eval/tokens_per_second")  # the loop times evaluations itself
         return {name: value for name, value in result.metrics().items() if name not in timed}

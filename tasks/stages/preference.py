@@ -10,7 +10,7 @@ from rl_core.analysis.statistics import wilson_interval
 from rl_core.settings import PreferenceSettings
 from rl_core.trainers.preference import PreferenceTrainer
 from tasks.pipeline.key import code_version
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy
 from tasks.stages.preference_pairs import stage_pairs
@@ -21,17 +21,17 @@ __all__ = ["optimise_preferences"]
 logger = logging.getLogger(__name__)
 
 
-def optimise_preferences(session: Session, model: Path | str, data: StageResult | None) -> StageResult:
+def optimise_preferences(pipeline_run: PipelineRun, model: Path | str, data: StageResult | None) -> StageResult:
     """Run the stage. `model`: where the policy starts, what it is held to, and whose rollouts make the pairs."""
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
-    return run_stage(session, "preference", _body, settings=session.settings.stages.preference, inputs=inputs)
+    return run_stage(pipeline_run, "preference", _body, settings=pipeline_run.settings.stages.preference, inputs=inputs)
 
 
 def _body(context: StageContext) -> dict[str, Any]:
     settings: PreferenceSettings = context.settings
-    pairs = context.workers.of_first(lambda: stage_pairs(context))
+    pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
     policy = load_policy(context.inputs["model"], context.pipeline)
-    references = context.workers.of_first(
+    references = context.process_group.on_rank_zero(
         lambda: cached_references(
             context.folder.parent / "references",  # beside the keys: another beta finds them again
             policy.model,
@@ -50,7 +50,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         settings,
         context.seed,
         references,
-        context.workers,
+        context.process_group,
     )
     outcome = context.train(
         trainer,

@@ -24,7 +24,7 @@ from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from rl_core.storage.folders import digest_bytes, digest_file
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import make_environment
 
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 Row = dict[str, Any]
 
 
-def prepare_data(session: Session, base: Path | str | None) -> StageResult:
+def prepare_data(pipeline_run: PipelineRun, base: Path | str | None) -> StageResult:
     """Run the data stage. `base`: the model to start from; None makes the preset."""
-    settings = session.settings.stages.prepare_data or DataSettings()
+    settings = pipeline_run.settings.stages.prepare_data or DataSettings()
     named = {"demonstrations": settings.demonstrations, "preferences": settings.preferences}
     inputs: dict[str, Path | str] = {name: Path(path) for name, path in named.items() if path}
     if base is not None:
         inputs["base"] = base
-    return run_stage(session, "prepare_data", _body, settings=settings, inputs=inputs)
+    return run_stage(pipeline_run, "prepare_data", _body, settings=settings, inputs=inputs)
 
 
 def _body(context: StageContext) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def _keep_what_fits(
     """Refuse, or leave out and count, the rows that are longer than the model's context."""
     lengths = [measure(row) for row in found.rows]
     problems = [
-        records.Problem(file, line, "", f"is {length} tokens long, the context holds {longest}")
+        records.RowProblem(file, line, "", f"is {length} tokens long, the context holds {longest}")
         for (file, line), length in zip(found.places, lengths, strict=True)
         if length > longest
     ]
@@ -218,7 +218,7 @@ def _split_and_write(
     for split, part in (("train", train), ("heldout", heldout)):
         path = context.folder / f"{name}_{split}.jsonl"
         _write_rows(path, part)
-        for tracker in (context.tracker, context.session.parent):
+        for tracker in (context.tracker, context.pipeline_run.parent):
             tracker.log_dataset(path, digest_file(path), f"{name}_{split}", split)
 
 

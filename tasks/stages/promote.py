@@ -1,7 +1,7 @@
 """Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence.
 
 With `approve: manual`, a model that passes the gate waits for manual approval (tasks/lifecycle/approval.py);
-`session.approval` holds the request.
+`pipeline_run.approval` holds the request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rl_core.settings import AnalysisSettings
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.lifecycle.approval import ask, expire, question, read
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation
 from tasks.stages.promotion_review import REVIEW, Side, write_report, write_review
@@ -36,7 +36,7 @@ class ChampionChanged(PosttrainError):
 
 
 def promote(
-    session: Session, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
 ) -> StageResult:
     """Run the stage. `evaluation` holds the challenger's episodes under `name`; `challenger` is its stage.
 
@@ -45,56 +45,60 @@ def promote(
     """
     for _ in range(CHAMPIONS_MET - 1):
         try:
-            return _promote(session, evaluation, name, challenger, data)
+            return _promote(pipeline_run, evaluation, name, challenger, data)
         except ChampionChanged as changed:
             logger.warning("promotion: %s; comparing with it", changed)
-    return _promote(session, evaluation, name, challenger, data)
+    return _promote(pipeline_run, evaluation, name, challenger, data)
 
 
 def _promote(
-    session: Session, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
 ) -> StageResult:
-    settings = session.settings.stages.promote or PromotionSettings()
-    registered = session.registered_model
-    expire(session.tracking, registered)
-    champion = session.tracking.champion(registered)
+    settings = pipeline_run.settings.stages.promote or PromotionSettings()
+    registered = pipeline_run.registered_model
+    expire(pipeline_run.tracking, registered)
+    champion = pipeline_run.tracking.champion(registered)
     inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger}
     champion_evaluation: StageResult | None = None
     if champion is not None:
         digest = champion.tags.get("model_sha256", "")
         if digest == digest_folder(challenger.model):
-            return _already(session, challenger, champion)
-        folder = session.tracking.download(registered, champion.version, session.home / "champions")
-        champion_evaluation = evaluate_models(session, {"champion": folder}, data, label="evaluate champion")
+            return _already(pipeline_run, challenger, champion)
+        folder = pipeline_run.tracking.download(registered, champion.version, pipeline_run.home / "champions")
+        champion_evaluation = evaluate_models(pipeline_run, {"champion": folder}, data, label="evaluate champion")
         inputs["champion"] = champion_evaluation
 
     def body(context: StageContext) -> dict[str, Any]:
         return _gate(context, name, challenger, champion, champion_evaluation)
 
-    result = run_stage(session, "promote", body, settings=settings, inputs=inputs)
-    return _asked(session, result, champion.version if champion else None)
+    result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
+    return _asked(pipeline_run, result, champion.version if champion else None)
 
 
-def _asked(session: Session, result: StageResult, champion: int | None) -> StageResult:
+def _asked(pipeline_run: PipelineRun, result: StageResult, champion: int | None) -> StageResult:
     """The same result with what became of the question to a person, which is asked now where it has to be."""
     if result.summary.get("decision") != AWAITING:
         return result
-    version = session.tracking.registry.version(
+    version = pipeline_run.tracking.registry.version(
         result.summary["registered_model"], int(result.summary["model_version"])
     )  # fmt: skip
     request = read(version)
     # Another comparison was asked about since, or the champion came back to the one of this comparison: ask again.
     if request is None or request.key != result.key or request.state == "superseded":
-        place = {"run": session.parent.name, "run_id": session.parent.run_id or "", "stage_run_id": result.run_id}
-        place |= {"flow_run_id": session.flow_run_id, "prefect_api": session.prefect_api}
-        request = ask(session.tracking, question(result.summary, champion, **place))
-    session.approval = request if request.is_waiting else None
-    session.parent.set_tag("approval", request.state)
+        place = {
+            "run": pipeline_run.parent.name,
+            "run_id": pipeline_run.parent.run_id or "",
+            "stage_run_id": result.run_id,
+        }
+        place |= {"flow_run_id": pipeline_run.flow_run_id, "prefect_api": pipeline_run.prefect_api}
+        request = ask(pipeline_run.tracking, question(result.summary, champion, **place))
+    pipeline_run.approval = request if request.is_waiting else None
+    pipeline_run.parent.set_tag("approval", request.state)
     decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")
     return dataclasses.replace(result, summary={**result.summary, "decision": decision, "note": request.outcome})
 
 
-def _already(session: Session, challenger: StageResult, champion: ModelVersion) -> StageResult:
+def _already(pipeline_run: PipelineRun, challenger: StageResult, champion: ModelVersion) -> StageResult:
     """The challenger is the champion already: nothing to decide."""
     request = read(champion)
     approved = f" ({request.outcome})" if request is not None and request.state == "approved" else ""
@@ -110,7 +114,7 @@ def _already(session: Session, challenger: StageResult, champion: ModelVersion) 
         summary={"decision": "champion already", "note": note, "model_version": champion.version,
                  "registered_model": champion.name},
     )  # fmt: skip
-    session.stage_cached("promote", result)
+    pipeline_run.stage_cached("promote", result)
     return result
 
 
@@ -122,9 +126,9 @@ def _gate(
     champion_evaluation: StageResult | None,
 ) -> dict[str, Any]:
     settings: PromotionSettings = context.settings
-    session = context.session
-    registered = session.registered_model
-    version = session.ensure_version(challenger)
+    pipeline_run = context.pipeline_run
+    registered = pipeline_run.registered_model
+    version = pipeline_run.ensure_version(challenger)
     result = read_evaluation(Path(context.inputs["evaluation"]), name)
     promoted, reason, numbers = decide(
         result,
@@ -142,13 +146,13 @@ def _gate(
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
         **figure_tags(result),
     }
-    session.tracking.tag_version(registered, version, tags)
+    pipeline_run.tracking.tag_version(registered, version, tags)
     before = champion.version if champion else None
-    if decision == "promoted" and not session.tracking.replace_champion(registered, version, before):
-        session.tracking.tag_version(registered, version, {"gate.decision": "compared anew"})
+    if decision == "promoted" and not pipeline_run.tracking.replace_champion(registered, version, before):
+        pipeline_run.tracking.tag_version(registered, version, {"gate.decision": "compared anew"})
         raise ChampionChanged(f"{registered} has another champion than {before or 'none'} since the comparison began")
     if decision != "promoted":
-        session.tracking.set_challenger(registered, version)
+        pipeline_run.tracking.set_challenger(registered, version)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
     context.tracker.set_tag("gate.decision", decision)
     context.tracker.set_tag("gate.reason", reason)
@@ -189,11 +193,11 @@ def figure_tags(result: Evaluation) -> dict[str, str]:
 
 def _explain(context: StageContext, ours: Side, theirs: Side | None, verdict: str, *, report: bool) -> None:
     """Leave what a reviewer needs in the stage's folder, in its run and in the pipeline's."""
-    session = context.session
-    title = f"{session.registered_model}: {ours.label} against {theirs.label if theirs else 'no champion'}"
-    trackers = (context.tracker, session.parent)
+    pipeline_run = context.pipeline_run
+    title = f"{pipeline_run.registered_model}: {ours.label} against {theirs.label if theirs else 'no champion'}"
+    trackers = (context.tracker, pipeline_run.parent)
     text = write_review(
-        context.folder / REVIEW, ours, theirs, session.results, context.settings,
+        context.folder / REVIEW, ours, theirs, pipeline_run.results, context.settings,
         title=title, verdict=verdict, seed=context.pipeline.seed,
     )  # fmt: skip
     context.tracker.set_description(text)
@@ -201,7 +205,7 @@ def _explain(context: StageContext, ours: Side, theirs: Side | None, verdict: st
     if report:
         analysis = context.pipeline.stages.analyze or AnalysisSettings()
         found = write_report(
-            context.folder / "review", ours, theirs, session.results, analysis, title, seed=context.seed
+            context.folder / "review", ours, theirs, pipeline_run.results, analysis, title, seed=context.seed
         )  # fmt: skip
         files.append(found[0])
     for tracker in trackers:

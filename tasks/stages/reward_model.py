@@ -11,7 +11,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.preference_pairs import StagePairs, stage_pairs
 
@@ -20,19 +20,21 @@ __all__ = ["reward_model"]
 logger = logging.getLogger(__name__)
 
 
-def reward_model(session: Session, model: Path | str, data: StageResult | None) -> StageResult:
+def reward_model(pipeline_run: PipelineRun, model: Path | str, data: StageResult | None) -> StageResult:
     """Run the stage. `model`: the policy whose trunk it starts from, and whose rollouts make the pairs."""
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
-    return run_stage(session, "reward_model", _body, settings=session.settings.stages.reward_model, inputs=inputs)
+    return run_stage(
+        pipeline_run, "reward_model", _body, settings=pipeline_run.settings.stages.reward_model, inputs=inputs
+    )
 
 
 def _body(context: StageContext) -> dict[str, Any]:
     settings: RewardModelSettings = context.settings
-    pairs = context.workers.of_first(lambda: stage_pairs(context))
+    pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
     train, heldout = ([(pair.chosen_ids, pair.rejected_ids) for pair in part] for part in (pairs.train, pairs.heldout))
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
     trainer = RewardModelTrainer(
-        model, ChatRenderer(tokenizer).pad_id, train, heldout, settings, context.seed, context.workers
+        model, ChatRenderer(tokenizer).pad_id, train, heldout, settings, context.seed, context.process_group
     )
     outcome = context.train(
         trainer, trainer.total_steps, best_metric="eval/accuracy" if settings.patience is not None else None

@@ -9,7 +9,7 @@ from typing import Any
 
 from rl_core.settings import SFTSettings
 from rl_core.trainers.sft import SFTTrainer
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy
 
@@ -24,9 +24,11 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file]
 
 
-def sft(session: Session, model: Path | str, data: StageResult) -> StageResult:
+def sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -> StageResult:
     """Run the stage. `model`: folder or hub name to start from; `data`: the data stage's result."""
-    return run_stage(session, "sft", _body, settings=session.settings.stages.sft, inputs={"model": model, "data": data})
+    return run_stage(
+        pipeline_run, "sft", _body, settings=pipeline_run.settings.stages.sft, inputs={"model": model, "data": data}
+    )
 
 
 def _body(context: StageContext) -> dict[str, Any]:
@@ -37,7 +39,9 @@ def _body(context: StageContext) -> dict[str, Any]:
         [policy.renderer.conversation(row["messages"]) for row in read_jsonl(data / f"demonstrations_{split}.jsonl")]
         for split in ("train", "heldout")
     )
-    trainer = SFTTrainer(policy.model, policy.renderer.pad_id, train, heldout, settings, context.seed, context.workers)
+    trainer = SFTTrainer(
+        policy.model, policy.renderer.pad_id, train, heldout, settings, context.seed, context.process_group
+    )
     outcome = context.train(
         trainer,
         trainer.total_steps,

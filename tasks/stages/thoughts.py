@@ -15,7 +15,7 @@ from rl_core.storage.folders import write_json_atomic
 from rl_core.thoughts.controls import measure_gains
 from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
-from tasks.pipeline.run import Session
+from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
 from tasks.stages.loading import Policy, load_policy, make_environment
 
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 FILLER = "."  # its token stands for every token of a thought in the filler control
 
 
-def learn_thoughts(session: Session, model: Path | str, data: StageResult | None) -> StageResult:
+def learn_thoughts(pipeline_run: PipelineRun, model: Path | str, data: StageResult | None) -> StageResult:
     """Run the stage. `model`: the policy that learns to think."""
     inputs: dict[str, Any] = {"model": model} | ({"data": data} if data is not None else {})
-    return run_stage(session, "thoughts", _body, settings=session.settings.stages.thoughts, inputs=inputs)
+    return run_stage(pipeline_run, "thoughts", _body, settings=pipeline_run.settings.stages.thoughts, inputs=inputs)
 
 
 def _body(context: StageContext) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         policy.backend(),
         heldout=heldout_requests(environment, episodes, context.seed),
         record=RecentRollouts(context.folder / RECENT_ROLLOUTS),
-        workers=context.workers,
+        process_group=context.process_group,
     )
     outcome = context.train(trainer, settings.iterations, best_metric=f"eval/{settings.select_by}")
     context.save_model(
@@ -58,7 +58,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     )
     verdict = _examine(context, trainer, policy)
     context.tracker.log_metrics(verdict.metrics(), outcome.steps + 1)
-    if context.workers.is_first:
+    if context.process_group.is_rank_zero:
         write_json_atomic(context.folder / "thoughts.json", verdict.to_json())
         context.tracker.log_artifact(context.folder / "thoughts.json")
     logger.info("thoughts: %s", verdict.note())
@@ -98,7 +98,7 @@ def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) ->
         max_tokens=settings.micro_batch_tokens,
     )
     return judge_thoughts(
-        trainer.updater.run_freely(examine),
+        trainer.updater.with_full_weights_independent(examine),
         min_dependence=settings.min_dependence,
         bootstrap_samples=settings.bootstrap_samples,
         seed=context.seed,

@@ -26,7 +26,7 @@ PROMPT = 32
 
 @dataclass
 class Endless:
-    """A session that ends at its token limit."""
+    """A sequence that ends at its token limit."""
 
     prompt_ids: list[int]
     seed: int
@@ -54,9 +54,9 @@ def main() -> None:
     sampling = SamplingSettings(max_completion_tokens=options.new, slots=options.rows)
 
     def ours() -> int:
-        sessions = [Endless(row, seed) for seed, row in enumerate(prompts.tolist())]
-        engine.run(sessions, sampling)
-        return sum(len(session.sampled) for session in sessions)
+        sequences = [Endless(row, seed) for seed, row in enumerate(prompts.tolist())]
+        engine.run(sequences, sampling)
+        return sum(len(sequence.sampled) for sequence in sequences)
 
     def theirs() -> int:
         with torch.inference_mode():

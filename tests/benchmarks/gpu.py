@@ -176,9 +176,9 @@ class Bench:
         engine = make_backend(model, eos_ids=(), pad_id=PAD, max_length=prompt + new)
 
         def ours():
-            sessions = [Scripted(ids, seed, limit=new) for seed, ids in enumerate(prompts)]
-            engine.run(sessions, SamplingSettings(max_completion_tokens=new, slots=rows))
-            assert all(session.sampled == new for session in sessions)
+            sequences = [Scripted(ids, seed, limit=new) for seed, ids in enumerate(prompts)]
+            engine.run(sequences, SamplingSettings(max_completion_tokens=new, slots=rows))
+            assert all(sequence.sampled == new for sequence in sequences)
 
         def theirs():
             ids = torch.tensor(prompts, device=self.device)

@@ -187,8 +187,8 @@ class LaggedBackend:
         self._copy.load_state_dict(self._past[0])
         self._backend.refresh()
 
-    def run(self, sessions: Any, sampling: Any) -> None:
-        self._backend.run(sessions, sampling)
+    def run(self, sequences: Any, sampling: Any) -> None:
+        self._backend.run(sequences, sampling)
 
 
 def train(bench: Bench, job: Job, episodes: int) -> dict[str, Any]:
@@ -342,7 +342,7 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
         player.iteration = 10_000 + index
         _, groups, _ = player._play_and_score(rng)
         for name, options in kinds.items():
-            found = one_gradient(player.learner, settings_of(options), samples_of(groups), name, PolicyUpdate)
+            found = one_gradient(player.actor_critic, settings_of(options), samples_of(groups), name, PolicyUpdate)
             gradients[name].append(found)
     report = {}
     for name, rows in gradients.items():
@@ -359,26 +359,26 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
     return report
 
 
-def one_gradient(learner: Any, settings: Any, samples: Any, name: str, update_class: Any) -> Any:
+def one_gradient(actor_critic: Any, settings: Any, samples: Any, name: str, update_class: Any) -> Any:
     import dataclasses
 
     import numpy as np
     import torch
 
-    own = dataclasses.replace(learner, critic_updater=None)
+    own = dataclasses.replace(actor_critic, critic_updater=None)
     if settings.algorithm != "ppo":
         own = dataclasses.replace(own, critic=None)
     update = update_class(own, settings, samples)
     if name == "no baseline":
-        credit = update.experience.credit
+        credit = update.buffer.credit
 
         def raw(*arguments: Any) -> Any:
             metrics = credit(*arguments)
             rewards_R = torch.tensor([sample.reward for sample in samples])
-            update.experience.advantages_RS = update.experience.mask_RS * rewards_R[:, None]
+            update.buffer.advantages_RS = update.buffer.mask_RS * rewards_R[:, None]
             return metrics
 
-        update.experience.credit = raw
+        update.buffer.credit = raw
     caught: list[Any] = []
 
     def apply(batches: Any, loss: Any) -> dict[str, float]:

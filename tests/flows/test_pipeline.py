@@ -373,12 +373,12 @@ def play(*outcomes, **limits):
     from tasks.pipeline.prefect_task import stage_task
 
     run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
-    session = SimpleNamespace(
+    pipeline_run = SimpleNamespace(
         settings=SimpleNamespace(name="tries", run=run), results={}, fraction=0.0, progress_artifact=None
     )
     tries = []
 
-    def stage(session):
+    def stage(pipeline_run):
         """Do what the test says."""
         outcome = outcomes[len(tries)]
         tries.append(outcome)
@@ -388,13 +388,13 @@ def play(*outcomes, **limits):
 
     @flow(name="tries")
     def one_stage():
-        stage_task("sft", stage, session)()
+        stage_task("sft", stage, pipeline_run)()
 
     try:
         one_stage()
     except Exception as error:
         return len(tries), error
-    return len(tries), session.results
+    return len(tries), pipeline_run.results
 
 
 def done():

@@ -11,7 +11,7 @@ from rl_core.analysis.statistics import Rate, rate_difference
 from rl_core.errors import FolderBusy
 from rl_core.storage.locks import FolderLock
 from tasks.config import load
-from tasks.lifecycle.champion import Verdict
+from tasks.lifecycle.champion import ChampionVerdict
 from tasks.lifecycle.retraining import read_records
 from tasks.tracking import ModelVersion, Tracking
 
@@ -117,7 +117,7 @@ def test_the_event_says_what_was_found(monkeypatch):
     events = []
     monkeypatch.setattr(flows.evaluate_champion, "emit_event", lambda **event: events.append(event))
     now, before = Rate(0.5, 0.4, 0.6, 100), Rate(0.8, 0.7, 0.9, 100)
-    verdict = Verdict(now, before, rate_difference(now, before), 0.02, True)
+    verdict = ChampionVerdict(now, before, rate_difference(now, before), 0.02, True)
     flows.evaluate_champion.announce("demo", ModelVersion("demo", 4, None, None), verdict)
     payload = events[0]["payload"]
     assert events[0]["resource"] == {"prefect.resource.id": "posttrain.model.demo", "prefect.resource.name": "demo"}

@@ -10,7 +10,7 @@ import sys
 from flows.cli.main import main as cli
 from flows.operations import commands, report, supervisor
 from flows.operations.processes import MARK, mark_of
-from flows.operations.services import Service, ask
+from flows.operations.services import ServiceSpec, ask
 
 # Answers with its process id; has a child in a session of its own, as a worker has.
 SERVER = """
@@ -32,7 +32,7 @@ REGISTRATION = (
 
 
 def fake_services(output, options, databases, elsewhere):
-    def service(name: str, port: int, needs: str = "") -> Service:
+    def service(name: str, port: int, needs: str = "") -> ServiceSpec:
         environment = {MARK: mark_of(output, name)}
         url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-c", SERVER, str(port), str(output / f"{name}.breaks")]
@@ -44,7 +44,9 @@ def fake_services(output, options, databases, elsewhere):
                 return False
             return True
 
-        return Service(name, tuple(command), environment, output, url, works, "--x-port", port, needs=needs, soft=0.2)
+        return ServiceSpec(
+            name, tuple(command), environment, output, url, works, "--x-port", port, needs=needs, soft=0.2
+        )
 
     return [service("mlflow", options.mlflow_port), service("prefect", options.prefect_port, needs="mlflow")]
 

@@ -31,7 +31,7 @@ class FileTracker(MemoryTracker):
 
 
 def context_of(folder, tracker=None, **options):
-    """A stage of two processes, without a session."""
+    """A stage of two processes, without a pipeline run."""
     sft = {"batch_size": 4, "epochs": 4.0, "warmup_steps": 0, "checkpoint_every": 1, **options}
     sft["launch"] = {"kind": "torchrun", "processes": 2, "timeout_seconds": 120.0}
     stages = {"prepare_data": {}, "sft": sft}
@@ -44,7 +44,7 @@ def context_of(folder, tracker=None, **options):
         pipeline=pipeline,
         inputs={"data": Path("/data"), "model": "hub/name"},
         tracker=tracker or MemoryTracker(),
-        session=SimpleNamespace(threads=2),
+        pipeline_run=SimpleNamespace(threads=2),
         seed=3,
         fingerprint={"key": "1"},
         stop=threading.Event(),
@@ -57,7 +57,7 @@ def train(context):
 
     rows = [([1 + i % 9, 2, 3, 1 + i % 7], [False, False, True, True]) for i in range(16)]
     trainer = SFTTrainer(
-        nano(tie_word_embeddings=True), PAD, rows, rows[:3], context.settings, context.seed, context.workers
+        nano(tie_word_embeddings=True), PAD, rows, rows[:3], context.settings, context.seed, context.process_group
     )
     step = trainer.step
 
@@ -74,10 +74,10 @@ def train(context):
 def fail_in_the_second(context):
     """The first process waits for the second one, which has something to say."""
     context.tracker.log_metrics({"train/loss": 2.5}, 1)
-    context.workers.most(0)
-    if context.workers.rank == 1:
+    context.process_group.all_reduce_max(0)
+    if context.process_group.rank == 1:
         raise RecordsError("data.jsonl:3: prompt: found 7")
-    context.workers.most(0)
+    context.process_group.all_reduce_max(0)
     return {}
 
 

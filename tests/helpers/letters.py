@@ -3,7 +3,7 @@
 import torch
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.distributed import ALONE
+from rl_core.distributed import SINGLE_PROCESS
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.inference.engine import make_backend
@@ -44,7 +44,15 @@ class FewLetters(Letters):
 
 
 def make_trainer(
-    tokenizer, environment=None, *, rewards=None, reference=None, model=None, model_seed=0, workers=ALONE, **options
+    tokenizer,
+    environment=None,
+    *,
+    rewards=None,
+    reference=None,
+    model=None,
+    model_seed=0,
+    process_group=SINGLE_PROCESS,
+    **options,
 ):
     options = {
         "iterations": 50,
@@ -70,7 +78,7 @@ def make_trainer(
         7,
         rewards,
         backend,
-        workers=workers,
+        process_group=process_group,
     )
 
 

@@ -1,4 +1,4 @@
-"""Small models of every family the engine knows, and sessions that play from a script."""
+"""Small models of every family the engine knows, and sequences that play from a script."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def model_named(name: str) -> PreTrainedModel:
     return make_model(family, **options)
 
 
-class ScriptedSession:
-    """A session that answers its first actions with prepared observations, where they fit, and records everything."""
+class ScriptedSequence:
+    """A sequence that answers its first actions with prepared observations, where they fit, and records everything."""
 
     def __init__(
         self, prompt_ids: Sequence[int], seed: int, observations: Sequence[Sequence[int]] = (), room: int = 10**9
@@ -96,7 +96,7 @@ class ScriptedSession:
         self._room = room
 
     def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
-        """See `Session`."""
+        """See `RolloutSequence`."""
         assert len(action_ids) == len(logprobs) > 0
         self.turns.append((action_ids, hit_limit))
         self._append(action_ids, logprobs, True)

@@ -38,15 +38,15 @@ def model_of(seed=0, lora=None):
     return model
 
 
-def policy_trainer(workers, **options):
+def policy_trainer(process_group, **options):
     model = options.pop("model", None) or model_of()
-    trainer = make_trainer(tokenizer(), model=model, workers=workers, **{**OPTIONS, **options})
+    trainer = make_trainer(tokenizer(), model=model, process_group=process_group, **{**OPTIONS, **options})
     requests = [EpisodeRequest(level, seed) for seed in range(3) for level in Letters.levels]
 
     def validate():
         result = evaluate(
             Letters(), trainer.backend, trainer.renderer, requests,
-            samples=1, sampling=SamplingSettings(max_completion_tokens=3), seed=3, workers=workers,
+            samples=1, sampling=SamplingSettings(max_completion_tokens=3), seed=3, process_group=process_group,
         )  # fmt: skip
         return {name: value for name, value in result.metrics().items() if "second" not in name}
 
@@ -73,13 +73,13 @@ STAGES = (
 )
 
 
-def scenarios(workers, folder, numbers):
+def scenarios(process_group, folder, numbers):
     """By name, what gives numbers; `numbers` runs a trainer."""
-    ours = folder / ("alone" if workers.size == 1 else "together")
-    of = functools.partial(policy_trainer, workers)
+    ours = folder / ("alone" if process_group.size == 1 else "together")
+    of = functools.partial(policy_trainer, process_group)
 
     def run(trainer, **options):
-        return numbers(trainer, workers, iterations=trainer.settings.iterations, **options)
+        return numbers(trainer, process_group, iterations=trainer.settings.iterations, **options)
 
     held = {"kl_coef": 0.1, "entropy_coef": 0.01}
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
@@ -101,7 +101,7 @@ def scenarios(workers, folder, numbers):
         "thoughts",
         lambda: run(
             thinkers.make_trainer(
-                renderer, thinkers.teach(renderer), workers=workers, episodes_per_iteration=5, eval_every=2
+                renderer, thinkers.teach(renderer), process_group=process_group, episodes_per_iteration=5, eval_every=2
             )
         ),
     )
@@ -112,15 +112,17 @@ def scenarios(workers, folder, numbers):
 
     def long(iterations, place=None):
         trainer = of(reference=model_of(1), rewards=inner_rewards(), **stateful)
-        return numbers(trainer, workers, folder=place, iterations=iterations)
+        return numbers(trainer, process_group, folder=place, iterations=iterations)
 
     yield "cut policy", lambda: long(3, ours / "policy")
     yield "rest policy", lambda: long(7, ours / "policy")
     yield "whole policy", lambda: long(7)
 
 
-def by_layer(workers, numbers):
+def by_layer(process_group, numbers):
     """The same where the weights of one block at a time are collected."""
-    of = functools.partial(policy_trainer, workers, reference=model_of(1), kl_coef=0.1, entropy_coef=0.01, **TWICE)
-    yield "by layer grpo", lambda: numbers(of(), workers, iterations=4)
-    yield "by layer other backend", lambda: numbers(with_other_backend(of()), workers, iterations=4)
+    of = functools.partial(
+        policy_trainer, process_group, reference=model_of(1), kl_coef=0.1, entropy_coef=0.01, **TWICE
+    )
+    yield "by layer grpo", lambda: numbers(of(), process_group, iterations=4)
+    yield "by layer other backend", lambda: numbers(with_other_backend(of()), process_group, iterations=4)

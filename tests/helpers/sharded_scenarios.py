@@ -20,7 +20,7 @@ from transformers import LlamaForSequenceClassification
 from helpers import sharded_policies
 from helpers.tiny import PAD, VOCABULARY, nano
 from rl_core.data.pairs import Pair, PairSide
-from rl_core.distributed import ALONE, Shards, join
+from rl_core.distributed import SINGLE_PROCESS, Shards, join
 from rl_core.errors import NonFiniteTensor, Stopped
 from rl_core.models import lora
 from rl_core.settings import LoraSettings, PreferenceSettings, RewardModelSettings, SFTSettings
@@ -50,24 +50,24 @@ def ids_of(count, seed):
     return [torch.randint(1, VOCABULARY - 1, (3 + 2 * (i % 4),), generator=generator).tolist() for i in range(count)]
 
 
-def sft_trainer(workers, model=None, **changes):
+def sft_trainer(process_group, model=None, **changes):
     def rows(count, seed):
         return [(ids + ids, [False] * len(ids) + [True] * len(ids)) for ids in ids_of(count, seed)]
 
     settings = SFTSettings(**{**OPTIONS, "micro_batch_tokens": 30, **changes})
-    return SFTTrainer(model or model_of(), PAD, rows(11, 0), rows(3, 1), settings, 7, workers)
+    return SFTTrainer(model or model_of(), PAD, rows(11, 0), rows(3, 1), settings, 7, process_group)
 
 
-def reward_trainer(workers, **changes):
+def reward_trainer(process_group, **changes):
     def pairs(count, seed):
         return [([*ids, 9], ids + ids[:1] + [2]) for ids in ids_of(count, seed)]
 
     settings = RewardModelSettings(**{**OPTIONS, "micro_batch_tokens": 40, **changes})
     model = model_of(LlamaForSequenceClassification)
-    return RewardModelTrainer(model, PAD, pairs(11, 0), pairs(5, 1), settings, 7, workers)
+    return RewardModelTrainer(model, PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group)
 
 
-def preference_trainer(workers, **changes):
+def preference_trainer(process_group, **changes):
     def side(ids, more):
         return PairSide(ids, more, [True] * len(more))
 
@@ -75,23 +75,23 @@ def preference_trainer(workers, **changes):
         return [Pair(side(ids, [9, *ids[:2]]), side(ids, [2, 3])) for ids in ids_of(count, seed)]
 
     settings = PreferenceSettings(**{**OPTIONS, "micro_batch_tokens": 40, "sft_coef": 0.1, **changes})
-    return PreferenceTrainer(model_of(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, workers=workers)
+    return PreferenceTrainer(model_of(), PAD, pairs(11, 0), pairs(5, 1), settings, 7, process_group=process_group)
 
 
-def numbers(trainer, workers, *, folder=None, iterations=None, **options):
+def numbers(trainer, process_group, *, folder=None, iterations=None, **options):
     """The loop's metrics by step, and the sum of the absolute weights that it leaves."""
     tracker = MemoryTracker()
     store = CheckpointStore(folder) if folder else None
     options["iterations"] = iterations or trainer.total_steps
     outcome = run_loop(trainer, trainer.settings, tracker=tracker, checkpoints=store, **options)
-    weights = trainer.updater.whole(trainable_weights(trainer.model))
+    weights = trainer.updater.gather_state(trainable_weights(trainer.model))
     kept = {
         f"{name} {step}": value
         for step, row in tracker.metrics
         for name, value in row.items()
         if not name.startswith("perf/")
     }
-    size = sum(float(tensor.double().abs().sum()) for tensor in weights.values()) if workers.is_first else 0.0
+    size = sum(float(tensor.double().abs().sum()) for tensor in weights.values()) if process_group.is_rank_zero else 0.0
     return {"metrics": kept, "weights": size, "iterations": outcome.iterations, "best": outcome.best_iteration}
 
 
@@ -120,12 +120,12 @@ def adapters():
     return model
 
 
-def stopped(workers):
+def stopped(process_group):
     event = threading.Event()
-    if workers.rank == workers.size - 1:  # the other process hears of it only from this one
+    if process_group.rank == process_group.size - 1:  # the other process hears of it only from this one
         event.set()
     try:
-        numbers(sft_trainer(workers), workers, stop_event=event)
+        numbers(sft_trainer(process_group), process_group, stop_event=event)
     except Stopped as error:
         return error.signum
     return None
@@ -137,46 +137,49 @@ EXTRAS = {
 }  # fmt: skip
 
 
-def scenarios(workers, folder):
+def scenarios(process_group, folder):
     """By name, what gives numbers; the order is the same in all processes."""
-    ours = folder / ("alone" if workers.size == 1 else "together")
+    ours = folder / ("alone" if process_group.size == 1 else "together")
     best = {"best_metric": "eval/loss", "larger_is_better": False}
-    yield "sft", lambda: numbers(sft_trainer(workers), workers)
-    yield "reward_model", lambda: numbers(reward_trainer(workers), workers)
-    yield "preference", lambda: numbers(preference_trainer(workers), workers)
-    yield "extras", lambda: numbers(sft_trainer(workers, **EXTRAS), workers, **best)
-    yield "muon", lambda: numbers(sft_trainer(workers, optimizer="muon"), workers)
-    yield "bfloat16", lambda: numbers(sft_trainer(workers, model_of().bfloat16()), workers)
-    yield "adapters", lambda: numbers(sft_trainer(workers, adapters()), workers)
-    yield "refused", lambda: numbers(refusing(sft_trainer(workers)), workers)
-    yield "stopped", lambda: stopped(workers)
+    yield "sft", lambda: numbers(sft_trainer(process_group), process_group)
+    yield "reward_model", lambda: numbers(reward_trainer(process_group), process_group)
+    yield "preference", lambda: numbers(preference_trainer(process_group), process_group)
+    yield "extras", lambda: numbers(sft_trainer(process_group, **EXTRAS), process_group, **best)
+    yield "muon", lambda: numbers(sft_trainer(process_group, optimizer="muon"), process_group)
+    yield "bfloat16", lambda: numbers(sft_trainer(process_group, model_of().bfloat16()), process_group)
+    yield "adapters", lambda: numbers(sft_trainer(process_group, adapters()), process_group)
+    yield "refused", lambda: numbers(refusing(sft_trainer(process_group)), process_group)
+    yield "stopped", lambda: stopped(process_group)
     for name, changes in (("plain", {}), ("muon", {"optimizer": "muon"})):
-        long = functools.partial(long_run, workers, **changes)
+        long = functools.partial(long_run, process_group, **changes)
         yield f"cut {name}", functools.partial(long, 3, ours / name)
         yield f"rest {name}", functools.partial(long, 7, ours / name)
         yield f"whole {name}", functools.partial(long, 7)
-    yield from sharded_policies.scenarios(workers, folder, numbers)
-    if workers.size == 1:
-        yield "taken over", lambda: long_run(workers, 7, folder / "of two")
+    yield from sharded_policies.scenarios(process_group, folder, numbers)
+    if process_group.size == 1:
+        yield "taken over", lambda: long_run(process_group, 7, folder / "of two")
         return
-    yield "cut for one", lambda: long_run(workers, 3, folder / "of two")
-    yield "taken over", lambda: long_run(workers, 7, folder / "of one")
+    yield "cut for one", lambda: long_run(process_group, 3, folder / "of two")
+    yield "taken over", lambda: long_run(process_group, 7, folder / "of one")
     optimizer_step.Shards = functools.partial(Shards, by_layer=True)
-    yield "by layer", lambda: numbers(sft_trainer(workers), workers)
-    yield "by layer refused", lambda: numbers(refusing(sft_trainer(workers)), workers)
-    yield from sharded_policies.by_layer(workers, numbers)
-    yield "by layer recomputed", lambda: numbers(sft_trainer(workers, activation_checkpointing=True), workers)
+    yield "by layer", lambda: numbers(sft_trainer(process_group), process_group)
+    yield "by layer refused", lambda: numbers(refusing(sft_trainer(process_group)), process_group)
+    yield from sharded_policies.by_layer(process_group, numbers)
+    yield (
+        "by layer recomputed",
+        lambda: numbers(sft_trainer(process_group, activation_checkpointing=True), process_group),
+    )
 
 
-def long_run(workers, iterations, folder=None, **changes):
+def long_run(process_group, iterations, folder=None, **changes):
     """With all that has a state; goes on from what lies in the folder."""
-    trainer = sft_trainer(workers, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes})
-    return numbers(trainer, workers, folder=folder, iterations=iterations)
+    trainer = sft_trainer(process_group, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes})
+    return numbers(trainer, process_group, folder=folder, iterations=iterations)
 
 
-def compute(workers, folder, name):
+def compute(process_group, folder, name):
     found = {}
-    for title, scenario in scenarios(workers, folder):
+    for title, scenario in scenarios(process_group, folder):
         try:
             found[title] = scenario()
         except BaseException:
@@ -204,12 +207,12 @@ def main(folder):
         port = probe.getsockname()[1]
     begun = os.fork()
     if not begun:  # what one process begins for two to take over; computed in a fork, as autograd must not run before
-        long_run(ALONE, 3, folder / "of one")
+        long_run(SINGLE_PROCESS, 3, folder / "of one")
         os._exit(0)
     os.waitpid(begun, 0)
     for pid in [fork(folder, rank, port) for rank in (0, 1)]:
         os.waitpid(pid, 0)
-    compute(ALONE, folder, "alone")
+    compute(SINGLE_PROCESS, folder, "alone")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import copy
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.distributed import ALONE
+from rl_core.distributed import SINGLE_PROCESS
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.inference.engine import make_backend
@@ -73,7 +73,7 @@ def teach(renderer):
     return model
 
 
-def make_trainer(renderer, taught, *, workers=ALONE, **options):
+def make_trainer(renderer, taught, *, process_group=SINGLE_PROCESS, **options):
     settings = ThoughtsSettings(
         **{
             "iterations": 6,
@@ -87,4 +87,6 @@ def make_trainer(renderer, taught, *, workers=ALONE, **options):
     model = copy.deepcopy(taught)
     backend = make_backend(model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=64)
     heldout = [EpisodeRequest(level, seed) for level in Secrets.levels for seed in range(2**30, 2**30 + 4)]
-    return ThoughtsTrainer(model, renderer, Secrets(), settings, 3, backend, heldout=heldout, workers=workers)
+    return ThoughtsTrainer(
+        model, renderer, Secrets(), settings, 3, backend, heldout=heldout, process_group=process_group
+    )

@@ -75,15 +75,15 @@ class Scripted:
     def refresh(self):
         self.refreshed += 1
 
-    def run(self, sessions, sampling):
+    def run(self, sequences, sampling):
         seen = {}
-        for session in sessions:
-            prompt = "".join(map(chr, session.prompt_ids))
+        for sequence in sequences:
+            prompt = "".join(map(chr, sequence.prompt_ids))
             sample = seen[prompt] = seen.get(prompt, -1) + 1
             observation = ""
             while observation is not None:
                 ids = [*map(ord, self.policy(prompt, observation, sample)), 0]
-                after = resolve(session.advance(ids, [-0.5] * len(ids), False))
+                after = resolve(sequence.advance(ids, [-0.5] * len(ids), False))
                 observation = None if after is None else "".join(map(chr, after))
 
 

@@ -82,7 +82,7 @@ class ReplayBuffer:
             "prompt_ids": _flat([row.prompt_ids for row in rows], torch.int64),
             "completion_ids": _flat([row.completion_ids for row in rows], torch.int64),
             "loss_mask": _flat([row.loss_mask for row in rows], torch.bool),
-            "logprobs": _flat([row.old_logprobs or () for row in rows], torch.float64),
+            "logprobs": _flat([row.sampler_logprobs or () for row in rows], torch.float64),
             "rewards": [float(sample.reward) for sample in samples],
             "is_truncated": [bool(sample.is_truncated) for sample in samples],
             "is_masked": [bool(sample.is_masked) for sample in samples],

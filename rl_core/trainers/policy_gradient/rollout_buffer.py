@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.distributed import ALONE, Idle, Workers
+from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
@@ -29,13 +29,13 @@ from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.training.optimizer_step import Updater
 from rl_core.types import TrainBatch
 
-__all__ = ["Experience", "Learner", "make_learner"]
+__all__ = ["RolloutBuffer", "ActorCritic", "make_actor_critic"]
 
 Plan = Sequence[Sequence[int]]  # row indices of each optimizer step
 
 
 @dataclass
-class Learner:
+class ActorCritic:
     """What an update moves, and what it is held against."""
 
     policy: PreTrainedModel
@@ -51,17 +51,17 @@ class Learner:
         return next(self.policy.parameters()).device
 
 
-class Experience:
+class RolloutBuffer:
     """Samples as tensors [R, S], 0 where a token carries no loss. Everything in it is without gradient."""
 
-    def __init__(self, learner: Learner, settings: PolicySettings, samples: Sequence[Sample]) -> None:
+    def __init__(self, actor_critic: ActorCritic, settings: PolicySettings, samples: Sequence[Sample]) -> None:
         """`samples`: whole groups in order, fresh ones without an advantage, then replayed ones."""
-        if not samples or any(sample.row.old_logprobs is None for sample in samples):
+        if not samples or any(sample.row.sampler_logprobs is None for sample in samples):
             raise DataError("samples: at least one is needed, each with the sampler's log-probs")
-        self.learner = learner
+        self.actor_critic = actor_critic
         self.settings = settings
         self.samples = samples
-        self.device = learner.device
+        self.device = actor_critic.device
         width = max(len(sample.row.prompt_ids) + len(sample.row.completion_ids) for sample in samples)
         self.shape = (len(samples), width)
         mask_RS = torch.zeros(self.shape, dtype=torch.bool)
@@ -79,20 +79,22 @@ class Experience:
 
     # Batches
 
-    def batches(self, indices: Sequence[int]) -> list[TrainBatch | Idle[TrainBatch]]:
+    def batches(self, indices: Sequence[int]) -> list[TrainBatch | DummyBatch[TrainBatch]]:
         """Micro-batches of this process's share of these rows; `rows` refers to all rows of the iteration."""
-        workers = self.learner.updater.workers
-        if workers.size > 1:  # a share without a loss token would leave a process without a micro-batch
+        process_group = self.actor_critic.updater.process_group
+        if process_group.size > 1:  # a share without a loss token would leave a process without a micro-batch
             has_loss = self.mask_RS.any(1).tolist()
             indices = [index for index in indices if has_loss[index]]
         if not indices:
             return []
         rows = [self.samples[index].row for index in indices]
-        return workers.batches(indices, [len(row.prompt_ids) + len(row.completion_ids) for row in rows], self._build)
+        return process_group.batches(
+            indices, [len(row.prompt_ids) + len(row.completion_ids) for row in rows], self._build
+        )
 
     def _build(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
-        batches = make_batches(rows, self.settings.micro_batch_tokens, self.learner.pad_id)
+        batches = make_batches(rows, self.settings.micro_batch_tokens, self.actor_critic.pad_id)
         for batch in batches:
             batch.rows = [indices[index] for index in batch.rows]
             batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
@@ -109,27 +111,27 @@ class Experience:
     def measure_old(self, plan: Plan) -> None:
         """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
         with span("measure"):
-            self.old_logprobs_RS = self._logprobs(self.learner.policy, plan)
+            self.old_logprobs_RS = self._logprobs(self.actor_critic.policy, plan)
 
     def take_sampled(self, plan: Plan) -> None:
         """The sampler's log-probs, for credit alone, where the sampler was this very policy."""
         logprobs_RS = torch.zeros(self.shape, device=self.device)
         for batch in self._own_batches(plan):
-            assert batch.old_logprobs_BS is not None
-            logprobs_RS[batch.rows, : batch.old_logprobs_BS.shape[1]] = batch.old_logprobs_BS
-        self.sampled_logprobs_RS = self.learner.updater.workers.total(logprobs_RS)
+            assert batch.sampler_logprobs_BS is not None
+            logprobs_RS[batch.rows, : batch.sampler_logprobs_BS.shape[1]] = batch.sampler_logprobs_BS
+        self.sampled_logprobs_RS = self.actor_critic.updater.process_group.all_reduce_sum(logprobs_RS)
 
     @torch.no_grad()
     def measure_reference(self, plan: Plan) -> None:
         """Log-probs of the reference, once for all epochs."""
-        assert self.learner.reference is not None
+        assert self.actor_critic.reference is not None
         with span("reference"):
-            self.ref_logprobs_RS = self._logprobs(self.learner.reference, plan)
+            self.ref_logprobs_RS = self._logprobs(self.actor_critic.reference, plan)
 
     @torch.no_grad()
     def measure_values(self, plan: Plan) -> None:
         """Values before every loss token, and after the last token of each row."""
-        critic = self.learner.critic
+        critic = self.actor_critic.critic
         assert critic is not None
         values_RS = torch.zeros(self.shape, device=self.device)
         after_R = torch.zeros(self.shape[0], device=self.device)
@@ -139,10 +141,13 @@ class Experience:
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
-        updater = self.learner.critic_updater or self.learner.updater
+        updater = self.actor_critic.critic_updater or self.actor_critic.updater
         with span("measure"), evaluating(critic), updater.autocast():
-            updater.run_freely(lambda: self._each_batch(plan, measure))
-        self.values_RS, self.value_after_R = updater.workers.total(values_RS), updater.workers.total(after_R)
+            updater.with_full_weights_independent(lambda: self._each_batch(plan, measure))
+        self.values_RS, self.value_after_R = (
+            updater.process_group.all_reduce_sum(values_RS),
+            updater.process_group.all_reduce_sum(after_R),
+        )
 
     def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
         logprobs_RS = torch.zeros(self.shape, device=self.device)
@@ -151,10 +156,10 @@ class Experience:
             logprobs_BS, _ = completion_logprobs(model, batch)
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
-        updater = self.learner.updater
+        updater = self.actor_critic.updater
         with evaluating(model), updater.autocast():
-            updater.run_freely(lambda: self._each_batch(plan, measure))
-        return updater.workers.total(logprobs_RS)  # each process has filled in its own rows
+            updater.with_full_weights_independent(lambda: self._each_batch(plan, measure))
+        return updater.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
 
     def _each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
         for batch in self._own_batches(plan):
@@ -164,7 +169,7 @@ class Experience:
         """On the policy's device, all that is this process's share."""
         for indices in plan:
             for batch in self.batches(indices):
-                if not isinstance(batch, Idle):
+                if not isinstance(batch, DummyBatch):
                     yield batch.to(self.device)
 
     # Credit
@@ -236,30 +241,30 @@ class Experience:
         return metrics
 
 
-def make_learner(
+def make_actor_critic(
     model: PreTrainedModel,
     reference: PreTrainedModel | None,
     settings: PolicySettings,
     pad_id: int,
-    workers: Workers = ALONE,
-) -> Learner:
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> ActorCritic:
     """Policy, critic and their optimizers, as the algorithm needs them."""
     updater_of = functools.partial(
         Updater,
         total_steps=settings.iterations * settings.epochs * settings.minibatches,
         max_nonfinite=settings.max_nonfinite,
-        workers=workers,
+        process_group=process_group,
     )
     chosen = settings.value_function
     if chosen is None:
-        return Learner(model, updater_of(model, settings), pad_id, reference)
+        return ActorCritic(model, updater_of(model, settings), pad_id, reference)
     if chosen.kind == "shared":
         head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
         joined = PolicyWithCritic(model, head)
-        return Learner(model, updater_of(joined, settings), pad_id, reference, joined)
+        return ActorCritic(model, updater_of(joined, settings), pad_id, reference, joined)
     critic = SeparateCritic(model)
     own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
-    return Learner(
+    return ActorCritic(
         model,
         updater_of(model, settings),
         pad_id,

@@ -19,17 +19,17 @@ from rl_core.errors import CheckpointError
 from rl_core.training.optimizer_step import Updater
 from rl_core.training.resume import load_trainable_weights, restore_rng, rng_state, trainable_weights
 
-__all__ = ["StageEntries"]
+__all__ = ["StageSnapshots"]
 
 
-class StageEntries:
+class StageSnapshots:
     """Snapshots by the index of the stage that was entered, on the CPU, each as large as model and optimizer."""
 
     def __init__(self, model: nn.Module, updaters: Sequence[Updater]) -> None:
         """`model`: whatever trains, the critic included. `updaters`: of the policy, and of a critic with its own."""
         self.model = model
         self.updaters = tuple(updaters)
-        self._entries: dict[int, dict[str, Any]] = {}
+        self._snapshots: dict[int, dict[str, Any]] = {}
 
     def keep(self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]) -> None:
         """Before an iteration of the stage `index`: remember how it is entered, once, and forget what is not needed.
@@ -38,9 +38,9 @@ class StageEntries:
             restorable: stages that may have to be begun again; only they are kept.
             extra: gives what else goes back, as `state_dict`s.
         """
-        self._entries = {place: entry for place, entry in self._entries.items() if place in restorable}
-        if index in restorable and index not in self._entries:
-            self._entries[index] = {
+        self._snapshots = {place: entry for place, entry in self._snapshots.items() if place in restorable}
+        if index in restorable and index not in self._snapshots:
+            self._snapshots[index] = {
                 "model": trainable_weights(self.model, copy=True),
                 "updaters": [_copied(updater.state_dict()) for updater in self.updaters],
                 "extra": _copied(extra()),
@@ -53,9 +53,9 @@ class StageEntries:
         The learning rate is multiplied by the factor on top of what earlier rollbacks took off it.
         Returns: a copy of what `extra` gave, for the trainer to load.
         """
-        if index not in self._entries:
+        if index not in self._snapshots:
             raise CheckpointError(f"curriculum stage {index} has to be begun again, but its entry was not kept")
-        entry = self._entries[index]
+        entry = self._snapshots[index]
         load_trainable_weights(self.model, entry["model"])
         for updater, state in zip(self.updaters, entry["updaters"], strict=True):
             step, skipped, max_tokens = updater.step, updater.skipped_steps, updater.max_tokens
@@ -68,11 +68,11 @@ class StageEntries:
 
     def state_dict(self) -> dict[int, Any]:
         """All that is kept."""
-        return dict(self._entries)
+        return dict(self._snapshots)
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
         """Inverse of `state_dict`."""
-        self._entries = {int(index): dict(entry) for index, entry in state.items()}
+        self._snapshots = {int(index): dict(entry) for index, entry in state.items()}
 
 
 def _copied(value: Any) -> Any:

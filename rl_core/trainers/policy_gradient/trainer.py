@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.data.batches import DataOrder
-from rl_core.distributed import ALONE, Workers
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
-from rl_core.inference.sampling import RolloutBackend, session_seed
+from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models.turn_states import TurnStates, turn_states
@@ -35,8 +35,8 @@ from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import punish_length
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, samples_of
-from rl_core.trainers.policy_gradient.rollout_buffer import make_learner
-from rl_core.trainers.policy_gradient.stage_snapshots import StageEntries
+from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
+from rl_core.trainers.policy_gradient.stage_snapshots import StageSnapshots
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.training.optimizer_step import Updater
 from rl_core.types import Rollout, RolloutGroup
@@ -69,7 +69,7 @@ class PolicyGradientTrainer:
         pad_id: int | None = None,
         evaluator: Callable[[], Mapping[str, float]] | None = None,
         record: Callable[[int, Sequence[Rollout]], None] | None = None,
-        workers: Workers = ALONE,
+        process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Build everything; nothing is drawn or played yet.
 
@@ -79,7 +79,7 @@ class PolicyGradientTrainer:
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
             record: is given every iteration's number and scored rollouts.
-            workers: the processes that train this model together. Each plays a share of the episodes; the first one
+            process_group: the processes that train this model. Each plays a share of the episodes; rank 0
                 scores them all.
         Raises: SettingsError for a level that the environment has not got, or a KL term without a reference.
         """
@@ -104,31 +104,33 @@ class PolicyGradientTrainer:
         self.levels = sorted({level for stage in self.curriculum.stages for level in stage.levels})
         for level in self.levels:
             environment.check_level(level)
-        self._practised = [settings.within(stage) for stage in self.curriculum.stages]
+        self._stage_settings = [settings.within(stage) for stage in self.curriculum.stages]
         self._orders: dict[str, DataOrder] = {}  # of the levels whose seeds are few
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
         pad = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
-        self.workers = workers
-        self.learner = make_learner(model, reference_model, settings, pad, workers)
-        updaters = [updater for updater in (self.learner.updater, self.learner.critic_updater) if updater is not None]
-        self._entries = StageEntries(self.model, updaters)
+        self.process_group = process_group
+        self.actor_critic = make_actor_critic(model, reference_model, settings, pad, process_group)
+        updaters = [
+            updater for updater in (self.actor_critic.updater, self.actor_critic.critic_updater) if updater is not None
+        ]
+        self._snapshots = StageSnapshots(self.model, updaters)
 
     @property
     def model(self) -> nn.Module:
         """The policy, with its value function where the algorithm has one: what a checkpoint holds."""
-        return self.learner.critic if self.learner.critic is not None else self.policy
+        return self.actor_critic.critic if self.actor_critic.critic is not None else self.policy
 
     @property
     def updater(self) -> Updater:
         """Owner of the policy's optimizer."""
-        return self.learner.updater
+        return self.actor_critic.updater
 
     @property
-    def practised(self) -> PolicySettings:
+    def stage_settings(self) -> PolicySettings:
         """The settings with what the present curriculum stage overrides."""
-        return self._practised[self.curriculum.index]
+        return self._stage_settings[self.curriculum.index]
 
     @property
     def finished(self) -> str | None:
@@ -144,12 +146,12 @@ class PolicyGradientTrainer:
     def step(self) -> dict[str, float]:
         """One iteration: play, score, give credit, update, move the curriculum on, or back."""
         started = time.perf_counter()
-        self._entries.keep(self.curriculum.index, self.curriculum.restorable, self._changed_by_learning)
+        self._snapshots.keep(self.curriculum.index, self.curriculum.restorable, self._changed_by_learning)
         rng = np.random.default_rng([self.seed, self.iteration])  # nothing to save: the iteration says it all
         played, self.groups, metrics = self._play_and_score(rng)
         metrics |= rollout_metrics(played)
         rollouts = [rollout for group in played for rollout in group.rollouts]
-        if self.record is not None and self.workers.is_first:
+        if self.record is not None and self.process_group.is_rank_zero:
             self.record(self.iteration, rollouts)
         updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
@@ -164,7 +166,9 @@ class PolicyGradientTrainer:
             "perf/rollout_tokens_per_second": sampled / max(playing, 1e-9),
         }
         self.iteration += 1
-        metrics = self.workers.of_first(functools.partial(dict, metrics))  # the curriculum decides alike everywhere
+        metrics = self.process_group.on_rank_zero(
+            functools.partial(dict, metrics)
+        )  # the curriculum decides alike everywhere
         left = self.curriculum.index
         target = self.curriculum.observe(metrics, known=[f"train/success_rate_by_level/{lv}" for lv in self.levels])
         if target is not None:
@@ -176,11 +180,11 @@ class PolicyGradientTrainer:
         if self.evaluator is None:
             return {}
         self.backend.refresh()
-        return dict(self.updater.run_freely(self.evaluator))
+        return dict(self.updater.with_full_weights_independent(self.evaluator))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything besides weights and the policy's optimizer."""
-        critic = self.learner.critic_updater
+        critic = self.actor_critic.critic_updater
         return {
             "iteration": self.iteration,
             "rollouts_played": self.rollouts_played,
@@ -190,7 +194,7 @@ class PolicyGradientTrainer:
             "orders": {level: order.state_dict() for level, order in self._orders.items()},
             "replay": self._replay.state_dict() if self._replay is not None else None,
             "critic_updater": critic.state_dict() if critic is not None else None,
-            "entries": self._entries.state_dict(),
+            "entries": self._snapshots.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -205,9 +209,9 @@ class PolicyGradientTrainer:
             self._order(level, int(order["num_rows"])).load_state_dict(order)
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
-        if self.learner.critic_updater is not None:
-            self.learner.critic_updater.load_state_dict(state["critic_updater"])
-        self._entries.load_state_dict(state["entries"])
+        if self.actor_critic.critic_updater is not None:
+            self.actor_critic.critic_updater.load_state_dict(state["critic_updater"])
+        self._snapshots.load_state_dict(state["entries"])
 
     # Going back
 
@@ -219,7 +223,7 @@ class PolicyGradientTrainer:
     def _go_back(self, target: int, rollback: RollbackSettings | None) -> None:
         """Everything that learning changed, as it was when the stage `target` was entered."""
         factor = rollback.learning_rate_factor if rollback is not None else 1.0
-        extra = self._entries.restore(target, learning_rate_factor=factor)
+        extra = self._snapshots.restore(target, learning_rate_factor=factor)
         self.kl_coef = float(extra["kl_coef"])
         self.rewards.load_state_dict(extra["rewards"])
         if self._replay is not None:
@@ -235,7 +239,7 @@ class PolicyGradientTrainer:
         With dynamic sampling, groups whose rewards are all equal are left out and played again with new episodes, a
         bounded number of times; what is measured (success, rewards) is measured on all that was played.
         """
-        wanted, tries = self.practised.prompts_per_iteration, self.practised.sampling_tries
+        wanted, tries = self.stage_settings.prompts_per_iteration, self.stage_settings.sampling_tries
         played: list[RolloutGroup] = []
         kept: list[RolloutGroup] = []
         scored: list[dict[str, float]] = []
@@ -255,7 +259,7 @@ class PolicyGradientTrainer:
         metrics = {name: statistics.fmean(part[name] for part in scored if name in part) for name in names}
         totals = [rollout.reward for group in played for rollout in group.rollouts if not rollout.is_masked]
         metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
-        metrics |= self.workers.of_first(lambda: self.rewards.observe(played, self.curriculum.stage.name))
+        metrics |= self.process_group.on_rank_zero(lambda: self.rewards.observe(played, self.curriculum.stage.name))
         if tries:
             metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
         return played, kept, metrics | {"perf/rollout_seconds": seconds}
@@ -273,13 +277,13 @@ class PolicyGradientTrainer:
             self.backend,
             self.renderer,
             requests,
-            group_size=self.practised.group_size,
-            sampling=self.practised.sampling,
-            seed=session_seed(self.seed, *parts),
+            group_size=self.stage_settings.group_size,
+            sampling=self.stage_settings.sampling,
+            seed=sequence_seed(self.seed, *parts),
             policy_version=self.updater.step,
-            workers=self.workers,
+            process_group=self.process_group,
         )
-        return self.updater.run_freely(play)
+        return self.updater.with_full_weights_independent(play)
 
     def _score(self, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, float]]:
         """The groups with their rewards, and metrics; several processes get what the first one made of them."""
@@ -288,16 +292,18 @@ class PolicyGradientTrainer:
         def score() -> tuple[list[RolloutGroup], dict[str, float]]:
             return groups, self.rewards.score(groups, embed=lambda _: states) | punish_length(groups, self.settings)
 
-        return self.workers.of_first(score)
+        return self.process_group.on_rank_zero(score)
 
     def _states(self, groups: Sequence[RolloutGroup]) -> list[TurnStates]:
         """The policy's states at the turns of all rollouts, in order, as it is before this iteration's update."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         embed = functools.partial(
-            turn_states, self.policy, pad_id=self.learner.pad_id, max_tokens=self.settings.micro_batch_tokens
+            turn_states, self.policy, pad_id=self.actor_critic.pad_id, max_tokens=self.settings.micro_batch_tokens
         )
         with span("states"), self.updater.autocast():
-            return self.updater.shared(rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed)
+            return self.updater.all_gather_rows(
+                rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed
+            )
 
     def _draw_seed(self, level: str, rng: np.random.Generator) -> int:
         """A training seed: each one once before any comes again where they are few, at random where they are many."""
@@ -311,7 +317,7 @@ class PolicyGradientTrainer:
     def _order(self, level: str, num_rows: int) -> DataOrder:
         if level not in self._orders:
             # 63 bits: a level's order is its own, whatever other levels there are
-            seed = session_seed(self.seed, "order", level) % 2**63
+            seed = sequence_seed(self.seed, "order", level) % 2**63
             self._orders[level] = DataOrder(num_rows, batch_size=1, seed=seed)
         return self._orders[level]
 
@@ -319,7 +325,7 @@ class PolicyGradientTrainer:
 
     def _update(self, rng: np.random.Generator) -> dict[str, float]:
         """Learn from the groups at hand, and from replayed ones."""
-        settings = self.practised
+        settings = self.stage_settings
         critic = settings.value_function
         fresh = samples_of(self.groups, bootstrap_limits=critic is not None and critic.bootstrap_limits)
         samples = fresh + (self._replay.draw(rng, len(self.groups)) if self._replay is not None else [])
@@ -328,7 +334,7 @@ class PolicyGradientTrainer:
             self.updater.step += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
         update = PolicyUpdate(
-            self.learner,
+            self.actor_critic,
             settings,
             samples,
             kl_coef=self.kl_coef,
@@ -346,21 +352,21 @@ class PolicyGradientTrainer:
 
     def _write_advantages(self, fresh: list[Sample]) -> None:
         """Into the groups, where rollouts were compared."""
-        size = self.practised.group_size
+        size = self.stage_settings.group_size
         for index, group in enumerate(self.groups):
             advantages = [sample.advantage for sample in fresh[index * size : (index + 1) * size]]
             group.advantages = [a for a in advantages if a is not None] or None
 
     def _advantage_metrics(self, update: PolicyUpdate) -> dict[str, float]:
         """Over rollouts where they were compared (before whitening), over loss tokens where values were estimated."""
-        experience, threshold = update.experience, self.settings.filter_threshold
-        compared = [sample.advantage for sample in experience.samples if sample.advantage is not None]
+        buffer, threshold = update.buffer, self.settings.filter_threshold
+        compared = [sample.advantage for sample in buffer.samples if sample.advantage is not None]
         if compared:
             advantages = torch.tensor(compared, dtype=torch.float64)
             filtered = float((advantages.abs() < threshold).double().mean())
         else:
-            advantages = experience.advantages_RS[experience.mask_RS].double()
-            tokens = sum(sum(sample.row.loss_mask) for sample in experience.samples)
+            advantages = buffer.advantages_RS[buffer.mask_RS].double()
+            tokens = sum(sum(sample.row.loss_mask) for sample in buffer.samples)
             filtered = 1 - advantages.numel() / tokens
         if not advantages.numel():
             return {"train/filtering_rate": filtered}
@@ -373,7 +379,7 @@ class PolicyGradientTrainer:
 
     def _control_kl(self, metrics: Mapping[str, float]) -> None:
         """Move kl_coef towards where the KL to the reference is kl_target."""
-        settings, kl = self.practised, metrics.get("policy/ref_kl")
+        settings, kl = self.stage_settings, metrics.get("policy/ref_kl")
         if settings.kl_controller == "fixed" or kl is None:
             return
         if settings.kl_controller == "banded":

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_core.distributed import Idle
+from rl_core.distributed import DummyBatch
 from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
@@ -23,13 +23,13 @@ from rl_core.rollouts.rollout_metrics import mean_metrics
 from rl_core.settings import PolicySettings
 from rl_core.trainers.policy_gradient.losses import StepCounts, importance_weights, policy_loss, sampler_agreement
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.trainers.policy_gradient.rollout_buffer import Experience, Learner
+from rl_core.trainers.policy_gradient.rollout_buffer import ActorCritic, RolloutBuffer
 from rl_core.training.resume import load_trainable_weights, trainable_weights
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]
 
-Batches = Sequence[TrainBatch | Idle[TrainBatch]]
+Batches = Sequence[TrainBatch | DummyBatch[TrainBatch]]
 
 
 class PolicyUpdate:
@@ -44,7 +44,7 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        learner: Learner,
+        actor_critic: ActorCritic,
         settings: PolicySettings,
         samples: Sequence[Sample],
         *,
@@ -52,13 +52,13 @@ class PolicyUpdate:
         entropy_coef: float | None = None,
         critic_only: bool = False,
     ) -> None:
-        """`samples`: see `Experience`.
+        """`samples`: see `RolloutBuffer`.
 
         kl_coef, entropy_coef: of this iteration; None = the settings'. critic_only: the policy stays as it is.
         """
-        self.learner = learner
+        self.actor_critic = actor_critic
         self.settings = settings
-        self.experience = Experience(learner, settings, samples)
+        self.buffer = RolloutBuffer(actor_critic, settings, samples)
         self.kl_coef = settings.kl_coef if kl_coef is None else kl_coef
         self.entropy_coef = settings.entropy_coef if entropy_coef is None else entropy_coef
         self.critic_only = critic_only
@@ -67,7 +67,7 @@ class PolicyUpdate:
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
-        settings, updater = self.settings, self.learner.updater
+        settings, updater = self.settings, self.actor_critic.updater
         steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
         metrics = self._prepare(minibatches, steps)
@@ -96,39 +96,39 @@ class PolicyUpdate:
 
     def _prepare(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
         """Measure what the samples are under the present models, give credit, choose the rows to run."""
-        settings, experience, critic = self.settings, self.experience, self.learner.critic
+        settings, buffer, critic = self.settings, self.buffer, self.actor_critic.critic
         in_reward = settings.kl_in == "reward" and self.kl_coef > 0
         in_loss = settings.kl_in == "loss" and self.kl_coef > 0
         if critic is not None:
-            experience.measure_values(minibatches)
+            buffer.measure_values(minibatches)
         measures_old = steps > 1 or settings.kl_max is not None
         if in_reward:
-            experience.measure_reference(minibatches)
+            buffer.measure_reference(minibatches)
             if measures_old or not self._sampler_is_policy():
-                experience.measure_old(minibatches)
+                buffer.measure_old(minibatches)
             else:
-                experience.take_sampled(minibatches)
-        metrics = experience.credit(self.kl_coef if in_reward else 0.0)
+                buffer.take_sampled(minibatches)
+        metrics = buffer.credit(self.kl_coef if in_reward else 0.0)
         needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0
         if not needs_all and (critic is None or critic.value_head is None):
-            self.trained = set(torch.nonzero(experience.advantages_RS.any(1)).flatten().tolist())
+            self.trained = set(torch.nonzero(buffer.advantages_RS.any(1)).flatten().tolist())
         plan = [self._picked(indices) for indices in minibatches]
         if in_loss:
-            experience.measure_reference(plan)
+            buffer.measure_reference(plan)
         if not in_reward and measures_old:
             # One forward pass before the first update; a single update takes its own log-probs, at ratio exactly 1.
-            experience.measure_old(plan)
+            buffer.measure_old(plan)
         return metrics
 
     def _sampler_is_policy(self) -> bool:
         """Whether the sampler's log-probs are the policy's but for float32's rounding: weights would say otherwise."""
-        updater = self.learner.updater
-        is_float32 = next(self.learner.policy.parameters()).dtype == torch.float32
+        updater = self.actor_critic.updater
+        is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
         return self.settings.importance == "none" and is_float32 and not updater.computes_in_bfloat16
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order where there is a single one."""
-        count, size = self.settings.minibatches, len(self.experience.samples)
+        count, size = self.settings.minibatches, len(self.buffer.samples)
         order = rng.permutation(size) if count > 1 else np.arange(size)
         return [part.tolist() for part in np.array_split(order, count) if len(part)]
 
@@ -138,23 +138,23 @@ class PolicyUpdate:
     def _apply(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step on these rows, and the critic's; {} when none of them has anything to teach."""
         metrics: dict[str, float] = {}
-        batches = [] if self.critic_only else self.experience.batches(self._picked(indices))
+        batches = [] if self.critic_only else self.buffer.batches(self._picked(indices))
         if batches:
             self.counts = self._count(indices)
             guard = self._guard() if self.settings.kl_max is not None else None
-            metrics = self.learner.updater.apply(batches, self.loss)
+            metrics = self.actor_critic.updater.apply(batches, self.loss)
             if "policy/importance_mean" in metrics:
                 share = metrics["policy/importance_mean"] ** 2 / metrics.pop("policy/importance_square_mean")
                 metrics["policy/effective_sample_share"] = share  # effective sample size over loss tokens (Kish)
             if guard is not None:
                 metrics |= guard(batches)
-        if self.learner.critic_updater is not None:
+        if self.actor_critic.critic_updater is not None:
             metrics |= self._apply_critic(indices)
         return metrics
 
     def _count(self, indices: Sequence[int]) -> StepCounts:
         """Rows of advantage 0 that are not run count as well: their loss is 0, not absent."""
-        mask_RS, run_RS = self.experience.mask_RS[list(indices)], self.experience.mask_RS[self._picked(indices)]
+        mask_RS, run_RS = self.buffer.mask_RS[list(indices)], self.buffer.mask_RS[self._picked(indices)]
         return StepCounts(
             num_loss_tokens=int(mask_RS.sum()),
             num_run_tokens=int(run_RS.sum()),
@@ -165,16 +165,16 @@ class PolicyUpdate:
 
     def loss(self, batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the denominators of the optimizer step; metrics per token that was run."""
-        settings, experience = self.settings, self.experience
-        batch = batch.to(self.learner.device)
-        mask_BS, sampler_BS = batch.loss_mask_BS, batch.old_logprobs_BS
-        head = self.learner.critic.value_head if self.learner.critic is not None else None
-        outputs = token_outputs(self.learner.policy, batch, with_entropy=True, value_head=head)
+        settings, buffer = self.settings, self.buffer
+        batch = batch.to(self.actor_critic.device)
+        mask_BS, sampler_BS = batch.loss_mask_BS, batch.sampler_logprobs_BS
+        head = self.actor_critic.critic.value_head if self.actor_critic.critic is not None else None
+        outputs = token_outputs(self.actor_critic.policy, batch, with_entropy=True, value_head=head)
         logprobs_BS = outputs.logprobs_BS
         count = self.counts.num_run_tokens
-        measured = experience.old_logprobs_RS is not None
-        old_BS = experience.of(experience.old_logprobs_RS, batch) if measured else logprobs_BS.detach()
-        advantages_BS = experience.of(experience.advantages_RS, batch)
+        measured = buffer.old_logprobs_RS is not None
+        old_BS = buffer.of(buffer.old_logprobs_RS, batch) if measured else logprobs_BS.detach()
+        advantages_BS = buffer.of(buffer.advantages_RS, batch)
         assert sampler_BS is not None
         weights_BS = importance_weights(settings, old_BS, sampler_BS, mask_BS)
         parts: dict[str, Any] = {}
@@ -203,7 +203,7 @@ class PolicyUpdate:
         if self.entropy_coef > 0:
             loss = loss + self.entropy_coef * bonus
         if self.kl_coef > 0 and settings.kl_in == "loss":
-            ref_BS = self.experience.of(self.experience.ref_logprobs_RS, batch)
+            ref_BS = self.buffer.of(self.buffer.ref_logprobs_RS, batch)
             penalty, kl = kl_penalty(
                 outputs.logprobs_BS, ref_BS, mask_BS, num_loss_tokens=count, estimator=settings.kl_estimator
             )
@@ -217,29 +217,29 @@ class PolicyUpdate:
     def _value_loss(
         self, values_BS: torch.Tensor, batch: TrainBatch, count: float
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        experience, critic = self.experience, self.settings.value_function
+        buffer, critic = self.buffer, self.settings.value_function
         assert critic is not None
         loss, metrics = value_loss(
             values_BS,
-            experience.of(experience.returns_RS, batch),
+            buffer.of(buffer.returns_RS, batch),
             batch.loss_mask_BS,
             num_loss_tokens=count,
-            old_values_BT=experience.of(experience.values_RS, batch),
+            old_values_BT=buffer.of(buffer.values_RS, batch),
             value_clip_eps=critic.value_clip_eps,
         )
         return loss, {f"value/{name}": value for name, value in metrics.items()}
 
     def _apply_critic(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step of a separate critic on all these rows."""
-        critic, updater = self.learner.critic, self.learner.critic_updater
+        critic, updater = self.actor_critic.critic, self.actor_critic.critic_updater
         assert critic is not None and updater is not None
-        batches = self.experience.batches(indices)
+        batches = self.buffer.batches(indices)
         if not batches:
             return {}
-        count = int(self.experience.mask_RS[list(indices)].sum())
+        count = int(self.buffer.mask_RS[list(indices)].sum())
 
         def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
-            batch = batch.to(self.learner.device)
+            batch = batch.to(self.actor_critic.device)
             return self._value_loss(critic.values(batch)[0], batch, count)
 
         metrics = updater.apply(batches, loss)
@@ -252,7 +252,7 @@ class PolicyUpdate:
 
     def _guard(self) -> Callable[[Batches], dict[str, float]]:
         """The hard KL limit: remembers everything; what is returned measures the step, and takes it back if too far."""
-        updater, limit = self.learner.updater, self.settings.kl_max
+        updater, limit = self.actor_critic.updater, self.settings.kl_max
         assert limit is not None
         weights = {name: tensor.clone() for name, tensor in trainable_weights(updater.model).items()}
         state = copy.deepcopy(updater.state_dict())
@@ -273,15 +273,15 @@ class PolicyUpdate:
         def own() -> float:
             total = 0.0
             for batch in batches:
-                if isinstance(batch, Idle):
+                if isinstance(batch, DummyBatch):
                     continue
-                batch = batch.to(self.learner.device)
-                logprobs_BS, _ = completion_logprobs(self.learner.policy, batch)
-                old_BS = self.experience.of(self.experience.old_logprobs_RS, batch)
+                batch = batch.to(self.actor_critic.device)
+                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
+                old_BS = self.buffer.of(self.buffer.old_logprobs_RS, batch)
                 total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
             return total
 
-        updater = self.learner.updater
-        with evaluating(self.learner.policy), updater.autocast():
-            total = updater.run_freely(own)
-        return sum(updater.workers.everyone(total)) / self.counts.num_run_tokens
+        updater = self.actor_critic.updater
+        with evaluating(self.actor_critic.policy), updater.autocast():
+            total = updater.with_full_weights_independent(own)
+        return sum(updater.process_group.all_gather(total)) / self.counts.num_run_tokens

@@ -17,7 +17,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SamplingSettings
 from speed import inputs, ours
-from speed.episodes import Scripted, ends, ragged_sessions
+from speed.episodes import Scripted, ends, ragged_sequences
 
 LOGPROB_LIMIT, LOSS_LIMIT = 1e-4, 1e-5
 
@@ -28,11 +28,11 @@ def greedy_differences(folder, rows):
     engine = make_backend(model.eval(), eos_ids=(), pad_id=inputs.PAD, max_length=inputs.MAX_LENGTH)
     assert isinstance(engine, Engine), "the engine does not know this model, so there would be nothing to compare"
     prompts = [ours.text_ids(tokenizer, row["prompt"]) for row in inputs.read(folder, "prompts")[:rows]]
-    sessions = [Scripted(prompt, 0, limit=inputs.MAX_NEW) for prompt in prompts]
-    engine.run(sessions, SamplingSettings(temperature=0, max_completion_tokens=inputs.MAX_NEW, slots=rows))
+    sequences = [Scripted(prompt, 0, limit=inputs.MAX_NEW) for prompt in prompts]
+    engine.run(sequences, SamplingSettings(temperature=0, max_completion_tokens=inputs.MAX_NEW, slots=rows))
     model.generation_config.eos_token_id = None
     differences = 0
-    for prompt, session in zip(prompts, sessions, strict=True):
+    for prompt, sequence in zip(prompts, sequences, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
             out = model.generate(
@@ -40,7 +40,7 @@ def greedy_differences(folder, rows):
                 pad_token_id=inputs.PAD,
             )  # fmt: skip
         expected = out[0, len(prompt) :].tolist()
-        differences += sum(a != b for a, b in zip(expected, session.completion_ids, strict=True))
+        differences += sum(a != b for a, b in zip(expected, sequence.completion_ids, strict=True))
     return differences
 
 
@@ -48,14 +48,14 @@ def logprob_gap(folder):
     """Largest difference between the engine's log-probabilities and the trainer's, over ragged episodes."""
     model, tokenizer = ours.load(folder)
     engine = make_backend(model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512)
-    sessions = ragged_sessions(folder, tokenizer, 0, count=16)
-    engine.run(sessions, SamplingSettings(max_completion_tokens=sessions[0].limit, slots=8))
-    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sessions]
+    sequences = ragged_sequences(folder, tokenizer, 0, count=16)
+    engine.run(sequences, SamplingSettings(max_completion_tokens=sequences[0].limit, slots=8))
+    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sequences]
     gap = 0.0
     for batch in make_batches(rows, 4096, inputs.PAD):
         with torch.no_grad():
             logprobs_BS, _ = completion_logprobs(model, batch)
-        gap = max(gap, float((logprobs_BS - batch.old_logprobs_BS).abs().max()))
+        gap = max(gap, float((logprobs_BS - batch.sampler_logprobs_BS).abs().max()))
     return gap
 
 

@@ -1,4 +1,4 @@
-"""What our side plays: one question as an environment, characters as a renderer, scripted sessions of several turns."""
+"""Our side's workload: a one-question environment, a character renderer, scripted multi-turn sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from rl_core.data.batches import DataOrder
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.tools import Toolset
-from rl_core.inference.sampling import session_seed
+from rl_core.inference.sampling import sequence_seed
 from speed import inputs
 
 LEVEL = "sums"
@@ -39,7 +39,7 @@ class Sums(Environment):
     def __init__(self, folder, seed):
         super().__init__()
         rows = inputs.read(folder, "prompts")
-        self._rows = as_drawn(rows, session_seed(seed, "order", LEVEL) % 2**63)
+        self._rows = as_drawn(rows, sequence_seed(seed, "order", LEVEL) % 2**63)
 
     @property
     def tools(self):
@@ -84,7 +84,7 @@ class Characters:
 
 
 class Scripted:
-    """A session whose observations are written down beforehand: it ends after the last of them, or at its limit."""
+    """A sequence whose observations are written down beforehand: it ends after the last of them, or at its limit."""
 
     def __init__(self, prompt_ids, seed, observations=(), limit=MAX_TOKENS):
         self.prompt_ids = list(prompt_ids)
@@ -99,7 +99,7 @@ class Scripted:
         return sum(self.loss_mask)
 
     def advance(self, action_ids, logprobs, hit_limit):
-        """See `rl_core.inference.sampling.Session`."""
+        """See `rl_core.inference.sampling.RolloutSequence`."""
         self._add(action_ids, logprobs, True)
         if hit_limit or not self._observations:
             return None
@@ -115,17 +115,17 @@ class Scripted:
         self.loss_mask += [is_sampled] * len(ids)
 
 
-def ragged_sessions(folder: Path, tokenizer, step, count=64):
+def ragged_sequences(folder: Path, tokenizer, step, count=64):
     """Episodes of 1 to TURNS turns with observations of 4 to 48 tokens; those of a step are always the same."""
     rng = np.random.default_rng([inputs.SEED, step])
     rows = inputs.read(folder, "prompts")[step * count :][:count]
     vocabulary = len(tokenizer)
-    sessions = []
+    sequences = []
     for index, row in enumerate(rows):
         turns = int(rng.integers(1, TURNS + 1))
         observations = [rng.integers(4, vocabulary, rng.integers(4, 49)).tolist() for _ in range(turns - 1)]
-        sessions.append(Scripted(tokenizer(row["prompt"])["input_ids"], step * count + index, observations))
-    return sessions
+        sequences.append(Scripted(tokenizer(row["prompt"])["input_ids"], step * count + index, observations))
+    return sequences
 
 
 def ends(vocabulary):

@@ -7,7 +7,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from speed import inputs
-from speed.episodes import ends, ragged_sessions
+from speed.episodes import ends, ragged_sequences
 
 
 def run(stage, folder, steps, gate):
@@ -22,9 +22,9 @@ def run(stage, folder, steps, gate):
         if kind == "generate":
             tokens = generate(model, tokenizer, folder, *map(int, shape.split("x")))
         else:
-            sessions = ragged_sessions(folder, tokenizer, taken)
-            play(model, sessions, ends(len(tokenizer)))
-            tokens = sum(session.sampled for session in sessions)
+            sequences = ragged_sequences(folder, tokenizer, taken)
+            play(model, sequences, ends(len(tokenizer)))
+            tokens = sum(sequence.sampled for sequence in sequences)
         gate.done(tokens)
 
 
@@ -47,22 +47,22 @@ def generate(model, tokenizer, folder, rows, new):
     return (out.shape[1] - batch["input_ids"].shape[1]) * rows
 
 
-def play(model, sessions, end_ids):
-    """Every turn of all sessions that go on is one call, which reads all of their tokens again."""
-    active, is_end = list(sessions), set(end_ids)
+def play(model, sequences, end_ids):
+    """Every turn of all sequences that go on is one call, which reads all of their tokens again."""
+    active, is_end = list(sequences), set(end_ids)
     while active:
-        batch = left_padded([session.prompt_ids + session.completion_ids for session in active])
-        rooms = [session.limit - len(session.completion_ids) for session in active]
+        batch = left_padded([sequence.prompt_ids + sequence.completion_ids for sequence in active])
+        rooms = [sequence.limit - len(sequence.completion_ids) for sequence in active]
         with torch.no_grad():
             out = model.generate(
                 **batch, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max(rooms),
                 eos_token_id=end_ids, pad_token_id=inputs.PAD,
             )  # fmt: skip
         width, going = batch["input_ids"].shape[1], []
-        for session, room, row in zip(active, rooms, out[:, width:].tolist(), strict=True):
+        for sequence, room, row in zip(active, rooms, out[:, width:].tolist(), strict=True):
             end = next((place for place, token in enumerate(row) if token in is_end), len(row))
             action = row[: min(end + 1, room)]
-            hit_limit = len(session.completion_ids) + len(action) >= session.limit
-            if session.advance(action, [0.0] * len(action), hit_limit) is not None:
-                going.append(session)
+            hit_limit = len(sequence.completion_ids) + len(action) >= sequence.limit
+            if sequence.advance(action, [0.0] * len(action), hit_limit) is not None:
+                going.append(sequence)
         active = going

@@ -26,7 +26,7 @@ from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from speed import inputs
-from speed.episodes import Characters, Scripted, Sums, as_drawn, ends, ragged_sessions
+from speed.episodes import Characters, Scripted, Sums, as_drawn, ends, ragged_sequences
 
 CPU = ModelSettings(device="cpu")
 TRAINING = dict(
@@ -191,9 +191,9 @@ def generate_step(folder, rows, new):
     sampling = SamplingSettings(max_completion_tokens=new, slots=rows)
 
     def step():
-        sessions = [Scripted(prompt, seed, limit=new) for seed, prompt in enumerate(prompts)]
-        engine.run(sessions, sampling)
-        return sum(session.sampled for session in sessions), None
+        sequences = [Scripted(prompt, seed, limit=new) for seed, prompt in enumerate(prompts)]
+        engine.run(sequences, sampling)
+        return sum(sequence.sampled for sequence in sequences), None
 
     return step
 
@@ -206,9 +206,9 @@ def episodes_step(folder, _steps):
 
     def step():
         nonlocal taken
-        sessions = ragged_sessions(folder, tokenizer, taken)
-        engine.run(sessions, SamplingSettings(max_completion_tokens=sessions[0].limit, slots=len(sessions)))
+        sequences = ragged_sequences(folder, tokenizer, taken)
+        engine.run(sequences, SamplingSettings(max_completion_tokens=sequences[0].limit, slots=len(sequences)))
         taken += 1
-        return sum(session.sampled for session in sessions), None
+        return sum(sequence.sampled for sequence in sequences), None
 
     return step

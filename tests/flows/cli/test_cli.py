@@ -329,11 +329,11 @@ def test_a_sigterm_that_something_swallowed_stops_the_run_at_its_next_stage(monk
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
-    def session(*arguments, stop, **options):
+    def pipeline_run(*arguments, stop, **options):
         seen.append(stop.is_set())
         raise Stopped("here", 15)
 
-    monkeypatch.setattr(post_training, "Session", session)
+    monkeypatch.setattr(post_training, "PipelineRun", pipeline_run)
     monkeypatch.setattr(post_training, "flow_run_url", lambda: "")
     settings = from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}})
     try:

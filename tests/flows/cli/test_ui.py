@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.cli.ui import Service, Services, _signal_group
+from flows.cli.ui import PageServer, PageServers, _signal_group
 from rl_core.errors import BackendError, SettingsError
 
 
@@ -24,7 +24,7 @@ def local(monkeypatch):
 
 def test_only_loopback(tmp_path):
     with pytest.raises(SettingsError, match="not loopback"):
-        Services(tmp_path, host="0.0.0.0")
+        PageServers(tmp_path, host="0.0.0.0")
 
 
 def test_a_taken_port_gives_the_next_free_one(tmp_path):
@@ -32,7 +32,7 @@ def test_a_taken_port_gives_the_next_free_one(tmp_path):
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         taken = holder.getsockname()[1]
-        pages = Services(tmp_path, mlflow_port=taken, prefect_port=taken)
+        pages = PageServers(tmp_path, mlflow_port=taken, prefect_port=taken)
         first, second = pages._service("MLflow", "/health"), pages._service("Prefect", "/api/health")
         ports = [int(service.url.rsplit(":", 1)[1]) for service in (first, second)]
     assert taken < ports[0] < ports[1]
@@ -41,7 +41,7 @@ def test_a_taken_port_gives_the_next_free_one(tmp_path):
 
 def test_services_elsewhere_are_linked_and_not_started(tmp_path, monkeypatch):
     monkeypatch.setenv("PREFECT_API_URL", "http://prefect.example:4200/api")
-    with Services(tmp_path, "http://me:secret@mlflow.example:5000") as pages:
+    with PageServers(tmp_path, "http://me:secret@mlflow.example:5000") as pages:
         assert [(page.url, page.process) for page in pages.services] == [
             ("http://mlflow.example:5000", None),
             ("http://prefect.example:4200", None),
@@ -56,10 +56,12 @@ def test_a_server_that_dies_says_why_and_the_other_one_is_stopped(tmp_path, monk
         self._start(service, ["no_such_module_here"], {})
         return service
 
-    monkeypatch.setattr(Services, "_mlflow", lambda self: Service("MLflow", "u", "http://127.0.0.1:9", None, lasting))
-    monkeypatch.setattr(Services, "_prefect", broken)
+    monkeypatch.setattr(
+        PageServers, "_mlflow", lambda self: PageServer("MLflow", "u", "http://127.0.0.1:9", None, lasting)
+    )
+    monkeypatch.setattr(PageServers, "_prefect", broken)
     with pytest.raises(BackendError, match=r"Prefect server ended \(exit code 1\)[\s\S]*no_such_module_here"):
-        Services(tmp_path).__enter__()
+        PageServers(tmp_path).__enter__()
     assert lasting.poll() is not None
 
 
@@ -70,8 +72,8 @@ def test_a_group_that_will_not_go_is_killed(tmp_path, monkeypatch):
     )
     stubborn = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
     assert stubborn.stdout is not None and stubborn.stdout.readline() == b"ready\n"
-    pages = Services(tmp_path)
-    pages.services = [Service("x", "u", process=stubborn)]
+    pages = PageServers(tmp_path)
+    pages.services = [PageServer("x", "u", process=stubborn)]
     pages.stop()
     assert stubborn.returncode == -signal.SIGKILL and not _signal_group(stubborn, 0)
 

@@ -16,7 +16,7 @@ from flows.operations.commands import down, status, up
 from flows.operations.processes import MARK, ProcessId, mark_of
 from flows.operations.registration import declared
 from flows.operations.services import ROOT, services
-from flows.operations.state import Options, Places, ServiceState, State, write_state
+from flows.operations.state import Options, ServiceState, State, StatePaths, write_state
 from rl_core.errors import BackendError, DataError
 from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
@@ -43,8 +43,8 @@ def running(tmp_path):
     assert own is not None
     options = Options(prefect_port=4301, mlflow_port=5101)
     found = [ServiceState("mlflow", "http://127.0.0.1:5101", "up"), ServiceState("prefect", "p", "up")]
-    write_state(Places(tmp_path), State(own, options, "up", found, registration={"problem": ""}))
-    with FolderLock(Places(tmp_path).lock):
+    write_state(StatePaths(tmp_path), State(own, options, "up", found, registration={"problem": ""}))
+    with FolderLock(StatePaths(tmp_path).lock):
         yield tmp_path
 
 
@@ -58,10 +58,10 @@ def test_nothing_is_running(tmp_path, capsys):
 def test_a_stale_state_file_with_a_reused_process_id_harms_nobody(tmp_path):
     own = ProcessId.of(os.getpid())
     assert own is not None
-    write_state(Places(tmp_path), State(own, Options(), "up"))  # without the lock: that supervisor is dead
+    write_state(StatePaths(tmp_path), State(own, Options(), "up"))  # without the lock: that supervisor is dead
     assert "not running" in status(tmp_path)[0]
     assert "nothing was running" in down(tmp_path)  # and this process lives
-    assert not Places(tmp_path).state.exists()
+    assert not StatePaths(tmp_path).state.exists()
 
 
 def test_what_a_dead_supervisor_left_is_named_and_ended(tmp_path):
@@ -84,12 +84,12 @@ def test_a_further_up_with_other_options_is_refused(running):
 
 def test_a_further_up_reports_what_was_not_registered(running, monkeypatch):
     def repaired(self, number):
-        state = commands.read_state(Places(running))
+        state = commands.read_state(StatePaths(running))
         state.repairs, state.registration = (
             1,
             {"problem": "prefect.yaml: deployment 'x': parameter 'fresh': not a boolean"},
         )
-        write_state(Places(running), state)
+        write_state(StatePaths(running), state)
         return True
 
     monkeypatch.setattr(ProcessId, "signal", repaired)
@@ -98,8 +98,8 @@ def test_a_further_up_reports_what_was_not_registered(running, monkeypatch):
 
 
 def test_another_database_than_last_time_is_refused(tmp_path):
-    Places(tmp_path).folder.mkdir()
-    write_json_atomic(Places(tmp_path).last, {"database": "postgresql://me@db/team"})
+    StatePaths(tmp_path).folder.mkdir()
+    write_json_atomic(StatePaths(tmp_path).last, {"database": "postgresql://me@db/team"})
     with pytest.raises(SettingsError, match=r"were last on postgresql://me@db/team, now sqlite is asked for"):
         up(tmp_path, {})
 

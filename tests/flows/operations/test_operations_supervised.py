@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from flows.operations.managed_service import Supervised, wait_before
+from flows.operations.managed_service import ManagedService, wait_before
 from flows.operations.processes import ProcessId
 from flows.operations.report import table
-from flows.operations.services import Service
-from flows.operations.state import Options, Places, ServiceState, State, is_running, read_state, write_state
+from flows.operations.services import ServiceSpec
+from flows.operations.state import Options, ServiceState, State, StatePaths, is_running, read_state, write_state
 from rl_core.errors import FolderBusy
 from rl_core.storage.locks import FolderLock
 
@@ -42,8 +42,8 @@ def world(tmp_path):
         world.processes.append(FakeProcess())
         return world.processes[-1]
 
-    service = Service("prefect", ("x",), {}, tmp_path, "http://127.0.0.1:1", lambda: world.answers)
-    world.server = Supervised(service, tmp_path / "log", start)
+    service = ServiceSpec("prefect", ("x",), {}, tmp_path, "http://127.0.0.1:1", lambda: world.answers)
+    world.server = ManagedService(service, tmp_path / "log", start)
     world.server.signal = world.signals.append
     return world
 
@@ -126,8 +126,8 @@ def test_a_server_that_never_answers_is_ended(world):
 def test_a_taken_port_is_waited_for(world, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as holder:
         port = holder.getsockname()[1]
-        service = Service("prefect", ("x",), {}, tmp_path, "", lambda: True, port=port)
-        server = Supervised(service, tmp_path / "log", lambda *a, **k: FakeProcess())
+        service = ServiceSpec("prefect", ("x",), {}, tmp_path, "", lambda: True, port=port)
+        server = ManagedService(service, tmp_path / "log", lambda *a, **k: FakeProcess())
         server.step(10.0)
         assert server.state.phase == "waiting" and server.state.message == f"port {port} is taken"
     server.step(11.0)
@@ -147,14 +147,14 @@ def example() -> State:
 
 
 def test_the_state_comes_back_as_it_was_written(tmp_path):
-    places = Places(tmp_path)
+    places = StatePaths(tmp_path)
     write_state(places, example())
     assert read_state(places) == example()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"version": 1}', '{"version": 99, "services": []}'])
 def test_a_state_that_cannot_be_read_is_none(tmp_path, text):
-    places = Places(tmp_path)
+    places = StatePaths(tmp_path)
     assert read_state(places) is None
     places.folder.mkdir()
     places.state.write_text(text)
@@ -162,7 +162,7 @@ def test_a_state_that_cannot_be_read_is_none(tmp_path, text):
 
 
 def test_the_lock_says_who_runs_not_the_file(tmp_path):
-    places = Places(tmp_path)
+    places = StatePaths(tmp_path)
     write_state(places, example())
     assert not is_running(places)
     with FolderLock(places.lock):

@@ -8,10 +8,10 @@ import pytest
 
 from flows.post_training import PipelineResult
 from flows.runtime import approval_wait as waiting
-from tasks.lifecycle.approval import Request
+from tasks.lifecycle.approval import ApprovalRequest
 from tasks.pipeline.result import StageResult
 
-QUESTION = Request(
+QUESTION = ApprovalRequest(
     name="demo", version=2, state="waiting", key="k" * 16, champion=1, deadline=0.0, asked="2026-01-01 10:00:00 UTC",
     run="demo · 1", flow_run_id="here",
 )  # fmt: skip
@@ -73,7 +73,7 @@ class World:
         return PipelineResult({"promote": stage}, rows, "url", 1.0, waiting=self.request)
 
     def decide(self):
-        return waiting.decided(self.settings, self.run_once, self.said.append)
+        return waiting.run_with_approval(self.settings, self.run_once, self.said.append)
 
 
 @pytest.fixture

@@ -115,9 +115,9 @@ def test_nan_is_seen():
 
 def test_heads_that_do_not_fit_are_left_to_torch():
     assert (
-        not attention_kernel.Attention.suits(24)
-        and not attention_kernel.Attention.suits(272)
-        and attention_kernel.Attention.suits(256)
+        not attention_kernel.AttentionKernel.suits(24)
+        and not attention_kernel.AttentionKernel.suits(272)
+        and attention_kernel.AttentionKernel.suits(256)
     )
     cos = torch.ones(3, 24)
     assert isinstance(packed_attention.attention_of([3], None, 24, cos, cos), packed_attention._Rectangles)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from rl_core.cpu import fused_decode
-from rl_core.cpu.fused_decode import Native, Step
+from rl_core.cpu.fused_decode import DecodeStep, Native
 from rl_core.inference.sampling import draw
 
 needs_compiler = pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
@@ -74,7 +74,7 @@ def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
     q_norm, k_norm = (Norm(torch.rand(size, generator=numbers)) for _ in range(2)) if has_norms else (None, None)
     expected_cache = cache[0].clone()
     expected = attended(heads, slots, positions, cos, sin, expected_cache, query_heads, q_norm, k_norm, 0.3)
-    step = Step(positions, slots, cos, sin, cache, query_heads)
+    step = DecodeStep(positions, slots, cos, sin, cache, query_heads)
     step.rows = 4
     assert Native.can_attend(head_dim=size, query_heads=query_heads, kv_heads=kv_heads)
     found = fused_decode.load().attend(step, heads, cache[0], q_norm, k_norm, 0.3)
@@ -92,7 +92,7 @@ def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
     found = []
     for threads in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        step = Step(positions, slots, cos, sin, cache, 4)
+        step = DecodeStep(positions, slots, cos, sin, cache, 4)
         assert step.fields.threads == threads
         found.append(fused_decode.load().attend(step, heads, cache[0], None, None, 0.125))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from rl_core.data.files import data_files
-from rl_core.data.records import Problem, Records, read_demonstrations, read_preferences, read_questions, report
+from rl_core.data.records import Records, RowProblem, read_demonstrations, read_preferences, read_questions, report
 from rl_core.errors import DataError, RecordsError, SettingsError
 
 GOOD = {"prompt": "Who?", "chosen": "Ada", "rejected": "Bob"}
@@ -107,7 +107,7 @@ def test_skip_leaves_out_counts_and_logs(tmp_path: Path, caplog: pytest.LogCaptu
 
 
 def test_problems_found_elsewhere_are_reported_alike(caplog: pytest.LogCaptureFixture) -> None:
-    problem = Problem("demonstrations of x", 3, "", "is 9 tokens long, the context holds 8")
+    problem = RowProblem("demonstrations of x", 3, "", "is 9 tokens long, the context holds 8")
     report("demonstrations of x", [], 5, "stop")
     with pytest.raises(
         RecordsError, match="demonstrations of x: 1 of 5 rows cannot be used:\n  demonstrations of x:3: is 9"

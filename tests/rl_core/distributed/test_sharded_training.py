@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT
 
-from rl_core.distributed import ALONE, Workers
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 
 REFUSED = "train/grad_norm 2"  # of the step that the scenarios "refused" skip
 
@@ -128,7 +128,7 @@ def test_a_stop_signal_to_one_process_stops_all(results):
 
 def test_every_row_is_somebodys_and_tokens_are_even():
     lengths = [9, 1, 8, 2, 7, 3, 6]
-    shares = [Workers(rank, 3).share(lengths) for rank in range(3)]
+    shares = [ProcessGroup(rank, 3).share(lengths) for rank in range(3)]
     # dealt 9 8 7 | 6 3 2 back | 1: 9 + 2 + 1, 8 + 3, 7 + 6
     assert shares == [[0, 1, 3], [2, 5], [4, 6]]
-    assert ALONE.share(lengths) == list(range(7))
+    assert SINGLE_PROCESS.share(lengths) == list(range(7))

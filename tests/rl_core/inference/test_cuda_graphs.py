@@ -6,7 +6,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from helpers.scripted_sequences import ScriptedSession, make_model
+from helpers.scripted_sequences import ScriptedSequence, make_model
 
 from rl_core.inference import cuda_graphs, decoder
 from rl_core.inference.cuda_graphs import StepGraphs, padded_length, padded_rows
@@ -119,9 +119,9 @@ def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
     engine = make_backend(model, eos_ids=(), pad_id=0, max_length=128)
 
     def play(slots=4, room=10):
-        sessions = [ScriptedSession([5, 6, 7 + index], index, room=room) for index in range(slots)]
-        engine.run(sessions, SamplingSettings(max_completion_tokens=room, slots=slots))
-        return [session.completion_ids for session in sessions]
+        sequences = [ScriptedSequence([5, 6, 7 + index], index, room=room) for index in range(slots)]
+        engine.run(sequences, SamplingSettings(max_completion_tokens=room, slots=slots))
+        return [sequence.completion_ids for sequence in sequences]
 
     first = play()
     assert recorder.recorded == 1 and recorder.replayed == 7
@@ -141,10 +141,10 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
 
     def play():
         engine = make_backend(model, eos_ids=(), pad_id=0, max_length=200)
-        sessions = [ScriptedSession([5, 6, 7 + index], index, room=150 - 9 * index) for index in range(12)]
-        engine.run(sessions, SamplingSettings(max_completion_tokens=150, slots=12, temperature=0))
+        sequences = [ScriptedSequence([5, 6, 7 + index], index, room=150 - 9 * index) for index in range(12)]
+        engine.run(sequences, SamplingSettings(max_completion_tokens=150, slots=12, temperature=0))
         assert engine._decoder.graphs._recorded and engine._decoder.graphs._works
-        return [session.completion_ids for session in sessions], [session.logprobs for session in sessions]
+        return [sequence.completion_ids for sequence in sequences], [sequence.logprobs for sequence in sequences]
 
     recorded, logprobs = play()
     monkeypatch.setattr(cuda_graphs, "_Recorder", lambda: lambda compute, inputs: lambda: compute(inputs))
@@ -155,7 +155,7 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
 
 
 def test_rows_that_fill_up_a_step_touch_nobodys_slot(monkeypatch):
-    """Slots behind the active ones may belong to sessions that wait."""
+    """Slots behind the active ones may belong to sequences that wait."""
     monkeypatch.setattr(decoder, "can_pack", lambda base: False)
     monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(Recorder(), worth_it=2))
     found = decoder.Decoder(make_model("llama"))

@@ -7,7 +7,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSession, make_model, model_named
+from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSequence, make_model, model_named
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rl_core.cpu import fused_decode, int8_gemm
@@ -75,26 +75,26 @@ def test_what_is_compiled() -> None:
         assert decoder.Decoder(other)._native is None
 
 
-def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSession]:
+def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSequence]:
     """Groups over prompts of 1 to 9 tokens, with up to three observations of 1 to 7 tokens each."""
     generator = np.random.default_rng(0)
-    sessions = []
+    sequences = []
     for index in range(num_prompts):
         prompt = generator.integers(3, VOCAB, 1 + 2 * index).tolist()
         for sample in range(group):
             observations = [generator.integers(3, VOCAB, generator.integers(1, 8)).tolist() for _ in range(3)]
-            sessions.append(ScriptedSession(prompt, 1000 * index + sample, observations, room=ROOM))
-    return sessions
+            sequences.append(ScriptedSequence(prompt, 1000 * index + sample, observations, room=ROOM))
+    return sequences
 
 
 def sampling(**options: float) -> SamplingSettings:
     return SamplingSettings(**{"max_completion_tokens": ROOM, "slots": 100, **options})
 
 
-def play(backend: Engine | TransformersBackend, **options: float) -> list[ScriptedSession]:
-    sessions = make_sessions()
-    backend.run(sessions, sampling(**options))
-    return sessions
+def play(backend: Engine | TransformersBackend, **options: float) -> list[ScriptedSequence]:
+    sequences = make_sessions()
+    backend.run(sequences, sampling(**options))
+    return sequences
 
 
 def backends(model: PreTrainedModel) -> tuple[Engine, TransformersBackend]:
@@ -103,29 +103,29 @@ def backends(model: PreTrainedModel) -> tuple[Engine, TransformersBackend]:
     return engine, TransformersBackend(model, eos_ids=EOS, pad_id=0, max_length=128)
 
 
-def trainer_gap(model: PreTrainedModel, sessions: list[ScriptedSession]) -> float:
+def trainer_gap(model: PreTrainedModel, sequences: list[ScriptedSequence]) -> float:
     """Largest difference between the sampler's and the trainer's log-probabilities."""
-    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sessions]
+    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sequences]
     gap = 0.0
     for batch in make_batches(rows, 256, 0):
         with torch.no_grad():
             logprobs_BS, _ = completion_logprobs(model, batch)
-        assert batch.old_logprobs_BS is not None
-        gap = max(gap, (logprobs_BS - batch.old_logprobs_BS).abs().max().item())
+        assert batch.sampler_logprobs_BS is not None
+        gap = max(gap, (logprobs_BS - batch.sampler_logprobs_BS).abs().max().item())
     return gap
 
 
 def test_greedy_tokens_equal_generate(model: PreTrainedModel) -> None:
     engine, _ = backends(model)
     prompts = [[5, 9, 33, 12], [7], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
-    sessions = [ScriptedSession(prompt, 0) for prompt in prompts]
-    engine.run(sessions, sampling(temperature=0))
-    for prompt, session in zip(prompts, sessions, strict=True):
+    sequences = [ScriptedSequence(prompt, 0) for prompt in prompts]
+    engine.run(sequences, sampling(temperature=0))
+    for prompt, sequence in zip(prompts, sequences, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=ROOM, do_sample=False, eos_token_id=EOS
         )
-        assert session.completion_ids == expected[0, len(prompt) :].tolist()
+        assert sequence.completion_ids == expected[0, len(prompt) :].tolist()
 
 
 def test_multi_turn_episodes_equal_the_transformers_backend(model: PreTrainedModel) -> None:
@@ -160,10 +160,10 @@ def test_many_sessions_over_few_slots() -> None:
     engine, _ = backends(make_model("llama"))
     generator = np.random.default_rng(1)
     prompts = [generator.integers(3, VOCAB, 60).tolist() for _ in range(30)]
-    alone, together = ([ScriptedSession(p, i) for i, p in enumerate(prompts)] for _ in range(2))
+    alone, together = ([ScriptedSequence(p, i) for i, p in enumerate(prompts)] for _ in range(2))
     engine.run(together, sampling(slots=5, max_completion_tokens=8))
-    for session in alone:
-        engine.run([session], sampling(max_completion_tokens=8))
+    for sequence in alone:
+        engine.run([sequence], sampling(max_completion_tokens=8))
     assert [s.turns for s in together] == [s.turns for s in alone]
 
 
@@ -192,7 +192,7 @@ def test_limits() -> None:
         make_backend(model, eos_ids=[], pad_id=0, max_length=20),
         TransformersBackend(model, eos_ids=[], pad_id=0, max_length=20),
     ):
-        by_room, by_context = ScriptedSession([5, 6, 7], 0), ScriptedSession(list(range(3, 18)), 0)
+        by_room, by_context = ScriptedSequence([5, 6, 7], 0), ScriptedSequence(list(range(3, 18)), 0)
         backend.run([by_room, by_context], sampling(max_completion_tokens=9))
         assert [(len(ids), hit) for ids, hit in by_room.turns] == [(9, True)]
         assert [(len(ids), hit) for ids, hit in by_context.turns] == [(5, True)]  # 20 - 15
@@ -201,15 +201,15 @@ def test_limits() -> None:
 def test_an_end_token_at_the_very_limit_is_no_cut() -> None:
     model = make_model("llama")
     prompts = [[5, 6, token] for token in range(3, VOCAB)]
-    free = [ScriptedSession(prompt, 0) for prompt in prompts]
+    free = [ScriptedSequence(prompt, 0) for prompt in prompts]
     make_backend(model, eos_ids=[], pad_id=0, max_length=64).run(free, sampling(temperature=0, max_completion_tokens=2))
     ids = next(s.completion_ids for s in free if s.completion_ids[0] != s.completion_ids[1])
     prompt = next(s.prompt_ids for s in free if s.completion_ids == ids)
     for backend_class in (Engine, TransformersBackend):
-        session = ScriptedSession(prompt, 0)
+        sequence = ScriptedSequence(prompt, 0)
         backend = backend_class(model, eos_ids=[ids[1]], pad_id=0, max_length=64)
-        backend.run([session], sampling(temperature=0, max_completion_tokens=2))
-        assert session.turns == [(ids, False)]
+        backend.run([sequence], sampling(temperature=0, max_completion_tokens=2))
+        assert sequence.turns == [(ids, False)]
 
 
 @pytest.mark.parametrize("backend_class", [Engine, TransformersBackend])
@@ -217,12 +217,12 @@ def test_bad_sessions_are_refused(backend_class: type) -> None:
     model = make_model("llama")
     backend = backend_class(model, eos_ids=list(range(VOCAB)), pad_id=0, max_length=20)
     with pytest.raises(DataError, match="prompt of 0 tokens"):
-        backend.run([ScriptedSession([], 0)], sampling())
+        backend.run([ScriptedSequence([], 0)], sampling())
     with pytest.raises(DataError, match="prompt of 20 tokens"):
-        backend.run([ScriptedSession([3] * 20, 0)], sampling())
+        backend.run([ScriptedSequence([3] * 20, 0)], sampling())
     with pytest.raises(DataError, match="observation of 16 tokens"):  # 20 - 3 - 1 leaves 16: none to sample
-        backend.run([ScriptedSession([3] * 3, 0, [[4] * 16])], sampling())
-    fits = ScriptedSession([3] * 3, 0, [[4] * 15])
+        backend.run([ScriptedSequence([3] * 3, 0, [[4] * 16])], sampling())
+    fits = ScriptedSequence([3] * 3, 0, [[4] * 15])
     backend.run([fits], sampling())
     assert len(fits.completion_ids) == 17
     backend.run([], sampling())
@@ -264,7 +264,7 @@ def test_an_error_in_a_session_leaves_the_adapter_unmerged() -> None:
     lora = add_adapter(make_model("llama"), LoraSettings(rank=2))
     state = copy.deepcopy(lora.state_dict())
 
-    class Broken(ScriptedSession):
+    class Broken(ScriptedSequence):
         def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
             raise RuntimeError("broken")
 
@@ -277,7 +277,7 @@ def test_an_error_in_a_session_leaves_the_adapter_unmerged() -> None:
 def test_sessions_may_compute_gradients_between_turns() -> None:
     """Environments and rewards run outside inference mode."""
 
-    class Learning(ScriptedSession):
+    class Learning(ScriptedSequence):
         def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> list[int] | None:
             weight = torch.ones(2, requires_grad=True)
             with torch.enable_grad():
@@ -286,19 +286,19 @@ def test_sessions_may_compute_gradients_between_turns() -> None:
             return super().advance(action_ids, logprobs, hit_limit)
 
     for backend in backends(make_model("llama")):
-        session = Learning([3, 4], 0, [[5]], room=ROOM)
-        backend.run([session], sampling())
-        assert session.turns
+        sequence = Learning([3, 4], 0, [[5]], room=ROOM)
+        backend.run([sequence], sampling())
+        assert sequence.turns
 
 
 def test_sampling_follows_the_models_distribution() -> None:
     """2,000 one-token samples against the model's own probabilities: chi-square over 64 tokens."""
     model = make_model("llama")
     engine = make_backend(model, eos_ids=range(VOCAB), pad_id=0, max_length=64)
-    sessions = [ScriptedSession([5, 6, 7], seed) for seed in range(2000)]
+    sequences = [ScriptedSequence([5, 6, 7], seed) for seed in range(2000)]
     for temperature in (1.0, 1.6):
-        engine.run(sessions, sampling(temperature=temperature, slots=500))
-        counts = np.bincount([s.turns[-1][0][0] for s in sessions], minlength=VOCAB)
+        engine.run(sequences, sampling(temperature=temperature, slots=500))
+        counts = np.bincount([s.turns[-1][0][0] for s in sequences], minlength=VOCAB)
         with torch.no_grad():
             p = torch.softmax(model(torch.tensor([[5, 6, 7]])).logits[0, -1] / temperature, -1).numpy()
         keep = p * 2000 >= 5
@@ -323,11 +323,11 @@ def test_other_architectures_fall_back() -> None:
     model = GPT2LMHeadModel(config)
     backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
     assert isinstance(backend, TransformersBackend)
-    sessions = make_sessions()
-    backend.run(sessions, sampling())
+    sequences = make_sessions()
+    backend.run(sequences, sampling())
     with torch.no_grad():
         model.eval()
-        assert trainer_gap(model, sessions) < 1e-4
+        assert trainer_gap(model, sequences) < 1e-4
 
 
 def test_sliding_window_and_dynamic_rope_fall_back() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from rl_core.cpu import fused_decode
 from rl_core.inference import sampling
-from rl_core.inference.sampling import session_seed, uniforms
+from rl_core.inference.sampling import sequence_seed, uniforms
 
 
 @pytest.fixture(params=["torch", "compiled"])
@@ -53,12 +53,12 @@ def test_impossible_tokens_are_never_drawn(draw) -> None:
 def test_counters() -> None:
     assert np.array_equal(uniforms(7, 5), uniforms(7, 9)[:5]), "number t does not depend on how many are drawn"
     assert not np.array_equal(uniforms(7, 5), uniforms(8, 5))
-    values = uniforms(session_seed("a", 1), 20000)
+    values = uniforms(sequence_seed("a", 1), 20000)
     assert values.min() >= 0 and values.max() < 1
     assert abs(values.mean() - 0.5) < 4 * math.sqrt(1 / 12 / 20000)
 
 
 def test_session_seeds() -> None:
-    assert session_seed(1, "pixel_grid", "easy", 3, 0) == session_seed(1, "pixel_grid", "easy", 3, 0)
-    seeds = {session_seed(*parts) for parts in ((1, 23), (12, 3), (123,), ("1", "2", "3"), (1, 2, 3, 0))}
+    assert sequence_seed(1, "pixel_grid", "easy", 3, 0) == sequence_seed(1, "pixel_grid", "easy", 3, 0)
+    seeds = {sequence_seed(*parts) for parts in ((1, 23), (12, 3), (123,), ("1", "2", "3"), (1, 2, 3, 0))}
     assert len(seeds) == 5 and all(0 <= seed < 2**128 for seed in seeds)

@@ -123,7 +123,7 @@ def test_every_field_of_a_row_is_packed_where_its_tokens_are():
     assert batch.input_ids_BS.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
     assert batch.advantages_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 0.5, 0, 0, 0, -1]]
-    assert batch.old_logprobs_BS.tolist() == [[0] * 6, [0, -1, 0, 0, 0, -3]]
+    assert batch.sampler_logprobs_BS.tolist() == [[0] * 6, [0, -1, 0, 0, 0, -3]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

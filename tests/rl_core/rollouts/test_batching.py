@@ -24,9 +24,9 @@ def test_a_batch_by_hand() -> None:
     assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
     assert batch.attention_mask_BS.tolist() == [[True] * 5, [True, True, False, False, False]]
     assert batch.loss_mask_BS.tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
-    assert batch.advantages_BS is not None and batch.old_logprobs_BS is not None
+    assert batch.advantages_BS is not None and batch.sampler_logprobs_BS is not None
     assert batch.advantages_BS.tolist() == [[0, 0, -1, 0, -1], [0, 2, 0, 0, 0]]
-    assert batch.old_logprobs_BS.tolist() == [[0, 0, -0.5, 0, -0.5], [0, -0.5, 0, 0, 0]]
+    assert batch.sampler_logprobs_BS.tolist() == [[0, 0, -0.5, 0, -0.5], [0, -0.5, 0, 0, 0]]
     assert batch.ref_logprobs_BS is None
     assert (batch.input_ids_BS.dtype, batch.advantages_BS.dtype) == (torch.int64, torch.float32)
     assert batch.num_loss_tokens == 3
@@ -48,12 +48,12 @@ def test_per_token_advantages_and_reference() -> None:
     assert batch.advantages_BS is not None and batch.ref_logprobs_BS is not None
     assert batch.advantages_BS.tolist() == [[0, 0, 4]]
     assert batch.ref_logprobs_BS.tolist() == [[0, 0, -3]]
-    assert batch.old_logprobs_BS is None
+    assert batch.sampler_logprobs_BS is None
 
 
 def test_rollouts_go_in_directly() -> None:
     (batch,) = make_batches([rollout([1], [2], [True])], 10, 0)
-    assert batch.advantages_BS is None and batch.old_logprobs_BS is not None
+    assert batch.advantages_BS is None and batch.sampler_logprobs_BS is not None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from rl_core.environments.step_pool import resolve
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.inference.engine import make_backend
-from rl_core.inference.sampling import Session
+from rl_core.inference.sampling import RolloutSequence
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.rollouts.collect import EpisodeRequest, collect
@@ -72,22 +72,22 @@ class Looking(Environment):
 
 
 class Typist:
-    """A backend whose policy types what `script` says for the session's turn, with log-probability -0.5 a token."""
+    """A backend whose policy types what `script` says for the sequence's turn, with log-probability -0.5 a token."""
 
     max_length = 40
 
-    def __init__(self, script: Callable[[Session, int], str | list[int]]) -> None:
+    def __init__(self, script: Callable[[RolloutSequence, int], str | list[int]]) -> None:
         self.script = script
-        self.sessions: list[Session] = []
+        self.sequences: list[RolloutSequence] = []
 
-    def run(self, sessions: Sequence[Session], sampling: SamplingSettings) -> None:
-        self.sessions = list(sessions)
-        for session in sessions:
+    def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
+        self.sequences = list(sequences)
+        for sequence in sequences:
             turn = 0
             while True:
-                typed = self.script(session, turn)
+                typed = self.script(sequence, turn)
                 ids = Renderer().action_ids(typed) if isinstance(typed, str) else typed
-                if resolve(session.advance(ids, [-0.5] * len(ids), ids[-1] != EOS)) is None:
+                if resolve(sequence.advance(ids, [-0.5] * len(ids), ids[-1] != EOS)) is None:
                     break
                 turn += 1
 
@@ -95,7 +95,7 @@ class Typist:
         pass
 
 
-def play(script: Callable[[Session, int], str | list[int]], *, seed: int = 3, **options: int) -> object:
+def play(script: Callable[[RolloutSequence, int], str | list[int]], *, seed: int = 3, **options: int) -> object:
     sampling = SamplingSettings(**{"max_completion_tokens": 30, "max_turns": 4, **options})
     (group,) = collect(
         Looking(), Typist(script), Renderer(), [EpisodeRequest("easy", seed)],
@@ -106,7 +106,7 @@ def play(script: Callable[[Session, int], str | list[int]], *, seed: int = 3, **
 
 
 def test_an_episode_by_hand() -> None:
-    rollout = play(lambda session, turn: ["L", "LX", "A"][turn])
+    rollout = play(lambda sequence, turn: ["L", "LX", "A"][turn])
     r = Renderer()
     pieces = [("L", True), ("OOOP", False), ("LX", True), ("OOOP", False), ("A", True)]
     ids, mask = [], []
@@ -136,7 +136,7 @@ def test_an_episode_by_hand() -> None:
 
 
 def test_wrong_answer() -> None:
-    rollout = play(lambda session, turn: "B")
+    rollout = play(lambda sequence, turn: "B")
     assert (rollout.reward, rollout.success, rollout.trajectory.answer, rollout.is_truncated) == (
         0.0,
         False,
@@ -146,7 +146,7 @@ def test_wrong_answer() -> None:
 
 
 def test_turn_limit() -> None:
-    rollout = play(lambda session, turn: "L", max_turns=2)
+    rollout = play(lambda sequence, turn: "L", max_turns=2)
     assert rollout.trajectory.stop_reason == StopReason.MAX_TURNS and rollout.is_truncated and not rollout.success
     assert len(rollout.trajectory.turns) == 2 and rollout.trajectory.turns[-1].observation is None
     assert rollout.loss_mask == [True, True, *[False] * 4, True, True], "no observation after the last action"
@@ -155,14 +155,14 @@ def test_turn_limit() -> None:
 @pytest.mark.parametrize(("room", "turns"), [(7, 2), (6, 1)])
 def test_an_observation_that_leaves_no_room_ends_the_episode(room: int, turns: int) -> None:
     """'L' and its end token are 2 tokens, the observation 4: of 7 tokens one is left to act, of 6 none."""
-    rollout = play(lambda session, turn: "L" if turn == 0 else [33], max_completion_tokens=room)
+    rollout = play(lambda sequence, turn: "L" if turn == 0 else [33], max_completion_tokens=room)
     assert rollout.trajectory.stop_reason == StopReason.MAX_TOKENS and rollout.is_truncated
     assert len(rollout.trajectory.turns) == turns and len(rollout.completion_ids) == (7 if turns == 2 else 2)
 
 
 def test_the_context_is_a_limit_too() -> None:
 
-    def script(session: Session, turn: int) -> str | list[int]:
+    def script(sequence: RolloutSequence, turn: int) -> str | list[int]:
         return "L" if turn == 0 else [33]
 
     rollout = play(script, seed=32, max_completion_tokens=100)  # 4 + 2 + 33 = 39 of 40: room for one token
@@ -172,26 +172,26 @@ def test_the_context_is_a_limit_too() -> None:
 
 
 def test_a_cut_action_is_not_shown_to_the_environment() -> None:
-    rollout = play(lambda session, turn: [33])  # 'A' without its end token
+    rollout = play(lambda sequence, turn: [33])  # 'A' without its end token
     assert (rollout.reward, rollout.success, rollout.is_truncated) == (0.0, False, True)
     assert rollout.trajectory.turns[0].action == "A" and rollout.trajectory.answer is None
 
 
 def test_truncation_by_the_environment() -> None:
-    rollout = play(lambda session, turn: "TRUNCATE")
+    rollout = play(lambda sequence, turn: "TRUNCATE")
     assert rollout.trajectory.stop_reason == StopReason.ENVIRONMENT and rollout.is_truncated and rollout.reward == -1.0
 
 
 def test_groups_and_seeds() -> None:
     easy, hard = EpisodeRequest("easy", 3), EpisodeRequest("hard", 3)
-    backend = Typist(lambda session, turn: "A")
+    backend = Typist(lambda sequence, turn: "A")
 
     def seeds(requests: list[EpisodeRequest], seed: int = 0) -> list[int]:
         groups = collect(Looking(), backend, Renderer(), requests, group_size=2, sampling=SamplingSettings(), seed=seed)
         assert [len(group.rollouts) for group in groups] == [2] * len(requests)
         assert [[r.trajectory.sample for r in g.rollouts] for g in groups] == [[0, 1]] * len(requests)
         assert [g.rollouts[0].trajectory.level for g in groups] == [request.level for request in requests]
-        return [session.seed for session in backend.sessions]
+        return [sequence.seed for sequence in backend.sequences]
 
     together = seeds([easy, hard, easy])
     assert len(set(together)) == 6, "an episode requested twice gets new samples"
@@ -245,7 +245,7 @@ class Faulty(Looking):
 def test_faults_name_the_episode(fault: str, message: str) -> None:
     with pytest.raises(EnvironmentFault, match=message) as caught:
         collect(
-            Faulty(fault), Typist(lambda session, turn: "A"), Renderer(), [EpisodeRequest("hard", 7)],
+            Faulty(fault), Typist(lambda sequence, turn: "A"), Renderer(), [EpisodeRequest("hard", 7)],
             group_size=2, sampling=SamplingSettings(), seed=0,
         )  # fmt: skip
     assert "environment 'looking', level 'hard', seed 7" in str(caught.value)
@@ -256,8 +256,8 @@ def test_unknown_levels_and_long_prompts() -> None:
         collect(Looking(), backend, Renderer(), [request], group_size=1, sampling=SamplingSettings(), seed=0)
 
     with pytest.raises(SettingsError, match="no level 'esy'; did you mean 'easy'"):
-        run(EpisodeRequest("esy", 1), Typist(lambda session, turn: "A"))
-    cramped = Typist(lambda session, turn: "A")
+        run(EpisodeRequest("esy", 1), Typist(lambda sequence, turn: "A"))
+    cramped = Typist(lambda sequence, turn: "A")
     cramped.max_length = 3
     with pytest.raises(DataError, match="seed 1: a prompt of 3 tokens leaves no room in a context of 3"):
         run(EpisodeRequest("easy", 1), cramped)
@@ -278,7 +278,7 @@ def test_with_a_model_the_trainer_sees_the_same_logprobs() -> None:
         for batch in make_batches(rollouts, 200, 0):
             with torch.no_grad():
                 logprobs_BS, _ = completion_logprobs(model, batch)
-            torch.testing.assert_close(logprobs_BS, batch.old_logprobs_BS, atol=1e-4, rtol=0)
+            torch.testing.assert_close(logprobs_BS, batch.sampler_logprobs_BS, atol=1e-4, rtol=0)
         return [[rollout.completion_ids for rollout in group.rollouts] for group in groups]
 
     everything = run(requests, 100)

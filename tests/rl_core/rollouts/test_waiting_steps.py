@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from helpers.scripted_sequences import VOCAB, ScriptedSession, make_model
+from helpers.scripted_sequences import VOCAB, ScriptedSequence, make_model
 from test_collect import EOS, Looking, LookThenAnswer, Renderer, Typist
 from test_engine import make_sessions, sampling
 
@@ -15,7 +15,7 @@ from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import PendingTurn, StepPool, wait_for_any
 from rl_core.errors import EnvironmentFault
 from rl_core.inference.engine import Engine
-from rl_core.inference.sampling import Session
+from rl_core.inference.sampling import RolloutSequence
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import SamplingSettings
@@ -30,8 +30,8 @@ def backend_of(cls: type, eos_ids: list[int] = EOS_IDS) -> Engine | Transformers
     return cls(make_model("llama"), eos_ids=eos_ids, pad_id=0, max_length=128)
 
 
-class Slow(ScriptedSession):
-    """A scripted session whose observations arrive after `work` on a thread."""
+class Slow(ScriptedSequence):
+    """A scripted sequence whose observations arrive after `work` on a thread."""
 
     pool: StepPool
     work: Callable[[], None]
@@ -42,15 +42,15 @@ class Slow(ScriptedSession):
 
 
 def slow_sessions(pool: StepPool, work: Callable[[int], None]) -> list[Slow]:
-    sessions = make_sessions()
-    for index, session in enumerate(sessions):
-        session.__class__ = Slow
-        session.pool, session.work = pool, lambda index=index: work(index)
-    return sessions  # type: ignore[return-value]
+    sequences = make_sessions()
+    for index, sequence in enumerate(sequences):
+        sequence.__class__ = Slow
+        sequence.pool, sequence.work = pool, lambda index=index: work(index)
+    return sequences  # type: ignore[return-value]
 
 
-def played(session: ScriptedSession) -> tuple:
-    return session.turns, session.completion_ids, session.logprobs
+def played(sequence: ScriptedSequence) -> tuple:
+    return sequence.turns, sequence.completion_ids, sequence.logprobs
 
 
 class CountingPool(StepPool):
@@ -135,7 +135,7 @@ def test_a_call_behind_one_that_hangs_does_not_wait_for_ever() -> None:
 
 @pytest.mark.parametrize("cls", BACKENDS)
 def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
-    """12 sessions whose first steps only return once all 12 are waiting."""
+    """12 sequences whose first steps only return once all 12 are waiting."""
     barrier = threading.Barrier(12)
     first = dict.fromkeys(range(12), True)
 
@@ -143,18 +143,18 @@ def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
         if first.pop(index, False):
             barrier.wait(PATIENCE_S)
 
-    plain = [ScriptedSession(s.prompt_ids, s.seed) for s in make_sessions()]
+    plain = [ScriptedSequence(s.prompt_ids, s.seed) for s in make_sessions()]
     backend = backend_of(cls)
     backend.run(plain, sampling())
-    assert not any(hit for s in plain for _, hit in s.turns[:1]), "every session takes a step"
+    assert not any(hit for s in plain for _, hit in s.turns[:1]), "every sequence takes a step"
     with CountingPool(32) as pool:
-        sessions = slow_sessions(pool, work)
-        backend.run(sessions, sampling())
+        sequences = slow_sessions(pool, work)
+        backend.run(sequences, sampling())
     assert pool.most == 12
     expected = make_sessions()
     backend.run(expected, sampling())
-    assert [s.turns for s in sessions] == [s.turns for s in expected]
-    assert sum(len(s.turns) > 1 for s in sessions) >= 3
+    assert [s.turns for s in sequences] == [s.turns for s in expected]
+    assert sum(len(s.turns) > 1 for s in sequences) >= 3
 
 
 @pytest.mark.parametrize("cls", BACKENDS)
@@ -162,9 +162,9 @@ def test_all_episodes_wait_at_the_same_time(cls: type) -> None:
 def test_the_order_in_which_steps_finish_changes_no_bit(cls: type, slots: int) -> None:
     def run(delay: Callable[[int], float]) -> list[tuple]:
         with StepPool(32, PATIENCE_S) as pool:
-            sessions = slow_sessions(pool, lambda index: time.sleep(delay(index)))
-            backend_of(cls).run(sessions, sampling(slots=slots))
-        return [played(session) for session in sessions]
+            sequences = slow_sessions(pool, lambda index: time.sleep(delay(index)))
+            backend_of(cls).run(sequences, sampling(slots=slots))
+        return [played(sequence) for sequence in sequences]
 
     forward = run(lambda index: 0.002 * index)
     assert run(lambda index: 0.002 * (12 - index)) == forward
@@ -173,7 +173,7 @@ def test_the_order_in_which_steps_finish_changes_no_bit(cls: type, slots: int) -
 
 @pytest.mark.parametrize("slots", [100, 5])
 def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> None:
-    """With 'ready' the first session's first step returns only when every other session is over."""
+    """With 'ready' the first sequence's first step returns only when every other sequence is over."""
     over, lock, others_over = set(), threading.Lock(), threading.Event()
     waited: list[bool] = []
 
@@ -198,14 +198,14 @@ def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> N
                     others_over.set()
 
     with StepPool(32, PATIENCE_S + 10) as pool:
-        sessions = slow_sessions(pool, work)
-        for session in sessions:
-            session.__class__ = Watched
-        backend_of(Engine).run(sessions, sampling(slots=slots, rejoin="ready"))
+        sequences = slow_sessions(pool, work)
+        for sequence in sequences:
+            sequence.__class__ = Watched
+        backend_of(Engine).run(sequences, sampling(slots=slots, rejoin="ready"))
     assert waited == [True] and len(over) == 12
     expected = make_sessions()
     backend_of(Engine).run(expected, sampling(slots=slots))
-    assert [s.turns for s in sessions] == [s.turns for s in expected], "who waits for whom changes no token"
+    assert [s.turns for s in sequences] == [s.turns for s in expected], "who waits for whom changes no token"
 
 
 # -- episodes ----------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def play(environment: Environment, backend: object, count: int = 4, group_size: 
 
 def test_resets_happen_side_by_side_too() -> None:
     barrier = threading.Barrier(8)
-    rollouts = play(Scripted("reset", lambda: barrier.wait(PATIENCE_S)), Typist(lambda session, turn: "A"))
+    rollouts = play(Scripted("reset", lambda: barrier.wait(PATIENCE_S)), Typist(lambda sequence, turn: "A"))
     assert [rollout.trajectory.seed for rollout in rollouts] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
@@ -256,7 +256,7 @@ def test_quick_environments_stay_on_the_callers_thread() -> None:
     threads: list[threading.Thread] = []
     for quick in (True, False):
         environment = Scripted("step", lambda: threads.append(threading.current_thread()), quick)
-        play(environment, Typist(lambda session, turn: "A"), count=1, group_size=1)
+        play(environment, Typist(lambda sequence, turn: "A"), count=1, group_size=1)
     assert threads[0] is threading.current_thread() and threads[1] is not threads[0] and threads[1].daemon
 
 
@@ -282,7 +282,7 @@ def test_slow_episodes_are_the_same_rollouts_as_quick_ones() -> None:
 def test_an_episode_that_hangs_is_named(on: str, what: str, rejoin: str) -> None:
     release = threading.Event()
 
-    def script(session: Session, turn: int) -> str:
+    def script(sequence: RolloutSequence, turn: int) -> str:
         return "A"
 
     try:

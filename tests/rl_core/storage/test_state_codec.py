@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import CheckpointError
-from rl_core.storage.state_codec import Decoder, Encoder
+from rl_core.storage.state_codec import StateDecoder, StateEncoder
 
 
 def round_trip(value, shard_bytes=1 << 20):
-    encoder = Encoder(shard_bytes)
+    encoder = StateEncoder(shard_bytes)
     text = json.dumps(encoder.encode(value, "x", "x"), allow_nan=False)
-    return Decoder(dict(encoder.shards())).decode(json.loads(text))
+    return StateDecoder(dict(encoder.shards())).decode(json.loads(text))
 
 
 def same(left, right):
@@ -104,16 +104,16 @@ def test_generators_continue_where_they_were():
 
 def test_tied_tensors_are_stored_once_and_stay_tied():
     weight = torch.ones(4, 4)
-    encoder = Encoder(1 << 20)
+    encoder = StateEncoder(1 << 20)
     encoded = encoder.encode({"a": weight, "b": weight, "c": weight.t(), "d": weight.clone()}, "x", "x")
     stored = [name for _, tensors in encoder.shards() for name in tensors]
     assert stored == ["x.a", "x.c", "x.d"]
-    decoded = Decoder(dict(encoder.shards())).decode(encoded)
+    decoded = StateDecoder(dict(encoder.shards())).decode(encoded)
     assert decoded["a"] is decoded["b"]
 
 
 def test_shards_hold_at_most_their_size_or_one_tensor():
-    encoder = Encoder(40)
+    encoder = StateEncoder(40)
     value = {"a": torch.ones(8), "b": torch.ones(2), "c": torch.ones(1), "d": torch.ones(100)}
     encoder.encode(value, "x", "x")
     # float32: 32 + 8 = 40 bytes fit together, 4 more do not, 400 stand alone
@@ -137,4 +137,4 @@ def test_what_would_not_come_back_is_refused_with_its_place(value):
 @pytest.mark.parametrize("forged", [{"$": "call"}, {"$": "tensor", "file": "../x", "name": "y"}, {"$": ["tuple"]}])
 def test_an_unknown_kind_is_an_error(forged):
     with pytest.raises((ValueError, KeyError, TypeError)):
-        Decoder({}).decode(forged)
+        StateDecoder({}).decode(forged)

@@ -351,9 +351,9 @@ def test_a_checkpointed_model_still_plays():
         def advance(self, action_ids, logprobs, hit_limit):
             self.first = action_ids[0], logprobs[0]
 
-    session = OneTurn()
-    backend.run([session], SamplingSettings(max_completion_tokens=4))
-    token, logprob = session.first
+    sequence = OneTurn()
+    backend.run([sequence], SamplingSettings(max_completion_tokens=4))
+    token, logprob = sequence.first
     assert logprob == pytest.approx(float(plain[0, -1].log_softmax(-1)[token]), abs=1e-5)
 
 

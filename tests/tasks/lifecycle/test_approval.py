@@ -8,7 +8,7 @@ import pytest
 
 from rl_core.errors import DataError, SettingsError
 from tasks.lifecycle import approval
-from tasks.lifecycle.approval import Request, answer, ask, asked, expire, read, requests
+from tasks.lifecycle.approval import ApprovalRequest, answer, ask, asked, expire, read, requests
 from tasks.tracking import Tracking
 
 
@@ -31,7 +31,7 @@ def model(tracking, request):
 
 
 def asking(tracking, name, version=2, champion=1, seconds=60.0, **place):
-    request = Request(
+    request = ApprovalRequest(
         name=name, version=version, state="waiting", key=f"key{version}", champion=champion,
         deadline=float(int(time.time() + seconds)), reason="gain +5", **place,
     )  # fmt: skip
@@ -229,20 +229,20 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         "reason": "better", "approval_timeout_seconds": 60.0, "note": "",
     }  # fmt: skip
     result = StageResult("promote", "f", "d", "k1", True, 0.0, "stage-run", summary)
-    before = Request(name="m", version=2, champion=1, deadline=0.0, **known) if known else None
+    before = ApprovalRequest(name="m", version=2, champion=1, deadline=0.0, **known) if known else None
     calls, tags = [], {}
     monkeypatch.setattr(promote, "read", lambda version: before)
     monkeypatch.setattr(promote, "ask", lambda tracking, request: calls.append(request) or request)
-    session = SimpleNamespace(
+    pipeline_run = SimpleNamespace(
         tracking=SimpleNamespace(registry=SimpleNamespace(version=lambda name, number: None)),
         parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__), flow_run_id="f", prefect_api="",
         approval=None,
     )  # fmt: skip
-    found = promote._asked(session, result, 1)
+    found = promote._asked(pipeline_run, result, 1)
     assert len(calls) == asks and found.summary["decision"] == decision
     waits = decision == "awaiting approval"
-    assert (session.approval is not None) is waits and (tags["approval"] == "waiting") is waits
+    assert (pipeline_run.approval is not None) is waits and (tags["approval"] == "waiting") is waits
     if asks:
         assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == ("run", "id", "stage-run", "k1")
     plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
-    assert promote._asked(session, plain, 1) is plain
+    assert promote._asked(pipeline_run, plain, 1) is plain

@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT
 
 from rl_core.errors import DataError, FolderBusy, SettingsError
-from tasks.lifecycle.dead_runs import bury, dead_runs, recorded_runs
+from tasks.lifecycle.dead_runs import close_dead_runs, dead_runs, recorded_runs
 from tasks.tracking import Tracking
 from tasks.tracking.journal import LineLog, events_path
 
@@ -68,7 +68,7 @@ def test_a_dead_run_is_drained_and_marked_and_then_it_is_quiet(store, tmp_path):
     journal(tmp_path, end(), started="2026-01-02 10:00:00")
     looked = dead_runs(tmp_path)
     assert [run.name for run in looked] == ["demo · 2026-01-01 10:00:00", "sft"]
-    found = bury(tracking, tmp_path)
+    found = close_dead_runs(tracking, tmp_path)
     assert [(run.is_pipeline, run.elsewhere, run.waiting) for run in found] == [(True, False, 0), (False, False, 0)]
     assert found[0].folder == parent and found[0].flow_run_id == "f1"
     assert "process 1 is gone" in found[0].why
@@ -77,7 +77,7 @@ def test_a_dead_run_is_drained_and_marked_and_then_it_is_quiet(store, tmp_path):
     assert rows["sft"].metrics == {"train/loss": 2.0}
     assert rows["sft"].parent_run_id == rows["demo · 2026-01-01 10:00:00"].run_id
     assert "gone" in rows["sft"].tags["interrupted"]
-    assert bury(tracking, tmp_path) == []
+    assert close_dead_runs(tracking, tmp_path) == []
 
 
 def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
@@ -91,12 +91,12 @@ def test_who_lives_is_left_alone_whatever_its_number(store, tmp_path):
     child = subprocess.Popen([sys.executable, "-c", held, str(folder)], cwd=ROOT, stdout=subprocess.PIPE)
     try:
         assert child.stdout.readline() == b"held\n"
-        assert bury(tracking, tmp_path) == []
+        assert close_dead_runs(tracking, tmp_path) == []
         assert [record.status for record in recorded_runs(tmp_path)] == ["running"]
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert [record.status for record in recorded_runs(tmp_path)] == ["killed"]
-        assert len(bury(tracking, tmp_path)) == 1
+        assert len(close_dead_runs(tracking, tmp_path)) == 1
     finally:
         child.kill()
         child.wait()
@@ -106,7 +106,7 @@ def test_another_machines_run_is_not_judged(store, tmp_path):
     tracking = Tracking(store, tmp_path, "elsewhere")
     folder = journal(tmp_path, {"op": "resume", "host": "far-away", "pid": 5})
     before = events_path(folder).read_bytes()
-    (found,) = bury(tracking, tmp_path)
+    (found,) = close_dead_runs(tracking, tmp_path)
     assert found.elsewhere and "it ran on far-away" in found.why
     assert events_path(folder).read_bytes() == before
     assert [record.status for record in recorded_runs(tmp_path)] == ["running"]
@@ -115,7 +115,7 @@ def test_another_machines_run_is_not_judged(store, tmp_path):
 def test_a_store_that_is_away_keeps_the_records(tmp_path):
     journal(tmp_path, metrics=(1.0,))
     tracking = Tracking("http://127.0.0.1:9", tmp_path, "x")
-    (found,) = bury(tracking, tmp_path)
+    (found,) = close_dead_runs(tracking, tmp_path)
     assert found.waiting > 0
     assert recorded_runs(tmp_path)[0].status == "stopped"
 

@@ -92,7 +92,7 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
     settings, tracker, stop = PreferenceSettings(keep_checkpoints=5), object(), threading.Event()
     context = StageContext(
         name="preference", folder=tmp_path, settings=settings, pipeline=pipeline(), inputs={}, tracker=tracker,
-        session=None, seed=1, fingerprint={"stage key": "k", "threads": "1"}, stop=stop,
+        pipeline_run=None, seed=1, fingerprint={"stage key": "k", "threads": "1"}, stop=stop,
     )  # fmt: skip
     assert context.train(object(), 7, best_metric="eval/loss", larger_is_better=False) == "outcome"
     store = given.pop("checkpoints")
@@ -120,8 +120,8 @@ class Tracker:
         self.closed.append(status)
 
 
-class Session:
-    """As much of a session as a stage without a model asks for."""
+class PipelineRun:
+    """As much of a pipeline run as a stage without a model asks for."""
 
     threads = 3
 
@@ -144,39 +144,39 @@ class Session:
         return self.trackers[-1]
 
 
-def play(session, body, number=1):
+def play(pipeline_run, body, number=1):
     settings = dataclasses.replace(SFTSettings(), batch_size=number)
-    return run_stage(session, "sft", body, settings=settings, inputs={"model": "org/name"}, label="first sft")
+    return run_stage(pipeline_run, "sft", body, settings=settings, inputs={"model": "org/name"}, label="first sft")
 
 
 def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
-    session, seen = Session(tmp_path), []
+    pipeline_run, seen = PipelineRun(tmp_path), []
 
     def body(context):
         seen.append(context)
         (context.folder / "words").write_text("w")
         return {"note": "said"}
 
-    first = play(session, body)
+    first = play(pipeline_run, body)
     (context,) = seen
     assert context.fingerprint == {"stage key": first.key, "threads": "3"}
     assert context.seed == stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
     assert not first.cached and first.path == tmp_path / "sft" / first.key and (first.path / "words").read_text() == "w"
-    assert session.trackers[0].closed == ["FINISHED"] and session.trackers[0].tags == {"result": "said"}
-    again = play(session, body)
-    assert again.cached and len(seen) == 1 and session.cached == [("first sft", first.key)]
+    assert pipeline_run.trackers[0].closed == ["FINISHED"] and pipeline_run.trackers[0].tags == {"result": "said"}
+    again = play(pipeline_run, body)
+    assert again.cached and len(seen) == 1 and pipeline_run.cached == [("first sft", first.key)]
     assert (again.digest, again.summary["note"]) == (first.digest, "said")
     (first.path / "words").write_text("x")  # damaged: set aside, and run again to the same content
-    assert play(session, body).digest == first.digest and len(seen) == 2
+    assert play(pipeline_run, body).digest == first.digest and len(seen) == 2
     assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
-    assert play(session, body, number=2).key != first.key and len(seen) == 3
+    assert play(pipeline_run, body, number=2).key != first.key and len(seen) == 3
 
 
 def test_no_stage_begins_after_a_request_to_stop(tmp_path):
-    session = Session(tmp_path)
-    session.stop.set()
+    pipeline_run = PipelineRun(tmp_path)
+    pipeline_run.stop.set()
     with pytest.raises(Stopped, match="between two stages") as stopped:
-        play(session, lambda context: {})
+        play(pipeline_run, lambda context: {})
     assert stopped.value.signum == 15 and os.listdir(tmp_path) == []
 
 
@@ -185,7 +185,7 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
     [(DataError("bad row"), "FAILED", []), (Stopped("asked", 15), "KILLED", ["checkpoints", "half"])],
 )
 def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, status, kept):
-    session = Session(tmp_path)
+    pipeline_run = PipelineRun(tmp_path)
 
     def body(context):
         (context.folder / "half").write_text("")
@@ -194,8 +194,8 @@ def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, sta
         raise error
 
     with pytest.raises(type(error)):
-        play(session, body)
-    assert session.trackers[0].closed == [status]
-    assert session.trackers[0].tags == ({"error": "DataError: bad row"} if status == "FAILED" else {})
+        play(pipeline_run, body)
+    assert pipeline_run.trackers[0].closed == [status]
+    assert pipeline_run.trackers[0].tags == ({"error": "DataError: bad row"} if status == "FAILED" else {})
     opened = list((tmp_path / "sft").glob("*.open"))
     assert sorted(path.name for folder in opened for path in folder.iterdir()) == kept

@@ -45,7 +45,7 @@ def context_of(base, folder, **options):
     )
     return StageContext(
         name="policy", settings=pipeline.stages.policy, inputs={"model": base}, pipeline=pipeline, seed=1,
-        tracker=MemoryTracker(), folder=folder, session=SimpleNamespace(threads=1), fingerprint={},
+        tracker=MemoryTracker(), folder=folder, pipeline_run=SimpleNamespace(threads=1), fingerprint={},
         stop=threading.Event(),
     )  # fmt: skip
 

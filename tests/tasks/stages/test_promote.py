@@ -136,11 +136,11 @@ def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve
     monkeypatch.setattr(promote, "read_evaluation", lambda folder, name: evaluation([1] * wins + [0] * (10 - wins)))
     monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)  # what a reviewer reads
     registry = Registry()
-    session = SimpleNamespace(registered_model="m", tracking=registry, ensure_version=lambda challenger: 4)
+    pipeline_run = SimpleNamespace(registered_model="m", tracking=registry, ensure_version=lambda challenger: 4)
     tracker = SimpleNamespace(log_metrics=lambda *a: None, set_tag=lambda *a: None)
     context = StageContext(
         name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5, approve=approve),
-        session=session, tracker=tracker,
+        pipeline_run=pipeline_run, tracker=tracker,
         pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
         inputs={"evaluation": tmp_path}, seed=0, fingerprint={}, stop=None,
     )  # fmt: skip
@@ -157,11 +157,11 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
     tags = {"model_sha256": digest_folder(tmp_path / "model")}
     registry = Registry(SimpleNamespace(name="m", version=3, tags=tags, run_id="r"))
     cached = []
-    session = SimpleNamespace(
+    pipeline_run = SimpleNamespace(
         settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
         stage_cached=lambda name, result: cached.append(name),
     )  # fmt: skip
-    found = promote.promote(session, stage_result(tmp_path), "policy", stage_result(tmp_path), None)
+    found = promote.promote(pipeline_run, stage_result(tmp_path), "policy", stage_result(tmp_path), None)
     assert found.summary["note"] == "version 3 of m is the champion already" and cached == ["promote"]
     assert registry.done == []
 

@@ -67,7 +67,7 @@ def context_of(base, folder, settings=SETTINGS, **model):
     )
     return StageContext(
         name="thoughts",
-        session=None,
+        pipeline_run=None,
         settings=settings,
         inputs={"model": base},
         pipeline=pipeline,

@@ -25,7 +25,7 @@ from rl_core.settings import (
 from rl_core.trainers.policy_gradient.advantages import compared_rewards, estimated_advantages, last_token_rewards
 from rl_core.trainers.policy_gradient.losses import StepCounts, policy_loss
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, samples_of
-from rl_core.trainers.policy_gradient.rollout_buffer import Experience
+from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.types import StopReason
 
@@ -149,7 +149,7 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
         Sample(TrainRow(r.prompt_ids, r.completion_ids, r.loss_mask, None, r.sampler_logprobs), r.reward, False)
         for r in rollouts
     ]
-    update = PolicyUpdate(fresh.learner, fresh.settings, samples)
+    update = PolicyUpdate(fresh.actor_critic, fresh.settings, samples)
     gradients = []
     fresh.updater.apply = lambda batches, loss: gradients.append(gradient(fresh.policy, batches, loss)) or {}
     update.run(np.random.default_rng(0))
@@ -272,14 +272,14 @@ def test_the_critics_agree_about_positions(tokenizer):
             head.head.weight.copy_(line[None])
         rollouts = [([5, 6, 7], [8, 9, 10, 11], [True, False, True, True]), ([5], [6, 7], [True, True])]
         samples = [Sample(TrainRow(p, c, m, None, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts]
-        experience = Experience(trainer.learner, trainer.settings, samples)
-        experience.measure_values([[0, 1]])
-        found.append((experience.values_RS, experience.value_after_R))
+        buffer = RolloutBuffer(trainer.actor_critic, trainer.settings, samples)
+        buffer.measure_values([[0, 1]])
+        found.append((buffer.values_RS, buffer.value_after_R))
         hidden = trainer.policy.base_model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).last_hidden_state[0]
         by_hand = (hidden @ line).detach()
         # V before token s is read at the position before it; 3 is the first loss token, 4 an observation
-        assert torch.allclose(experience.values_RS[0], torch.tensor([0, 0, 0, *by_hand[[2]], 0, *by_hand[[4, 5]]]))
-        assert experience.value_after_R[0] == pytest.approx(float(by_hand[6]), rel=1e-5)
+        assert torch.allclose(buffer.values_RS[0], torch.tensor([0, 0, 0, *by_hand[[2]], 0, *by_hand[[4, 5]]]))
+        assert buffer.value_after_R[0] == pytest.approx(float(by_hand[6]), rel=1e-5)
     assert torch.allclose(found[0][0], found[1][0], atol=1e-6) and torch.allclose(found[0][1], found[1][1], atol=1e-6)
 
 
@@ -327,7 +327,7 @@ def test_importance_weights_follow_from_stale_samples(tokenizer):
         Sample(TrainRow([5], [6, 7], [True, True], None, [-60.0, 0.0]), 1.0, False),
         Sample(TrainRow([5], [6, 7], [True, True], None, [-60.0, 0.0]), 0.0, False),
     ] * 18  # fmt: skip
-    update = PolicyUpdate(trainer.learner, trainer.settings, samples)
+    update = PolicyUpdate(trainer.actor_critic, trainer.settings, samples)
     metrics = update.run(np.random.default_rng(0))
     # the first token was next to impossible for the sampler (weight 2, the cap), the second certain (weight pi)
     share = metrics["policy/importance_mean"]
@@ -350,7 +350,7 @@ def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
     assert again == [
         Sample(
             TrainRow(list(s.row.prompt_ids), list(s.row.completion_ids), list(s.row.loss_mask), None,
-                     list(s.row.old_logprobs)), s.reward, s.is_truncated, s.advantage, True,
+                     list(s.row.sampler_logprobs)), s.reward, s.is_truncated, s.advantage, True,
         ) for s in drawn
     ]  # fmt: skip
     for _ in range(3):
@@ -441,13 +441,13 @@ def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
     tokenizer, monkeypatch, options, is_measured
 ):
     calls = []
-    measured = Experience.measure_old
+    measured = RolloutBuffer.measure_old
 
-    def spy(experience, plan):
+    def spy(buffer, plan):
         calls.append(1)
-        measured(experience, plan)
+        measured(buffer, plan)
 
-    monkeypatch.setattr(Experience, "measure_old", spy)
+    monkeypatch.setattr(RolloutBuffer, "measure_old", spy)
     found = []
     for forced in (False, True):
         trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo", **options)

@@ -130,11 +130,11 @@ def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch):
     monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
     trainer.step()
     (update,) = updates
-    rows = [sample.row for sample in update.experience.samples]
+    rows = [sample.row for sample in update.buffer.samples]
     for batch in make_batches(rows, 10_000, 0):
         expected = completion_logprobs(before, batch)[0]
         for b, row in enumerate(batch.rows):
-            stored = update.experience.old_logprobs_RS[row, : expected.shape[1]]
+            stored = update.buffer.old_logprobs_RS[row, : expected.shape[1]]
             assert torch.allclose(stored, expected[b] if row in update.trained else torch.zeros(()), atol=1e-5)
 
 

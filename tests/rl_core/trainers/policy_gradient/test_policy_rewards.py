@@ -90,12 +90,12 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm
     options = {"overlong_buffer": 1} if algorithm == "grpo" else {}  # a penalty that comes after the masking
     trainer = make_trainer(tokenizer, rewards=faulty, algorithm=algorithm, entropy_coef=1e-9, curriculum=LOW, **options)
     metrics = trainer.step()
-    experience = updates[0].experience
-    masked = [sample.is_masked for sample in experience.samples]
+    buffer = updates[0].buffer
+    masked = [sample.is_masked for sample in buffer.samples]
     assert masked == [False, True, False, False, False, False] * 6
     lost = torch.tensor(masked)
-    assert not experience.mask_RS[lost].any() and not experience.advantages_RS[lost].any()
-    assert all(experience.mask_RS[index].any() for index in range(36) if not masked[index])
+    assert not buffer.mask_RS[lost].any() and not buffer.advantages_RS[lost].any()
+    assert all(buffer.mask_RS[index].any() for index in range(36) if not masked[index])
     assert metrics["reward/masked_rate"] == pytest.approx(1 / 6)
     rollouts = [r for g in trainer.groups for r in g.rollouts]
     others = [r.reward for r in rollouts if not r.is_masked]

@@ -203,7 +203,7 @@ def test_a_checkpoint_without_the_entry_is_refused(tokenizer):
     trainer = eventful(tokenizer, "grpo")
     trainer.step()
     with pytest.raises(CheckpointError, match="stage 7 has to be begun again"):
-        trainer._entries.restore(7)
+        trainer._snapshots.restore(7)
 
 
 def test_nothing_is_kept_without_a_rollback(tokenizer):
@@ -234,7 +234,7 @@ def test_group_size_temperature_and_rewards_of_a_stage(tokenizer):
 
 def test_without_overrides_the_settings_are_the_very_same(tokenizer):
     trainer = make_trainer(tokenizer, curriculum=(stage("one"),))
-    assert trainer.practised is trainer.settings
+    assert trainer.stage_settings is trainer.settings
 
 
 def test_overrides_that_cannot_work_are_refused_at_once(tokenizer):

@@ -10,13 +10,13 @@ from helpers.letters import make_trainer
 
 from rl_core import timing
 from rl_core.data.tokenizer import train_tokenizer
-from rl_core.distributed import ALONE
+from rl_core.distributed import SINGLE_PROCESS
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import CriticSettings, PolicySettings, ReplaySettings
 from rl_core.timing import collected
 from rl_core.trainers.policy_gradient import trainer as policy_gradient
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
-from rl_core.trainers.policy_gradient.rollout_buffer import Experience
+from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 
 
 def sample(number=0, **values):
@@ -27,27 +27,27 @@ def sample(number=0, **values):
 def test_values_of_cut_and_finished_rows_by_hand():
     """Loss tokens at 2 and 4 with values 1 and 2; 4 after the row; gamma 1/2, lambda 1/4; reward 8 at its end."""
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
-    learner = SimpleNamespace(device=torch.device("cpu"))
-    experience = Experience(learner, settings, [sample(is_truncated=True), sample()])
-    experience.values_RS = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0]] * 2)
-    experience.value_after_R = torch.tensor([4.0, 4.0])
-    metrics = experience.credit()
+    actor_critic = SimpleNamespace(device=torch.device("cpu"))
+    buffer = RolloutBuffer(actor_critic, settings, [sample(is_truncated=True), sample()])
+    buffer.values_RS = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0]] * 2)
+    buffer.value_after_R = torch.tensor([4.0, 4.0])
+    metrics = buffer.credit()
     # cut off: 8 + 4/2 - 2 = 8, and before it 0 + 2/2 - 1 + (1/8) 8 = 1; over: 8 - 2 = 6, and 0 + (1/8) 6
-    assert experience.advantages_RS.tolist() == [[0, 0, 1.0, 0, 8.0], [0, 0, 0.75, 0, 6.0]]
-    assert experience.returns_RS is not None
-    assert experience.returns_RS[:, [2, 4]].tolist() == [[2.0, 10.0], [1.75, 8.0]]
+    assert buffer.advantages_RS.tolist() == [[0, 0, 1.0, 0, 8.0], [0, 0, 0.75, 0, 6.0]]
+    assert buffer.returns_RS is not None
+    assert buffer.returns_RS[:, [2, 4]].tolist() == [[2.0, 10.0], [1.75, 8.0]]
     assert metrics["value/values_mean"] == 1.5 and metrics["value/returns_mean"] == (2 + 10 + 1.75 + 8) / 4
 
 
 def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
-    experience = Experience(SimpleNamespace(device=torch.device("cpu")), settings, [sample()])
-    experience.values_RS, experience.value_after_R = torch.zeros(1, 5), torch.zeros(1)
-    experience.old_logprobs_RS = torch.tensor([[0.0, 0.0, -1.0, 0.0, -2.0]])
-    experience.ref_logprobs_RS = torch.tensor([[0.0, 0.0, -3.0, 0.0, -1.0]])  # k1 is 2 at the first, -1 at the second
-    experience.credit(kl_reward_coef=0.5)
+    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, [sample()])
+    buffer.values_RS, buffer.value_after_R = torch.zeros(1, 5), torch.zeros(1)
+    buffer.old_logprobs_RS = torch.tensor([[0.0, 0.0, -1.0, 0.0, -2.0]])
+    buffer.ref_logprobs_RS = torch.tensor([[0.0, 0.0, -3.0, 0.0, -1.0]])  # k1 is 2 at the first, -1 at the second
+    buffer.credit(kl_reward_coef=0.5)
     # rewards 0 - 1 and 8 + 1/2; A = 8.5, and -1 + (1/8) 8.5
-    assert experience.advantages_RS.tolist() == [[0, 0, 0.0625, 0, 8.5]]
+    assert buffer.advantages_RS.tolist() == [[0, 0, 0.0625, 0, 8.5]]
 
 
 def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
@@ -74,7 +74,7 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
         assert [(s.reward, s.is_truncated, s.is_masked, s.advantage, s.is_replayed) for s in drawn] == [
             (float(g), g % 2 == 0, g % 3 == 0, 0.5 * g, True) for g in groups
         ]
-        assert [list(s.row.old_logprobs or ()) for s in drawn] == [
+        assert [list(s.row.sampler_logprobs or ()) for s in drawn] == [
             [-0.5, 0.0, -0.25 * (kept[place] - 6)] for place in picked
         ]
         assert len(each.draw(np.random.default_rng(0), 100)) == 12
@@ -112,20 +112,22 @@ def test_what_is_measured_counts_under_its_own_name(monkeypatch):
         return torch.zeros(1, 5)
 
     critic = torch.nn.Linear(1, 1)
-    updater = SimpleNamespace(autocast=contextlib.nullcontext, run_freely=lambda work: work(), workers=ALONE)
-    learner = SimpleNamespace(
+    updater = SimpleNamespace(
+        autocast=contextlib.nullcontext, with_full_weights_independent=lambda work: work(), process_group=SINGLE_PROCESS
+    )
+    actor_critic = SimpleNamespace(
         device=torch.device("cpu"), policy="policy", reference="reference", critic=critic, updater=updater,
         critic_updater=None,
     )  # fmt: skip
-    experience = Experience(learner, PolicySettings(algorithm="ppo"), [sample()])
-    monkeypatch.setattr(experience, "_logprobs", lambda model, plan: takes({"policy": 10, "reference": 100}[model]))
-    monkeypatch.setattr(experience, "_each_batch", lambda plan, function: takes(1))
+    buffer = RolloutBuffer(actor_critic, PolicySettings(algorithm="ppo"), [sample()])
+    monkeypatch.setattr(buffer, "_logprobs", lambda model, plan: takes({"policy": 10, "reference": 100}[model]))
+    monkeypatch.setattr(buffer, "_each_batch", lambda plan, function: takes(1))
     with collected() as seconds:
-        experience.measure_old([[0]])
+        buffer.measure_old([[0]])
     assert seconds == {"measure": 10}
     with collected() as seconds:
-        experience.measure_values([[0]])
+        buffer.measure_values([[0]])
     assert seconds == {"measure": 1}
     with collected() as seconds:
-        experience.measure_reference([[0]])
+        buffer.measure_reference([[0]])
     assert seconds == {"reference": 100}
