@@ -16,7 +16,7 @@ from flows.monitor.reader import Reader
 from flows.monitor.runs import process_lives
 from rl_core.errors import SettingsError
 from rl_core.storage.locks import FolderLock
-from tasks.tracking.journal import LineLog, RunJournal, events_path
+from tasks.tracking.journal import Journal, LineLog, events_path
 
 
 @pytest.fixture
@@ -203,7 +203,7 @@ def test_nothing_is_locked_written_or_kept_open(tmp_path):
     with FolderLock(home / ".lock"):
         writer = LineLog(events_path(folder))  # holds its own lock, as training does
         writer.append({"op": "start", "time": 1000, "name": "sft", "parent_folder": None})
-        log = RunJournal(folder)
+        log = Journal(folder)
         log.append({"train/loss": 1.0}, 1)
         reader = Reader(tmp_path)
         assert reader.run("") is not None

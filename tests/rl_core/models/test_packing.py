@@ -115,9 +115,9 @@ def test_rows_are_packed_to_the_length_of_the_longest():
 
 def test_every_field_of_a_row_is_packed_where_its_tokens_are():
     rows = [
-        TrainRow([1], [2, 3], [True, False], advantage=0.5, old_logprobs=[-1.0, -2.0]),
-        TrainRow([4, 5], [6], [True], advantage=-1.0, old_logprobs=[-3.0]),
-        TrainRow([1], [2, 3, 4, 5, 6], [True] * 5, advantage=[1.0, 2.0, 3.0, 4.0, 5.0], old_logprobs=[0.0] * 5),
+        TrainRow([1], [2, 3], [True, False], advantage=0.5, sampler_logprobs=[-1.0, -2.0]),
+        TrainRow([4, 5], [6], [True], advantage=-1.0, sampler_logprobs=[-3.0]),
+        TrainRow([1], [2, 3, 4, 5, 6], [True] * 5, advantage=[1.0, 2.0, 3.0, 4.0, 5.0], sampler_logprobs=[0.0] * 5),
     ]
     (batch,) = make_batches(rows, 10_000, 9, packing=True)
     assert batch.input_ids_BS.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]

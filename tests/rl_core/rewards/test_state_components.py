@@ -14,7 +14,7 @@ from rl_core.analysis.coherence_measures import band_score, contradictions, repe
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.settings import CoherenceSettings, CuriositySettings
-from rl_core.storage.state_codec import Decoder, Encoder
+from rl_core.storage.state_codec import StateDecoder, StateEncoder
 
 
 def test_band_by_hand():
@@ -130,9 +130,9 @@ def test_curiosity_resumes_bit_for_bit_and_is_seeded():
     assert [first(rollouts, walks(n)) for n in range(3)] == expected[:3]
     other = second(rollouts, walks(0))
     assert other != expected[0]  # another seed, another forward model
-    encoder = Encoder(1 << 20)
+    encoder = StateEncoder(1 << 20)
     text = json.dumps(encoder.encode(copy.deepcopy(first.state_dict()), "x", "x"), allow_nan=False)
-    second.load_state_dict(Decoder(dict(encoder.shards())).decode(json.loads(text)))
+    second.load_state_dict(StateDecoder(dict(encoder.shards())).decode(json.loads(text)))
     assert [second(rollouts, walks(n)) for n in range(3, 6)] == expected[3:]
     state = first.state_dict()
     for part in ("scale", "model", "optimizer"):  # each of them matters

@@ -62,7 +62,7 @@ def test_rollouts_go_in_directly() -> None:
         ([TrainRow([], [2], [True])], "row 0 has no prompt"),
         ([TrainRow([1], [2], [True, True])], "row 0: loss_mask has 2 entries, its completion 1"),
         ([TrainRow([1], [2], [True], 1.0), TrainRow([1], [2], [True])], "row 1: advantage has to be given for all"),
-        ([TrainRow([1], [2], [True], old_logprobs=[])], "old_logprobs has 0 entries"),
+        ([TrainRow([1], [2], [True], sampler_logprobs=[])], "sampler_logprobs has 0 entries"),
     ],
 )
 def test_bad_rows(rows: list[TrainRow], message: str) -> None:
