@@ -69,7 +69,7 @@ class Trajectory:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0  # sampled and observed tokens after the prompt
     num_action_tokens: int = 0  # sampled tokens only
-    mean_logprob: float = 0.0  # mean log-probability of the sampled tokens, nats
+    mean_logprob: float = 0.0  # of the sampled tokens, nats, at the temperature of `Rollout.sampler_logprobs`
     policy_version: int = 0
     sample: int = 0  # index within the group of rollouts of one prompt
     is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
@@ -95,12 +95,15 @@ class Rollout:
     prompt_ids: list[int]  # [prompt tokens]
     completion_ids: list[int]  # [T] every token after the prompt: sampled ones and observations, in order
     loss_mask: list[bool]  # [T] True = the policy sampled this token (its end-of-turn tokens included)
-    sampler_logprobs: list[float]  # [T] nats, under the sampling policy at temperature 1; 0.0 at observations
+    # [T] nats, log softmax(logits / temperature) of the sampling policy; 0.0 at observations. Greedy tokens
+    # (temperature 0) have no such distribution: theirs are at temperature 1
+    sampler_logprobs: list[float]
     reward: float  # what training uses, after weighing
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     policy_version: int = 0  # number of optimizer steps behind the weights that sampled it
     is_masked: bool = False  # True = no reward could be computed: it carries no loss
+    temperature: float = 1.0  # at which its tokens were drawn; 0 = greedy
 
     @property
     def success(self) -> bool:
@@ -137,6 +140,8 @@ class TrainBatch:
     # int64 [B, S], only where rows hold several sequences: 0 begins a sequence, which attends to itself alone
     position_ids_BS: torch.Tensor | None = None
     rows: list[int] = field(default_factory=list)  # [B] index of each row in the list that it was made from; [] packed
+    # float32 [B, S] above 0: log-probs and entropies are those of softmax(logits / temperature); None = 1 everywhere
+    temperatures_BS: torch.Tensor | None = None
 
     @property
     def num_loss_tokens(self) -> int:

@@ -170,11 +170,12 @@ INLINE double powers_of(const float *x, int64_t V, float largest, float by, floa
     return sum;
 }
 
-/* One token of each row of logits [n, V], by inversion of the cumulative distribution, and its log-probability at
- * temperature 1. `drawn` in [0, 1); temperature 0 = the first of the most likely tokens. `room`: for 2 V + 2 W. */
+/* One token of each row of logits [n, V], by inversion of the cumulative distribution softmax(logits / temperature), and
+ * its log-probability under it. `drawn` in [0, 1); temperature 0 = the first of the most likely tokens, and their
+ * log-probability at temperature 1. `room`: for 2 V + 2 W. */
 void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float temperature, float *room,
           int64_t *tokens, float *logprobs) {
-    float *powers = room, *blocks = room + V + W;
+    float *powers = room, *blocks = room + V + W, by = temperature == 0.0f ? 1.0f : 1.0f / temperature;
     for (int64_t row = 0; row < n; row++, logits += V) {
         int64_t even = V - V % W, chosen = 0;
         float largest = -INFINITY;
@@ -182,11 +183,10 @@ void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float 
         for (int64_t v = 0; v < even; v += W) most = pick(load(logits + v) > most, load(logits + v), most);
         for (int i = 0; i < W; i++) largest = most[i] > largest ? most[i] : largest;
         for (int64_t v = even; v < V; v++) largest = logits[v] > largest ? logits[v] : largest;
-        double sum = powers_of(logits, V, largest, 1.0f, powers, blocks), at_one = log(sum);
+        double sum = powers_of(logits, V, largest, by, powers, blocks);
         if (temperature == 0.0f) {
             while (chosen + 1 < V && logits[chosen] != largest) chosen++; /* NaN equals nothing */
         } else {
-            if (temperature != 1.0f) sum = powers_of(logits, V, largest, 1.0f / temperature, powers, blocks);
             double level = drawn[row] * sum, passed = 0.0;
             int64_t block = 0, v;
             for (; (block + 1) * W < V && passed + blocks[block] <= level; block++) passed += blocks[block];
@@ -198,6 +198,6 @@ void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float 
             for (chosen = v < V && v < (block + 1) * W ? v : v - 1; chosen > 0 && !(powers[chosen] > 0.0f);) chosen--;
         }
         tokens[row] = chosen;
-        logprobs[row] = (float)((double)(logits[chosen] - largest) - at_one);
+        logprobs[row] = (float)((double)(logits[chosen] - largest) * by - log(sum));
     }
 }

@@ -16,7 +16,7 @@ import torch
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
-__all__ = ["DataOrder", "attention_mask", "micro_batches", "pack", "pad_rows", "unscored_batch"]
+__all__ = ["DataOrder", "attention_mask", "micro_batches", "pack", "pad_rows", "padding_id", "unscored_batch"]
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -99,6 +99,24 @@ def pad_rows(
     padded_BS = torch.full(mask_BS.shape, pad_value, dtype=dtype)
     padded_BS[mask_BS] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=dtype)
     return padded_BS
+
+
+def padding_id(renderer: object, given: int | None = None) -> int:
+    """Token id that fills up short rows: the one given, else the renderer's `pad_id`.
+
+    A `ChatRenderer` always has one: its tokenizer's padding token, or where that has none the token that ends an
+    action. Padding is never attended to and carries no loss, but it has to be a token that the model has.
+    Raises: DataError where there is none, or a negative one.
+    """
+    found = given if given is not None else getattr(renderer, "pad_id", None)
+    if found is None:
+        raise DataError(
+            f"pad_id: the renderer ({type(renderer).__name__}) has no padding token; give it a pad_id, for instance "
+            "its end-of-sequence token, or pass pad_id to the trainer"
+        )
+    if found < 0:
+        raise DataError(f"pad_id: {found} is no token id; it has to be at least 0")
+    return int(found)
 
 
 def unscored_batch(rows: Sequence[Sequence[int]], pad_id: int) -> TrainBatch:

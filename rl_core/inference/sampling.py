@@ -40,7 +40,7 @@ class RolloutSequence(Protocol):
 
         Args:
             action_ids: the sampled tokens of this turn, its end-of-turn token included, where there is one.
-            logprobs: their log-probabilities in nats, at temperature 1.
+            logprobs: their log-probabilities in nats, as `draw` gives them.
             hit_limit: True = cut off by max_completion_tokens or the context; the answer has to be None then.
         """
 
@@ -79,14 +79,17 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature: float) 
         logits_BV: [B, V], any float type.
         uniforms_B: float64 [B] in [0, 1).
         temperature: 0 = the most likely token.
-    Returns: tokens int64 [B]; log-probabilities float32 [B] in nats, at temperature 1 whatever the temperature.
+    Returns: tokens int64 [B]; log-probabilities float32 [B] in nats under the distribution that they were drawn from,
+        softmax(logits / temperature). Greedy tokens are drawn from none: at temperature 0 those of softmax(logits).
     """
-    log_p_BV = torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
+    if temperature in (0, 1):
+        log_p_BV = torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
+    else:
+        log_p_BV = torch.log_softmax(logits_BV.float() / temperature, dim=-1)
     if temperature == 0:
         logprobs_B, tokens_B = log_p_BV.max(dim=-1)
         return tokens_B, logprobs_B
-    p_BV = log_p_BV.exp() if temperature == 1 else torch.softmax(log_p_BV / temperature, dim=-1)
-    cumulative_BV = p_BV.cumsum(dim=-1, dtype=torch.float64)
+    cumulative_BV = log_p_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     # first token whose cumulative probability exceeds u * total: one of probability 0 is never taken
     levels_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
     tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)

@@ -91,7 +91,9 @@ def score(
 ) -> list[float]:
     """Scores of token rows, in the order given; length-sorted micro-batches of at most `max_tokens` padded tokens.
 
-    Raises: DataError for an empty row.
+    Args:
+        pad_id: token id on the right of short rows; None = the model configuration's.
+    Raises: DataError for an empty row, or where there is no padding token.
     """
     for index, row in enumerate(rows):
         if not row:
@@ -120,7 +122,12 @@ def score_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 @torch.no_grad()
 def score_batch(model: PreTrainedModel, rows: Sequence[Sequence[int]], *, pad_id: int | None = None) -> list[float]:
     """Scores of token rows in one pass, in the model's present mode."""
-    pad = pad_id if pad_id is not None else (model.config.pad_token_id or 0)
+    pad = pad_id if pad_id is not None else model.config.pad_token_id
+    if pad is None or pad < 0:
+        raise DataError(
+            f"pad_id: the model's configuration names no padding token (pad_token_id: {pad}); set it there, "
+            "or pass pad_id"
+        )
     device = next(model.parameters()).device
     width = max(len(row) for row in rows)
     ids_BS = torch.tensor([list(row) + [pad] * (width - len(row)) for row in rows], device=device)

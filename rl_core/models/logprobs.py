@@ -40,7 +40,7 @@ class TokenOutputs:
     """What a model says about the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
 
     logprobs_BS: torch.Tensor  # nats
-    entropy_BS: torch.Tensor | None = None  # nats, of the distribution that the token was drawn from
+    entropy_BS: torch.Tensor | None = None  # nats, of the distribution over the token's alternatives
     values_BS: torch.Tensor | None = None  # value of the state before the token
     value_after_B: torch.Tensor | None = None  # value of the state after each row's last real token
 
@@ -50,7 +50,7 @@ def completion_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """log p(token s | tokens before s) of every token that carries loss, with gradient; and their entropy.
 
-    Args, Raises: as `token_outputs`.
+    p is at the batch's temperatures. Args, Raises: as `token_outputs`.
     Returns: logprobs float32 [B, S] in nats; entropy float32 [B, S] in nats or None; both 0 where the mask is False.
         (float64 for a float64 model.)
     """
@@ -74,14 +74,17 @@ def token_outputs(
     causal path. Rows that hold several sequences say so by `position_ids_BS`; the model must be one that heeds it
     (`rl_core.models.packing`).
 
+    Where tokens were drawn from softmax(logits / temperature), `temperatures_BS` says so, and log-probabilities and
+    entropies are of that distribution: a policy gradient taken at another temperature is another policy's.
+
     Args:
         model: a causal LM, with or without adapters.
         batch: right-padded; loss_mask_BS True = token carries loss, never at position 0, nor at the first token of a
-            packed sequence.
+            packed sequence; temperatures_BS above 0 at these tokens, None = 1.
         with_entropy: also give the entropies.
         value_head: maps hidden states [N, H] to values [N]; None = no values.
         chunk_tokens: positions whose logits are held at once; None = by vocabulary and device.
-    Raises: DataError when shapes differ or position 0 carries loss.
+    Raises: DataError when shapes differ, position 0 carries loss, or a temperature is not above 0.
     """
     ids_BS, mask_BS = batch.input_ids_BS, batch.loss_mask_BS
     if ids_BS.ndim != 2 or mask_BS.shape != ids_BS.shape:
@@ -92,6 +95,7 @@ def token_outputs(
         raise DataError("loss_mask is True at the first token of a packed sequence, which has no token before it")
     positions_N = mask_BS.reshape(-1).nonzero().squeeze(1)
     targets_N = ids_BS.reshape(-1)[positions_N]
+    temperatures_N = _temperatures(batch, positions_N)
     base = unwrap(model)
     head = base.get_output_embeddings()
     if _is_plain_head(base, head):
@@ -102,6 +106,7 @@ def token_outputs(
             head.weight,
             head.bias,
             targets_N,
+            temperatures_N=temperatures_N,
             with_entropy=with_entropy,
             chunk_tokens=chunk_tokens,
         )
@@ -109,7 +114,10 @@ def token_outputs(
         outputs = base(**model_inputs(base, batch), use_cache=False, output_hidden_states=value_head is not None)
         hidden_BSH = outputs.hidden_states[-1] if value_head is not None else outputs.logits
         logits_NV = outputs.logits.reshape(-1, outputs.logits.shape[-1]).index_select(0, positions_N - 1)
-        log_p_NV = functional.log_softmax(logits_NV.to(_accurate(logits_NV.dtype)), dim=-1)
+        logits_NV = logits_NV.to(_accurate(logits_NV.dtype))
+        if temperatures_N is not None:
+            logits_NV = logits_NV / temperatures_N[:, None]
+        log_p_NV = functional.log_softmax(logits_NV, dim=-1)
         logprobs_N = log_p_NV.gather(1, targets_N[:, None]).squeeze(1)
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1) if with_entropy else None
 
@@ -125,6 +133,19 @@ def token_outputs(
     return result
 
 
+def _temperatures(batch: TrainBatch, positions_N: torch.Tensor) -> torch.Tensor | None:
+    """Temperatures [N] of the tokens that carry loss; None = 1."""
+    temperatures_BS = batch.temperatures_BS
+    if temperatures_BS is None:
+        return None
+    if temperatures_BS.shape != batch.input_ids_BS.shape:
+        raise DataError(f"temperatures {tuple(temperatures_BS.shape)} must be {tuple(batch.input_ids_BS.shape)}")
+    temperatures_N = temperatures_BS.reshape(-1)[positions_N]
+    if not bool((temperatures_N > 0).all()):
+        raise DataError("temperatures: a token that carries loss has one that is not above 0")
+    return temperatures_N
+
+
 def _read_places(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
     """[B, S] positions whose hidden states are read: those before loss tokens and, if asked for, each row's last."""
     places_BS = torch.cat([batch.loss_mask_BS[:, 1:], torch.zeros_like(batch.loss_mask_BS[:, :1])], dim=1)
@@ -138,9 +159,10 @@ def _read_places(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
 def next_token_logprobs(
     model: PreTrainedModel, batch: TrainBatch, *, chunk_tokens: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """The whole distributions that the tokens carrying loss are drawn from, some positions at a time.
+    """The whole distributions over the tokens that carry loss, at temperature 1, some positions at a time.
 
-    Args, Raises: as `token_outputs`; two models of one vocabulary and device give chunks of equal positions.
+    Args, Raises: as `token_outputs`, but the batch's temperatures are ignored. Two models of one vocabulary and device
+    give chunks of equal positions.
     Returns: log p float32 [C, V] in nats, C <= chunk_tokens; without gradient.
     """
     mask_BS = batch.loss_mask_BS
@@ -170,15 +192,17 @@ def selected_logprobs(
     bias_V: torch.Tensor | None,
     targets_N: torch.Tensor,
     *,
+    temperatures_N: torch.Tensor | None = None,
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """log softmax(hidden W^T + bias) at the targets, and the entropy, chunk by chunk, with gradient.
+    """log softmax((hidden W^T + bias) / temperature) at the targets, and the entropy, chunk by chunk, with gradient.
 
     Args:
         hidden_NH, weight_VH, bias_V: the head's input and parameters; the product is taken in their dtype (or in that
             of autocast), everything after it in at least float32.
         targets_N: int64 [N].
+        temperatures_N: float [N], above 0; None = 1.
     Returns: logprobs [N] in nats, entropy [N] in nats or None; float32, or float64 for float64 input.
     """
     device = hidden_NH.device.type
@@ -188,15 +212,17 @@ def selected_logprobs(
         bias_V = bias_V.to(dtype) if bias_V is not None else None
     if chunk_tokens is None:
         chunk_tokens = max(128, _CHUNK_ELEMENTS.get(device, 2**24) // weight_VH.shape[0])
-    logprobs_N, entropy_N = _SelectedLogprobs.apply(hidden_NH, weight_VH, bias_V, targets_N, with_entropy, chunk_tokens)
+    logprobs_N, entropy_N = _SelectedLogprobs.apply(
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, with_entropy, chunk_tokens
+    )
     return logprobs_N, entropy_N if with_entropy else None
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     """Chunked head + log-softmax.
 
-    With p = softmax(z), z = h W^T + b, for upstream gradients g (log-prob) and e (entropy S = -sum p log p):
-        dL/dz = g (onehot(target) - p) - e p (log p + S)
+    With p = softmax(z / T), z = h W^T + b, for upstream gradients g (log-prob) and e (entropy S = -sum p log p):
+        dL/dz = (g (onehot(target) - p) - e p (log p + S)) / T
     When everything fits into one chunk, log p is kept for backward; else each chunk's is computed again there.
     """
 
@@ -207,6 +233,7 @@ class _SelectedLogprobs(torch.autograd.Function):
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
         targets_N: torch.Tensor,
+        temperatures_N: torch.Tensor | None,
         with_entropy: bool,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,13 +243,13 @@ class _SelectedLogprobs(torch.autograd.Function):
         kept: torch.Tensor | None = None
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            log_p_CV = _log_softmax(hidden_NH[part], weight_VH, bias_V)
+            log_p_CV = _log_softmax(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
             logprobs_N[part] = log_p_CV.gather(1, targets_N[part, None]).squeeze(1)
             if with_entropy:
                 entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
             if count <= chunk and any(ctx.needs_input_grad[:3]):
                 kept = log_p_CV
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, entropy_N, kept)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, kept)
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
         if not with_entropy:
@@ -234,18 +261,23 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, entropy_N, kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accurate = _accurate(hidden_NH.dtype)
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(targets_N, dtype=accurate)
+        if temperatures_N is not None:  # here rather than at the [C, V] gradients, which are linear in these
+            grad_logprobs_N = grad_logprobs_N / temperatures_N
+            grad_entropy_N = grad_entropy_N / temperatures_N if grad_entropy_N is not None else None
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if needs_bias else None
         for start in range(0, hidden_NH.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
-            log_p_CV = kept if kept is not None else _log_softmax(hidden_NH[part], weight_VH, bias_V)
+            log_p_CV = kept
+            if log_p_CV is None:
+                log_p_CV = _log_softmax(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
             grad_CV = log_p_CV.exp()
             if grad_entropy_N is not None:
                 # -p (g + e (log p + S)); log p is finite, so p = 0 gives 0
@@ -271,6 +303,7 @@ class _SelectedLogprobs(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -279,12 +312,24 @@ def _accurate(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _log_softmax(hidden_CH: torch.Tensor, weight_VH: torch.Tensor, bias_V: torch.Tensor | None) -> torch.Tensor:
-    """log softmax of the logits [C, V], at least float32."""
+def _part(values_N: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return values_N[part] if values_N is not None else None
+
+
+def _log_softmax(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperatures_C: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """log softmax of the logits [C, V] over the temperatures, at least float32."""
     logits_CV = linear(hidden_CH, [weight_VH])
     if bias_V is not None:
         logits_CV += bias_V
-    return torch.log_softmax(logits_CV, dim=-1, dtype=_accurate(logits_CV.dtype))
+    accurate = _accurate(logits_CV.dtype)
+    if temperatures_C is not None:  # in float32 as the sampler does it, in place: no third buffer
+        logits_CV = logits_CV.to(accurate).div_(temperatures_C[:, None])
+    return torch.log_softmax(logits_CV, dim=-1, dtype=accurate)
 
 
 def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:

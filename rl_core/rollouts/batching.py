@@ -5,6 +5,7 @@ B rows, S whole sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class TrainRow:
     advantage: float | Sequence[float] | None = None  # one for all loss tokens, or [T]
     sampler_logprobs: Sequence[float] | None = None  # [T] nats
     ref_logprobs: Sequence[float] | None = None  # [T] nats
+    temperature: float = 1.0  # at which it was sampled and its log-probs are taken; 0 = greedy: they are taken at 1
 
 
 def rows_of(groups: Sequence[RolloutGroup]) -> list[TrainRow]:
@@ -52,7 +54,11 @@ def make_batches(
     up to the length of the longest, and `position_ids_BS` tells them apart (`rows` is empty then). No wider, because
     attention over a row costs the square of its width, whatever its mask lets through.
 
-    Raises: DataError when a row has an empty prompt, lists of different lengths, or fields that the first has not.
+    Each row's log-probabilities are those of the temperature that it was sampled at, beside rows of other ones too;
+    `temperatures_BS` is None where all are 1. A greedy row (0) counts as 1, as its sampler's log-probabilities do.
+
+    Raises: DataError when a row has an empty prompt, lists of different lengths, fields that the first has not, or a
+        negative temperature.
     """
     plain = [_row_of(row, None) if isinstance(row, Rollout) else row for row in rows]
     for index, row in enumerate(plain):
@@ -72,12 +78,15 @@ def _row_of(rollout: Rollout, advantage: float | None) -> TrainRow:
         loss_mask=rollout.loss_mask,
         advantage=advantage,
         sampler_logprobs=rollout.sampler_logprobs,
+        temperature=rollout.temperature,
     )
 
 
 def _check(row: TrainRow, first: TrainRow, index: int) -> None:
     if not row.prompt_ids:
         raise DataError(f"row {index} has no prompt; its first token could carry no loss")
+    if not 0 <= row.temperature < math.inf:
+        raise DataError(f"row {index}: temperature {row.temperature} has to be at least 0, and finite")
     count = len(row.completion_ids)
     for name in ("loss_mask", "advantage", "sampler_logprobs", "ref_logprobs"):
         values = getattr(row, name)
@@ -109,6 +118,13 @@ def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> T
 
         return pad_rows(joined(values_of), 0.0, dtype=torch.float32).masked_fill_(~loss_mask_BS, 0.0)
 
+    temperatures_BS: torch.Tensor | None = None
+    if any(row.temperature not in (0, 1) for parts in bins for row in parts):
+        temperatures_BS = pad_rows(
+            joined(lambda row: [row.temperature or 1.0] * (len(row.prompt_ids) + len(row.completion_ids))),
+            1.0,
+            dtype=torch.float32,
+        )
     ids = joined(lambda row: [*row.prompt_ids, *row.completion_ids])
     positions = joined(lambda row: range(len(row.prompt_ids) + len(row.completion_ids)))
     return TrainBatch(
@@ -120,4 +136,5 @@ def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> T
         ref_logprobs_BS=per_token("ref_logprobs"),
         position_ids_BS=pad_rows(positions, 0) if rows is None else None,  # a padding token is a sequence of its own
         rows=list(rows or []),
+        temperatures_BS=temperatures_BS,
     )

@@ -121,6 +121,7 @@ class _EpisodeSequence:
         self._environment_name = environment.name
         self._renderer = renderer
         self._max_turns, self._room = sampling.max_turns, sampling.max_completion_tokens
+        self._temperature = sampling.temperature
         self._pool = pool  # None = the environment is called on the caller's thread
         self._episode: Episode = self._guard(environment.episode, seed=request.seed, level=request.level)
         self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
@@ -218,6 +219,7 @@ class _EpisodeSequence:
             trajectory=trajectory,
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
             policy_version=policy_version,
+            temperature=self._temperature,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 
 __all__ = [
@@ -59,7 +60,7 @@ class EnvironmentSettings(Settings):
 class SamplingSettings(Settings):
     """How completions are drawn."""
 
-    temperature: float = setting(1.0, ge=0, le=5, doc="0 = greedy")
+    temperature: float = setting(1.0, ge=0, le=5, doc="divides the logits; 0 = greedy, for evaluation alone")
     max_completion_tokens: int = setting(64, ge=1, doc="tokens after the prompt, observations included")
     max_turns: int = setting(6, ge=1, doc="actions of one episode")
     slots: int = setting(128, ge=1, doc="episodes decoded at once")
@@ -74,6 +75,14 @@ class SamplingSettings(Settings):
         doc="together: episodes whose steps waited go on once no other can be decoded, so numbers never depend on "
         "timing; ready: each at once, so a slow tool holds up nobody, but log-probabilities differ in their last bits",
     )
+
+    def check_trainable(self) -> None:
+        """SettingsError at temperature 0: greedy rollouts cannot be learned from."""
+        if self.temperature == 0:
+            raise SettingsError(
+                "sampling.temperature: 0 is greedy: the rollouts of a prompt are all the same and teach nothing; "
+                "use above 0, usually 1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

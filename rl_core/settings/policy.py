@@ -166,6 +166,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Combinations that cannot learn, or of which one part would be ignored."""
+        self.sampling.check_trainable()
         if self.group_size == 1 and self.algorithm in GROUP_ALGORITHMS:
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
@@ -253,6 +254,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
 
     def check(self) -> None:
-        """The entropy weight falls towards its floor."""
+        """The entropy weight falls towards its floor; rollouts are drawn, not greedy."""
+        self.sampling.check_trainable()
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

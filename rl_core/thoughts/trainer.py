@@ -12,6 +12,9 @@ The answer term is Quiet-STaR's likelihood of the text. It is taken without the 
 could raise its reward by forgetting what it can answer at once. The choice not to think is a thought of length 0: its
 credit goes to the token that ends the thought, as it always does, and its reward is 0.
 
+Thoughts are samples: pi and their entropy are of softmax(logits / temperature), from which they were drawn. Right
+answers are not: their likelihood, in the reward and in the loss, is the model's own, at temperature 1.
+
 Suffixes: B rows of a micro-batch or episodes, K questions of an episode, S sequence, H hidden.
 """
 
@@ -28,7 +31,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.data.batches import attention_mask, micro_batches, pad_rows
+from rl_core.data.batches import attention_mask, micro_batches, pad_rows, padding_id
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
@@ -102,7 +105,8 @@ class ThoughtsTrainer:
             record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean of the
                 episode's turns.
             process_group: the processes that train this model together; each plays and scores a share of the episodes.
-        Raises: SettingsError for a level that the environment has not got, or that has no training episodes.
+        Raises: SettingsError for a level that the environment has not got, or that has no training episodes; DataError
+            for a renderer without padding token where pad_id is None.
         """
         self.model = model
         self.renderer = renderer
@@ -112,7 +116,7 @@ class ThoughtsTrainer:
         self.backend = backend
         self.heldout = list(heldout)
         self.record = record
-        self.pad_id: int = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
+        self.pad_id = padding_id(renderer, pad_id)
         self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
         self.levels = settings.levels or environment.levels
         for level in self.levels:
@@ -361,6 +365,11 @@ class ThoughtsTrainer:
         batches = self.updater.process_group.batches(used, [len(plan.rows[i]) for i in used], build)
         return self.updater.apply(batches, self.loss)
 
+    def _temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
+        """Thought tokens (the one that ends it included) at their sampling temperature, right answers at 1."""
+        temperature = self.settings.sampling.temperature
+        return torch.where(thought_BS, temperature, 1.0).float() if temperature != 1 else None
+
     def loss(self, batch: _Batch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the denominators of the whole optimizer step."""
         num_thought, num_answer = self._counts
@@ -369,6 +378,7 @@ class ThoughtsTrainer:
             input_ids_BS=batch.input_ids_BS.to(self.device),
             attention_mask_BS=attention_mask(batch.lengths_B.tolist(), batch.input_ids_BS.shape[1]).to(self.device),
             loss_mask_BS=thought_BS | answer_BS,
+            temperatures_BS=self._temperatures(thought_BS),
         )
         logprobs_BS, entropy_BS = completion_logprobs(self.model, train, with_entropy=True)
         assert entropy_BS is not None

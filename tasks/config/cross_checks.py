@@ -144,7 +144,7 @@ def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
                 "take a longer context",
                 ("model",),
             )
-        if sampling.temperature == 0 and key[1] != "evaluate":
+        if sampling.temperature == 0 and key[1] in ("preference", "reward_model"):  # the others check it themselves
             yield _finding(
                 (*key, "temperature"),
                 "0 is greedy: the rollouts of a prompt are all the same and teach nothing; use above 0, usually 1",

@@ -1,5 +1,9 @@
 """What an iteration learns from, and a buffer of what past iterations learned from.
 
+A sample keeps the temperature that it was sampled at, and the policy's, the reference's and the sampler's log-probs of
+it are all taken there, in whichever curriculum stage it is learned from again: its gradient is that of the policy which
+acted, and importance weights measure how far the weights have moved, not that the temperature has.
+
 Suffixes: T completion tokens.
 """
 
@@ -83,6 +87,7 @@ class ReplayBuffer:
             "completion_ids": _flat([row.completion_ids for row in rows], torch.int64),
             "loss_mask": _flat([row.loss_mask for row in rows], torch.bool),
             "logprobs": _flat([row.sampler_logprobs or () for row in rows], torch.float64),
+            "temperatures": [float(row.temperature) for row in rows],
             "rewards": [float(sample.reward) for sample in samples],
             "is_truncated": [bool(sample.is_truncated) for sample in samples],
             "is_masked": [bool(sample.is_masked) for sample in samples],
@@ -95,10 +100,15 @@ class ReplayBuffer:
         completions, masks, logprobs = (
             _cut(state[name], state["lengths"]) for name in ("completion_ids", "loss_mask", "logprobs")
         )
+        # a checkpoint of before temperatures were kept holds log-probs at temperature 1
+        temperatures = state.get("temperatures", [1.0] * len(state["rewards"]))
         samples = iter(
-            Sample(TrainRow(p, c, m, None, lp), reward, truncated, advantage, is_replayed=True, is_masked=masked)
-            for p, c, m, lp, reward, truncated, advantage, masked in zip(
-                prompts, completions, masks, logprobs,
+            Sample(
+                TrainRow(p, c, m, None, lp, temperature=drawn_at), reward, truncated, advantage, is_replayed=True,
+                is_masked=masked,
+            )
+            for p, c, m, lp, drawn_at, reward, truncated, advantage, masked in zip(
+                prompts, completions, masks, logprobs, temperatures,
                 state["rewards"], state["is_truncated"], state["advantages"], state["is_masked"], strict=True,
             )
         )  # fmt: skip

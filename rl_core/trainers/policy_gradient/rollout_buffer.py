@@ -58,6 +58,8 @@ class RolloutBuffer:
         """`samples`: whole groups in order, fresh ones without an advantage, then replayed ones."""
         if not samples or any(sample.row.sampler_logprobs is None for sample in samples):
             raise DataError("samples: at least one is needed, each with the sampler's log-probs")
+        if any(sample.row.temperature <= 0 for sample in samples):
+            raise DataError("samples: one was sampled greedily (temperature 0), so there is no policy to improve")
         self.actor_critic = actor_critic
         self.settings = settings
         self.samples = samples

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
-from rl_core.data.batches import DataOrder
+from rl_core.data.batches import DataOrder, padding_id
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
@@ -81,7 +81,8 @@ class PolicyGradientTrainer:
             record: is given every iteration's number and scored rollouts.
             process_group: the processes that train this model. Each plays a share of the episodes; rank 0
                 scores them all.
-        Raises: SettingsError for a level that the environment has not got, or a KL term without a reference.
+        Raises: SettingsError for a level that the environment has not got, or a KL term without a reference; DataError
+            for a renderer without padding token where pad_id is None.
         """
         if settings.kl_coef > 0 and reference_model is None:
             raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
@@ -109,7 +110,7 @@ class PolicyGradientTrainer:
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
-        pad = pad_id if pad_id is not None else getattr(renderer, "pad_id", 0)
+        pad = padding_id(renderer, pad_id)
         self.process_group = process_group
         self.actor_critic = make_actor_critic(model, reference_model, settings, pad, process_group)
         updaters = [

@@ -103,9 +103,12 @@ def backends(model: PreTrainedModel) -> tuple[Engine, TransformersBackend]:
     return engine, TransformersBackend(model, eos_ids=EOS, pad_id=0, max_length=128)
 
 
-def trainer_gap(model: PreTrainedModel, sequences: list[ScriptedSequence]) -> float:
+def trainer_gap(model: PreTrainedModel, sequences: list[ScriptedSequence], temperature: float = 1.0) -> float:
     """Largest difference between the sampler's and the trainer's log-probabilities."""
-    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sequences]
+    rows = [
+        TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs, temperature=temperature)
+        for s in sequences
+    ]
     gap = 0.0
     for batch in make_batches(rows, 256, 0):
         with torch.no_grad():
@@ -130,7 +133,7 @@ def test_greedy_tokens_equal_generate(model: PreTrainedModel) -> None:
 
 def test_multi_turn_episodes_equal_the_transformers_backend(model: PreTrainedModel) -> None:
     engine, plain = backends(model)
-    for temperature in (0.0, 0.7):
+    for temperature in (0.0, 0.5, 0.7, 2.0):
         ours, theirs = play(engine, temperature=temperature), play(plain, temperature=temperature)
         assert [s.turns for s in ours] == [s.turns for s in theirs]
         assert sum(len(s.turns) > 1 for s in ours) >= 3, "episodes need several turns for this to show anything"
@@ -140,10 +143,13 @@ def test_multi_turn_episodes_equal_the_transformers_backend(model: PreTrainedMod
 
 
 def test_sampler_and_trainer_agree(model: PreTrainedModel) -> None:
+    """Both backends at every temperature; greedy tokens count at temperature 1."""
     engine, plain = backends(model)
-    for temperature in (0.0, 1.0, 0.7):
-        assert trainer_gap(model, play(engine, temperature=temperature)) < 1e-4
-    assert trainer_gap(model, play(plain, temperature=0.7)) < 1e-4
+    for temperature in (0.0, 0.5, 0.7, 1.0, 2.0):
+        assert trainer_gap(model, play(engine, temperature=temperature), temperature) < 1e-4
+        if temperature in (0.5, 2.0):
+            assert trainer_gap(model, play(plain, temperature=temperature), temperature) < 1e-4
+            assert trainer_gap(model, play(engine, temperature=temperature)) > 0.1, "at 1 it is another distribution"
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7])

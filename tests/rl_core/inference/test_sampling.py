@@ -31,15 +31,24 @@ def test_inversion_by_hand(draw) -> None:
     assert logprobs.tolist() == pytest.approx([math.log(p) for p in (0.2, 0.2, 0.5, 0.5, 0.3)], rel=1e-5)
 
 
-def test_temperature_changes_the_draw_and_not_the_logprob(draw) -> None:
+def test_temperature_changes_the_draw_and_its_logprob(draw) -> None:
     """At temperature 1/2, p^2 / sum: (.04, .25, .09) / .38 has its bounds at .1053 and .7632."""
-    logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(4, 1)
+    logits = torch.tensor([0.2, 0.5, 0.3]).log().repeat(4, 1) + 3.0
     tokens, logprobs = draw(logits, torch.tensor([0.104, 0.107, 0.762, 0.765], dtype=torch.float64), 0.5)
     assert tokens.tolist() == [0, 1, 1, 2]
-    assert logprobs.tolist() == pytest.approx([math.log(p) for p in (0.2, 0.5, 0.5, 0.3)], rel=1e-5)
+    assert logprobs.tolist() == pytest.approx([math.log(p / 0.38) for p in (0.04, 0.25, 0.25, 0.09)], rel=1e-5)
+
+
+def test_a_high_temperature_by_hand(draw) -> None:
+    """At temperature 2, sqrt(p) / sum: p = (.16, .36, .16, .16, .16) gives (.4, .6, .4, .4, .4) / 2.2."""
+    logits = torch.tensor([0.16, 0.36, 0.16, 0.16, 0.16]).log().repeat(4, 1) - 1.0
+    tokens, logprobs = draw(logits, torch.tensor([0.181, 0.183, 0.454, 0.456], dtype=torch.float64), 2.0)
+    assert tokens.tolist() == [0, 1, 1, 2]
+    assert logprobs.tolist() == pytest.approx([math.log(p / 2.2) for p in (0.4, 0.6, 0.6, 0.4)], rel=1e-5)
 
 
 def test_greedy_takes_the_most_likely(draw) -> None:
+    """p = (.2, .6, .2): its log-probability is that of temperature 1."""
     tokens, logprobs = draw(torch.tensor([[0.0, math.log(3), 0.0]]), torch.tensor([0.999], dtype=torch.float64), 0.0)
     assert tokens.tolist() == [1] and logprobs.item() == pytest.approx(math.log(0.6), rel=1e-5)
 
