@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from helpers import ROOT
 
 # Lowest first; a room imports rooms of its own level or below. The root holds the flows themselves.
