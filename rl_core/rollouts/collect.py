@@ -200,6 +200,7 @@ class _EpisodeSequence:
             answer=self._last.answer,
             success=bool(self._last.success),
             is_grounded=self._last.is_grounded,
+            temperature=self._temperature,
             reward=self._reward,
             rewards={"task": self._reward},
             stop_reason=self._stop_reason,
@@ -219,7 +220,6 @@ class _EpisodeSequence:
             trajectory=trajectory,
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
             policy_version=policy_version,
-            temperature=self._temperature,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:

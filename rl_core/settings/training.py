@@ -83,6 +83,10 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
     group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
+    def check(self) -> None:
+        """Pairs need rollouts that differ."""
+        self.sampling.check_trainable()
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings(OptimizerSettings, LoopSettings):
@@ -108,7 +112,8 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
     def check(self) -> None:
-        """Smoothing belongs to the sigmoid loss."""
+        """Smoothing belongs to the sigmoid loss; pairs need rollouts that differ."""
+        self.sampling.check_trainable()
         if self.loss == "ipo" and self.label_smoothing > 0:
             raise SettingsError(
                 f"label_smoothing: {self.label_smoothing} has no place in ipo, which bounds the margin itself; "

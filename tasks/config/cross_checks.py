@@ -144,11 +144,6 @@ def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
                 "take a longer context",
                 ("model",),
             )
-        if sampling.temperature == 0 and key[1] in ("preference", "reward_model"):  # the others check it themselves
-            yield _finding(
-                (*key, "temperature"),
-                "0 is greedy: the rollouts of a prompt are all the same and teach nothing; use above 0, usually 1",
-            )
     evaluate = settings.stages.evaluate
     if evaluate is not None and evaluate.samples > 1 and evaluate.sampling.temperature == 0:
         yield _finding(

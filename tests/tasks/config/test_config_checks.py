@@ -148,8 +148,9 @@ def test_context_of_a_model_folder(tmp_path):
 
 def test_greedy_rollouts_teach_nothing():
     assert "0 is greedy" in policy_problems(sampling={"temperature": 0})["sampling.temperature"]
-    pairs = problems_of(stages={"sft": {}, "preference": {"sampling": {"temperature": 0}}})
-    assert "0 is greedy" in pairs["stages.preference.sampling.temperature"]
+    for name in ("thoughts", "preference", "reward_model"):
+        problems = problems_of(stages={"sft": {}, name: {"sampling": {"temperature": 0}}})
+        assert "0 is greedy" in problems[f"stages.{name}.sampling.temperature"]
     stages = {"sft": {}, "evaluate": {"sampling": {"temperature": 0}}}
     assert problems_of(stages=stages) == {}
     stages["evaluate"]["samples"] = 4
