@@ -1,6 +1,7 @@
 """Typed settings: one frozen dataclass per algorithm and part.
 
-Every default is the field's, with its source beside it where it is not common knowledge. Ranges are declared once, in
+Every default is the field's, with its source beside it where it is not common knowledge; those that depend on the model
+stand in `defaults.py`, and `resolve_defaults` puts them in. Ranges are declared once, in
 `setting(...)`; they are checked on construction and read by the configuration loader for its messages and forms.
 """
 
@@ -24,6 +25,7 @@ from rl_core.settings.policy import (
     ReplaySettings,
     ThoughtsSettings,
 )
+from rl_core.settings.resolution import resolve_defaults
 from rl_core.settings.rewards import (
     CoherenceSettings,
     CuriositySettings,
@@ -70,5 +72,6 @@ __all__ = [
     "Settings",
     "ThoughtsSettings",
     "ToolUseSettings",
+    "resolve_defaults",
     "setting",
 ]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.settings.defaults import ModelDefault
 
 __all__ = ["Settings", "setting"]
 
@@ -21,9 +22,14 @@ def setting(
     lt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and its range."""
+    """A dataclass field with its meaning and its range. A `ModelDefault` stands for a default by the kind of model."""
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
-    metadata = {"doc": doc, **{name: limit for name, limit in limits.items() if limit is not None}}
+    metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
+    if isinstance(default, ModelDefault):
+        metadata["by_model"] = default
+        doc = f"{doc}; left out: {default.words()}"
+        default = default.placeholder()
+    metadata["doc"] = doc
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, kw_only=True)
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)

@@ -7,6 +7,7 @@ from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.defaults import DEFAULTS
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.parts import SamplingSettings
 
@@ -62,6 +63,7 @@ class LoopSettings(Settings):
 class SFTSettings(OptimizerSettings, LoopSettings):
     """Supervised fine-tuning on completions."""
 
+    learning_rate: float = setting(DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations of one optimizer step")
@@ -75,7 +77,8 @@ class SFTSettings(OptimizerSettings, LoopSettings):
 class RewardModelSettings(OptimizerSettings, LoopSettings):
     """Bradley-Terry reward model on preference pairs."""
 
-    epochs: float = setting(3.0, gt=0, doc="passes over the pairs")
+    learning_rate: float = setting(DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
+    epochs: float = setting(DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
     center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
@@ -93,8 +96,8 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     """Direct preference optimisation on pairs; the reference is the stage's starting model."""
 
     # As in the policy stage: both move a model that SFT has made, and presets of 0.04M to 3M parameters take about a
-    # tenth of SFT's rate. Pretrained models need far less: 5e-7 at 7B (arXiv:2310.16944), about 5e-6 below 1B.
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate; 5e-6 to 5e-7 for pretrained models")
+    # tenth of SFT's rate.
+    learning_rate: float = setting(DEFAULTS["PreferenceSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     loss: Literal["dpo", "ipo"] = setting("dpo", doc="dpo (arXiv:2305.18290), or ipo (arXiv:2310.12036)")
     beta: float = setting(0.1, gt=0, doc="how much leaving the reference costs (arXiv:2305.18290)")

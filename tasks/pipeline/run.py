@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from uuid import UUID
 from rl_core.errors import Stopped
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
+from tasks import stage_registry
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import Records, record_sources, tags_of_records
@@ -37,8 +39,6 @@ from tasks.tracking import RunTracker, Tracking, is_registered_reference
 __all__ = ["ProgressCallback", "PipelineRun", "git_commit"]
 
 logger = logging.getLogger(__name__)
-
-_TRAINED = ("sft", "preference", "policy", "thoughts")  # stages whose model the next one starts from
 
 ProgressCallback = Callable[[str, int, int, str], None]  # stage, done, total, message
 
@@ -256,7 +256,7 @@ class PipelineRun:
 
     def register(self, tracker: RunTracker, folder: Path, stage: str, summary: dict[str, Any]) -> dict[str, Any]:
         """Make a stage's model a version of a registered model; what that adds to the stage's summary."""
-        kind: Literal["policy", "reward_model"] = "reward_model" if stage == "reward_model" else "policy"
+        kind: Literal["policy", "reward_model"] = stage_registry.entry(stage).trains or "policy"
         name = f"{self.registered_model}-reward-model" if kind == "reward_model" else self.registered_model
         numbers = {key: value for key, value in (summary.get("metrics") or {}).items() if isinstance(value, float)}
         tags = {
@@ -312,7 +312,7 @@ class PipelineRun:
 
     def _parent_model(self, stage: str) -> dict[str, str]:
         """Tag with what a training stage starts from: a registered version, a path, a hub name or a preset."""
-        if stage not in (*_TRAINED, "reward_model"):
+        if stage_registry.entry(stage).trains is None:
             return {}
         parent = self._start_of(stage)
         version = parent.summary.get("model_version") if parent is not None else None
@@ -321,8 +321,9 @@ class PipelineRun:
 
     def _start_of(self, stage: str) -> StageResult | None:
         """The stage of this run whose model `stage` starts from; None = the pipeline's base model."""
-        before = _TRAINED[: _TRAINED.index(stage)] if stage in _TRAINED else _TRAINED
-        return next((self.results[name] for name in reversed(before) if name in self.results), None)
+        before = itertools.takewhile(lambda name: name != stage, stage_registry.names())
+        earlier = [name for name in before if name in stage_registry.policy_stages() and name in self.results]
+        return self.results[earlier[-1]] if earlier else None
 
     def tag_data(self, digests: Mapping[str, str]) -> None:
         """Note on the parent run which data a stage reads, whether the stage runs or was finished before."""

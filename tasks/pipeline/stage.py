@@ -7,9 +7,10 @@
         <key>.tracking/   the journal of metrics and what was shipped of it
         <key>.lock        held while the stage runs
 
-The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version). The same
-key is not run twice; a changed one is. In how many processes a stage runs (`launch`) is no part of its key. A finished
-folder is verified against its manifest before it is used.
+The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version, content of
+the user's modules that settings name and of those that they import). The same key is not run twice; a changed one is.
+In how many processes a stage runs (`launch`) is no part of its key, nor are files that the user's code opens by itself.
+A finished folder is verified against its manifest before it is used.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
+from tasks.stage_registry import entry
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
@@ -208,7 +210,7 @@ def _run_open(
         launch = getattr(settings, "launch", None)
         in_workers = launch is not None and launch.kind == "torchrun"
         summary = run_in_workers(context, body) if in_workers else body(context)
-        if (folder / "model").is_dir() and name != "prepare_data":
+        if (folder / "model").is_dir() and entry(name).trains is not None:
             summary = {**summary, **pipeline_run.register(tracker, folder / "model", name, summary)}
         summary.setdefault("tokens_per_second", tokens_per_second(journal))
         seconds = round(time.monotonic() - started, 2)

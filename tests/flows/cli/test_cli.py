@@ -11,9 +11,9 @@ import pytest
 from helpers import ROOT
 
 from flows.cli import main as cli
-from flows.cli.parser import STAGE_NAMES, build_parser
+from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, DataError, SettingsError, Stopped
-from tasks.config import STAGES, from_dict
+from tasks.config import from_dict
 
 GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
 
@@ -61,10 +61,6 @@ def test_help_imports_nothing_heavy():
         done = python(code, *arguments)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "HEAVY []"
-
-
-def test_stage_names_are_the_pipeline_s():
-    assert STAGE_NAMES == STAGES
 
 
 def test_every_command_has_help_with_examples(capsys):
