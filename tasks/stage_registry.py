@@ -53,32 +53,61 @@ class PipelineStage:
 
 _STAGES: tuple[PipelineStage, ...] = (
     PipelineStage(
-        name="prepare_data", task="tasks.stages.prepare_data:prepare_data", takes=("base",), gives="data", uses_gpu=False
+        name="prepare_data",
+        task="tasks.stages.prepare_data:prepare_data",
+        takes=("base",),
+        gives="data",
+        uses_gpu=False,
     ),
     PipelineStage(
-        name="sft", task="tasks.stages.sft:sft", takes=("model", "data"), needs=("data",), gives="policy",
+        name="sft",
+        task="tasks.stages.sft:sft",
+        takes=("model", "data"),
+        needs=("data",),
+        gives="policy",
         learns_from="demonstrations",
     ),
     PipelineStage(
-        name="preference", task="tasks.stages.preference:optimise_preferences", takes=("model", "data"), gives="policy",
+        name="preference",
+        task="tasks.stages.preference:optimise_preferences",
+        takes=("model", "data"),
+        gives="policy",
         learns_from="preferences",
     ),
     PipelineStage(
-        name="reward_model", task="tasks.stages.reward_model:reward_model", takes=("model", "data"), gives="reward_model"
+        name="reward_model",
+        task="tasks.stages.reward_model:reward_model",
+        takes=("model", "data"),
+        gives="reward_model",
     ),
     PipelineStage(
-        name="policy", task="tasks.stages.policy:optimise_policy", takes=("model", "data", "reward_model"), gives="policy"
-    ),
-    PipelineStage(name="thoughts", task="tasks.stages.thoughts:learn_thoughts", takes=("model", "data"), gives="policy"),
-    PipelineStage(
-        name="evaluate", task="tasks.stages.evaluate:evaluate_models", takes=("models", "data"), gives="evaluation"
-    ),
-    PipelineStage(
-        name="analyze", task="tasks.stages.analyze:analyze_trajectories",
-        takes=("evaluation", "models", "data", "reward_model"), needs=("evaluation",),
+        name="policy",
+        task="tasks.stages.policy:optimise_policy",
+        takes=("model", "data", "reward_model"),
+        gives="policy",
     ),
     PipelineStage(
-        name="promote", task="tasks.stages.promote:promote", takes=("evaluation", "challenger", "data"),
+        name="thoughts",
+        task="tasks.stages.thoughts:learn_thoughts",
+        takes=("model", "data"),
+        gives="policy",
+    ),
+    PipelineStage(
+        name="evaluate",
+        task="tasks.stages.evaluate:evaluate_models",
+        takes=("models", "data"),
+        gives="evaluation",
+    ),
+    PipelineStage(
+        name="analyze",
+        task="tasks.stages.analyze:analyze_trajectories",
+        takes=("evaluation", "models", "data", "reward_model"),
+    ),
+    ),
+    PipelineStage(
+        name="promote",
+        task="tasks.stages.promote:promote",
+    ),
         needs=("evaluation", "challenger"), uses_gpu=False,
     ),
 )  # fmt: skip

@@ -65,7 +65,7 @@ def test_help_imports_nothing_heavy():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:5] == ["run", "retrain", "validate", "stage", "profile"]
+    assert names[:5] == ["init", "run", "retrain", "validate", "stage"]
     assert names[5:10] == ["evaluate", "analyze", "promote", "approve", "resume"]
     assert names[10:] == ["up", "down", "status", "ui", "monitor", "runs", "gc", "doctor"]
     with pytest.raises(SystemExit):
