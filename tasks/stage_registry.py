@@ -102,15 +102,16 @@ _STAGES: tuple[PipelineStage, ...] = (
         name="analyze",
         task="tasks.stages.analyze:analyze_trajectories",
         takes=("evaluation", "models", "data", "reward_model"),
-    ),
+        needs=("evaluation",),
     ),
     PipelineStage(
         name="promote",
         task="tasks.stages.promote:promote",
+        takes=("evaluation", "challenger", "data"),
+        needs=("evaluation", "challenger"),
+        uses_gpu=False,
     ),
-        needs=("evaluation", "challenger"), uses_gpu=False,
-    ),
-)  # fmt: skip
+)
 
 
 def stages() -> tuple[PipelineStage, ...]:
