@@ -38,6 +38,7 @@ from tasks.lifecycle.approval import ApprovalRequest  # noqa: E402
 from tasks.pipeline.prefect_task import stage_task  # noqa: E402
 from tasks.pipeline.result import StageResult  # noqa: E402
 from tasks.pipeline.run import PipelineRun  # noqa: E402
+from tasks.pipeline.run_options import FlowRunAddress, RunOptions  # noqa: E402
 from tasks.stages.analyze import analyze_trajectories  # noqa: E402
 from tasks.stages.evaluate import evaluate_models  # noqa: E402
 from tasks.stages.policy import optimise_policy  # noqa: E402
@@ -136,18 +137,22 @@ def execute(
     """One pass over the stages, within a flow's run: what every flow that trains calls, through `run_with_approval`.
 
     Args:
-        fresh, only, models: see `post_training`. tags, lock: see `PipelineRun`.
+        fresh, only, models: see `post_training`. tags, lock: see `RunOptions` and `PipelineRun`.
     """
     with PipelineRun(
         typed,
-        fresh=fresh,
-        only=only,
-        flow_run_id=str(flow_run.id or ""),
-        flow_run_url=flow_run_url(),
-        prefect_api=without_password(get_current_settings().api.url or ""),
-        given=models,
-        started=_started.get(),
-        tags=tags,
+        RunOptions(
+            fresh=fresh,
+            only=only,
+            given=models or {},
+            started=_started.get(),
+            tags=tags or {},
+            flow_run=FlowRunAddress(
+                id=str(flow_run.id or ""),
+                url=flow_run_url(),
+                api=without_password(get_current_settings().api.url or ""),
+            ),
+        ),
         lock=lock,
         on_progress=_display.get(),
         stop=stopping.asked,
@@ -180,7 +185,7 @@ def execute(
 def _run_stages(pipeline_run: PipelineRun, given: dict[str, str]) -> None:
     """The DAG. Each arrow is a path that one stage hands to another."""
     stages = pipeline_run.settings.stages
-    base = pipeline_run.resolve_base_model()
+    base = pipeline_run.models.resolve_base()
     data: StageResult | None = None
     if stages.prepare_data is not None or base is None:
         data = stage_task("prepare_data", prepare_data, pipeline_run)(base)
@@ -212,7 +217,7 @@ def _run_stages(pipeline_run: PipelineRun, given: dict[str, str]) -> None:
         return
     trained = {name: pipeline_run.results[name] for name in models}  # in the order of the pipeline
     played = (
-        {name: pipeline_run.resolve_model(source)[0] for name, source in given.items()} or models or {"base": model}
+        {name: pipeline_run.models.resolve(source)[0] for name, source in given.items()} or models or {"base": model}
     )
     evaluation = stage_task("evaluate", evaluate_models, pipeline_run)(played, data)
     if stages.analyze is not None:
