@@ -24,9 +24,8 @@ from prefect.task_engine import TaskRunTimeoutError
 
 from rl_core.errors import BackendError, StageTimeout
 from tasks.pipeline.gpu_slot import gpu_slot
-from tasks.pipeline.result import StageResult
+from tasks.pipeline.result import REVIEW, StageResult
 from tasks.pipeline.run import PipelineRun
-from tasks.stages.promotion_review import REVIEW
 
 __all__ = ["is_transient", "stage_task"]
 

@@ -17,10 +17,11 @@ from rl_core.settings import AnalysisSettings
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.lifecycle.approval import ask, expire, question, read
+from tasks.pipeline.result import REVIEW
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation
-from tasks.stages.promotion_review import REVIEW, Side, write_report, write_review
+from tasks.stages.promotion_review import Side, write_report, write_review
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["ChampionChanged", "figure_tags", "promote", "promote_version"]
