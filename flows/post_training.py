@@ -10,68 +10,46 @@ import contextvars
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.settings import get_current_settings
 
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.runtime import stopping
+from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.dag_figure import draw_pipeline
-from flows.runtime.prefect_home import PREFECT_PORT, prepare_prefect, start_embedded_server
+from flows.runtime.pipeline_result import PipelineResult
+from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults, start_embedded_server
 from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
-from flows.runtime.summary import describe, headline, parent_metrics, result_rows, result_table
+from flows.runtime.summary import describe, headline, parent_metrics, result_rows
 from rl_core.errors import SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
+from tasks.pipeline.prefect_task import stage_task
+from tasks.pipeline.result import StageResult
+from tasks.pipeline.run import PipelineRun
+from tasks.pipeline.run_options import FlowRunAddress, RunOptions
+from tasks.stages.analyze import analyze_trajectories
+from tasks.stages.evaluate import evaluate_models
+from tasks.stages.policy import optimise_policy
+from tasks.stages.preference import optimise_preferences
+from tasks.stages.prepare_data import prepare_data
+from tasks.stages.promote import promote
+from tasks.stages.reward_model import reward_model
+from tasks.stages.sft import sft
+from tasks.stages.thoughts import learn_thoughts
+from tasks.tracking.store import without_password
 
 __all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "say", "watched"]
-
-prepare_prefect()  # before Prefect is imported; the command line has given it the config's output folder by now
-
-from prefect import flow  # noqa: E402
-from prefect.runtime import flow_run  # noqa: E402
-from prefect.settings import get_current_settings  # noqa: E402
-
-from flows.runtime.approval_wait import run_with_approval  # noqa: E402
-from tasks.lifecycle.approval import ApprovalRequest  # noqa: E402
-from tasks.pipeline.prefect_task import stage_task  # noqa: E402
-from tasks.pipeline.result import StageResult  # noqa: E402
-from tasks.pipeline.run import PipelineRun  # noqa: E402
-from tasks.pipeline.run_options import FlowRunAddress, RunOptions  # noqa: E402
-from tasks.stages.analyze import analyze_trajectories  # noqa: E402
-from tasks.stages.evaluate import evaluate_models  # noqa: E402
-from tasks.stages.policy import optimise_policy  # noqa: E402
-from tasks.stages.preference import optimise_preferences  # noqa: E402
-from tasks.stages.prepare_data import prepare_data  # noqa: E402
-from tasks.stages.promote import promote  # noqa: E402
-from tasks.stages.reward_model import reward_model  # noqa: E402
-from tasks.stages.sft import sft  # noqa: E402
-from tasks.stages.thoughts import learn_thoughts  # noqa: E402
-from tasks.tracking.store import without_password  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 # A flow's parameters are data that Prefect stores; who shows progress is known to this process alone.
 _display: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
 _started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")  # of the run to go on with
-
-
-@dataclass(frozen=True)
-class PipelineResult:
-    """What a run of the pipeline gave."""
-
-    results: dict[str, StageResult]
-    rows: list[dict[str, Any]]  # of the table
-    run_url: str  # the parent run in MLflow
-    seconds: float
-    facts: dict[str, Any] = field(default_factory=dict)
-    ok: bool = True
-    waiting: ApprovalRequest | None = None  # what a person has to decide before the champion moves
-
-    def table(self, width: int | None = None) -> str:
-        """The table that ends a run: stage, success with its interval, reward, tokens/s, seconds, where to look."""
-        return result_table(self.rows, self.run_url, self.facts, width)
 
 
 def _run_name() -> str:
@@ -256,9 +234,10 @@ def watched(*, quiet: bool = False, started: str = "") -> Iterator[None]:
     with Display(quiet=quiet) as display:
         token, begun = _display.set(display), _started.set(started)
         try:
-            with display.waiting("Prefect's server starts"):
-                start_embedded_server()
-            yield
+            with prefect_defaults():
+                with display.waiting("Prefect's server starts"):
+                    start_embedded_server()
+                yield
         finally:
             _display.reset(token)
             _started.reset(begun)

@@ -7,8 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from prefect import flow
+from prefect.runtime import flow_run
+
 from flows.parameters import PipelineForm, pipeline_name, read_settings
-from flows.post_training import PipelineResult, execute, run_pipeline
+from flows.post_training import execute, run_pipeline
+from flows.runtime.pipeline_result import PipelineResult
 from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings, EvaluationSettings
@@ -16,10 +20,6 @@ from tasks.config import STAGES, PipelineSettings, StageName, StagesSettings
 from tasks.stages.analyze import find_trajectories, image_function, image_tools, log_analysis
 from tasks.stages.loading import make_environment
 from tasks.tracking import Tracking
-
-# Prefect was prepared when flows.post_training was imported.
-from prefect import flow  # isort: skip
-from prefect.runtime import flow_run  # isort: skip
 
 __all__ = ["analyze", "analyze_models", "compare_models", "evaluate_model", "run_stage", "single_stage"]
 

@@ -118,6 +118,14 @@ def _connect_mlflow(output: str | Path) -> Path:
     return Path(output)
 
 
+def init(arguments: argparse.Namespace) -> int:
+    """Write a config, an environment and a reward to start from."""
+    from flows.cli.init import init
+
+    print(init(Path(arguments.folder)))
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
     settings = _load(arguments)
@@ -390,8 +398,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui, monitor,
-    runs, gc, doctor,
+    init, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui,
+    monitor, runs, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # what goes on where it was stopped
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}

@@ -19,8 +19,9 @@ optimisation, evaluation, analysis, promotion. A pipeline is one YAML file.
 
 _START = """\
 start here:
-  posttrain run configs/demo.yaml          the whole pipeline on an environment that needs no download
-  posttrain validate configs/demo.yaml     check a configuration without running anything
+  posttrain run demo                       the whole pipeline on an environment that needs no download
+  posttrain init my_task                   a config, an environment and a reward to start from
+  posttrain validate demo                  check a configuration without running anything
   posttrain up                             Prefect, a worker and MLflow, with schedules (down, status)
   posttrain ui                             look at results in MLflow and Prefect
   posttrain monitor                        watch a run while it trains
@@ -39,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
+    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
         add(commands)
     for add in (_add_evaluate, _add_analyze, _add_promote):
         add(commands)
@@ -77,7 +78,7 @@ def _add(commands: Any, name: str, about: str, examples: Sequence[str]) -> argpa
 
 
 def _add_config(parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False) -> None:
-    about = "the pipeline's YAML file"
+    about = "the pipeline's YAML file, or the name of a shipped one, such as demo"
     if option:
         parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=about)
     else:
@@ -99,6 +100,12 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the table at the end")
+
+
+def _add_init(commands: Any) -> None:
+    about = "write a commented config, an environment and a reward to start from"
+    parser = _add(commands, "init", about, ["init my_task"])
+    parser.add_argument("folder", metavar="FOLDER", help="a new folder; its name becomes that of the pipeline")
 
 
 def _add_run(commands: Any) -> None:

@@ -95,7 +95,7 @@ class ChildPool:
     def _start(self) -> _Child:
         variables = {name: os.environ[name] for name in self._variables if name in os.environ}
         variables |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", str(Path(__file__).with_name("child_main.py")), str(self._script)]
+        command = [sys.executable, "-P", str(Path(__file__).with_name("subprocess_main.py")), str(self._script)]
         child = _Child([*command, json.dumps(self._options)], variables)
         try:
             reply = child.receive(_START_S)

@@ -1,6 +1,6 @@
 """The program of a child process: answers JSON lines on standard input with JSON lines on standard output.
 
-    python -P child_main.py <file that defines start(setup) and handle(request)> <setup and limits as JSON>
+    python -P subprocess_main.py <file that defines start(setup) and handle(request)> <setup and limits as JSON>
 
 Standard library only; it imports nothing of this package, so that it starts quickly and holds no model.
 """

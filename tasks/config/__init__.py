@@ -33,6 +33,7 @@ from tasks.config.settings import (
     TrackingSettings,
 )
 from tasks.config.yaml_loader import read_yaml
+from tasks.shipped import find_config
 
 __all__ = [
     "STAGES",
@@ -56,12 +57,14 @@ __all__ = [
 def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool = True) -> PipelineSettings:
     """Read a pipeline's YAML file and check all of it.
 
+    A bare name such as `demo` stands for the shipped config, unless the current folder has a file of that name.
     Relative paths in it are looked up from the current folder, then from the file's own folder, and made absolute.
     Args:
         overrides: "key.path=value" each, applied in order; the value is YAML.
         check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
     Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
     """
+    path = find_config(path)
     document = read_yaml(path)
     places = Places(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)

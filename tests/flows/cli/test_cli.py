@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT
 
-from flows.cli.main import main as cli
+from flows.cli import main as cli
 from flows.cli.parser import STAGE_NAMES, build_parser
 from rl_core.errors import BackendError, DataError, SettingsError, Stopped
 from tasks.config import STAGES, from_dict
@@ -308,7 +308,7 @@ def test_sigterm_unwinds_and_exits_with_143(tmp_path):
     """Also where something catches every Exception, as imports of large packages and their start-ups do."""
     code = (
         "import os, signal, sys, types\n"
-        "from flows import cli\n"
+        "from flows.cli import main as cli\n"
         "def run_pipeline(settings, **_):\n"
         "    try: os.kill(os.getpid(), signal.SIGTERM); signal.pause()\n"
         "    except Exception: print('goes on')\n"
@@ -355,7 +355,7 @@ def test_a_sigterm_that_something_swallowed_stops_the_run_at_its_next_stage(monk
 def test_reader_that_goes_away(tmp_path):
     code = (
         "import sys, types\n"
-        "from flows import cli\n"
+        "from flows.cli import main as cli\n"
         "cli.COMMANDS['runs'] = lambda arguments: print('x\\n' * 100000) or 0\n"
         "sys.exit(cli.main(['runs']))"
     )
