@@ -33,6 +33,7 @@ from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run import PipelineRun
+from tasks.pipeline.run_options import FlowRunAddress, RunOptions
 from tasks.stage_registry import Product
 from tasks.tracking.store import without_password
 
@@ -108,18 +109,22 @@ def execute(
     """One pass over the stages, within a flow's run: what every flow that trains calls, through `run_with_approval`.
 
     Args:
-        fresh, only, models: see `post_training`. tags, lock: see `PipelineRun`.
+        fresh, only, models: see `post_training`. tags, lock: see `RunOptions` and `PipelineRun`.
     """
     with PipelineRun(
         typed,
-        fresh=fresh,
-        only=only,
-        flow_run_id=str(flow_run.id or ""),
-        flow_run_url=flow_run_url(),
-        prefect_api=without_password(get_current_settings().api.url or ""),
-        given=models,
-        started=_started.get(),
-        tags=tags,
+        RunOptions(
+            fresh=fresh,
+            only=only,
+            given=models or {},
+            started=_started.get(),
+            tags=tags or {},
+            flow_run=FlowRunAddress(
+                id=str(flow_run.id or ""),
+                url=flow_run_url(),
+                api=without_password(get_current_settings().api.url or ""),
+            ),
+        ),
         lock=lock,
         on_progress=_display.get(),
         stop=stopping.asked,
@@ -183,7 +188,7 @@ class _Handed:
     @property
     def models(self) -> Mapping[str, StageResult | Path | str]:
         """The policies to evaluate, by name."""
-        named = {name: self.pipeline_run.resolve_model(source)[0] for name, source in self.given.items()}
+        named = {name: self.pipeline_run.models.resolve(source)[0] for name, source in self.given.items()}
         return named or self.trained or {"base": self.model}
 
     @property
@@ -194,7 +199,7 @@ class _Handed:
 
 def _run_stages(pipeline_run: PipelineRun, given: dict[str, str]) -> None:
     """The DAG: each stage takes what the ones before it gave (tasks/stage_registry.py)."""
-    handed = _Handed(pipeline_run, pipeline_run.resolve_base_model(), given)
+    handed = _Handed(pipeline_run, pipeline_run.models.resolve_base(), given)
     for stage in stage_registry.stages():
         makes_preset = stage.gives == "data" and handed.base is None
         if getattr(pipeline_run.settings.stages, stage.name) is None and not makes_preset:

@@ -125,7 +125,7 @@ def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> st
         note = str(row["note"]).replace("|", "/")
         lines.append(f"| {linked} | {_rate(row)} | {reward} | {seconds} | {note} |")
     lines.append("")
-    if pipeline_run.flow_run_url:
-        lines.append(f"[Prefect flow run]({pipeline_run.flow_run_url}) · ")
+    if flow_run_url := pipeline_run.options.flow_run.url:
+        lines.append(f"[Prefect flow run]({flow_run_url}) · ")
     lines.append("Report: artifact `report.html` · settings: artifact `config.json`")
     return "\n".join(lines)

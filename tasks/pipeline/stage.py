@@ -33,6 +33,7 @@ from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
+from tasks.processes.launch import WORKERS, recover_events, run_in_workers
 from tasks.stage_registry import entry
 from tasks.tracking import RunTracker, read_metrics
 
@@ -72,6 +73,7 @@ class StageContext:
     seed: int
     fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
     stop: threading.Event
+    threads: int = 1  # of all processes of the stage on this machine together
     started: float = field(default_factory=time.monotonic)
     process_group: ProcessGroup = field(default_factory=_alone)  # the processes that run this stage's body together
 
@@ -157,20 +159,20 @@ def run_stage(
     if pipeline_run.stop.is_set():
         raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
-    pipeline_run.tag_data(digests)
+    pipeline_run.tracker.tag_data(digests)
     key = stage_key(name, settings, pipeline_run.settings, digests)
-    final = pipeline_run.stages / name / key
-    fresh = pipeline_run.is_fresh(name) and key not in pipeline_run.keys_run
+    final = pipeline_run.stages_folder / name / key
+    fresh = pipeline_run.is_fresh(name, key)
     final.parent.mkdir(parents=True, exist_ok=True)
     with FolderLock(final.with_name(f"{key}.lock")):
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
             logger.info("%s: finished before (%s), not run again", label or name, key)
-            pipeline_run.stage_cached(label or name, done)
+            pipeline_run.tracker.note_cached(label or name, done.run_id or done.key)
             return done
         if fresh:
             _discard(final)
-        pipeline_run.keys_run.add(key)
+        pipeline_run.mark_computed(key)
         return _run_open(pipeline_run, name, body, settings, inputs, digests, key, final, label or name)
 
 
@@ -189,10 +191,10 @@ def _run_open(
     folder = final.with_name(f"{key}.open")
     journal = final.with_name(f"{key}.tracking")
     _clear_leftovers(folder)
-    from tasks.processes.launch import recover_events, run_in_workers  # here, as it knows this module
-
     started = time.monotonic()
-    tracker = pipeline_run.open_stage_run(label, name, journal, settings, digests, key)
+    tracker = pipeline_run.tracker.open_stage(
+        label, name, journal, settings, digests, key, pipeline_run.models.parent_tags(name)
+    )
     context = StageContext(
         name=name,
         folder=folder,
@@ -201,6 +203,7 @@ def _run_open(
         inputs={k: v.path if isinstance(v, StageResult) else v for k, v in inputs.items()},
         tracker=tracker,
         pipeline_run=pipeline_run,
+        threads=pipeline_run.threads,
         seed=stage_seed(pipeline_run.settings.seed, name),
         fingerprint={"stage key": key, "threads": str(pipeline_run.threads)},
         stop=pipeline_run.stop,
@@ -211,7 +214,7 @@ def _run_open(
         in_workers = launch is not None and launch.kind == "torchrun"
         summary = run_in_workers(context, body) if in_workers else body(context)
         if (folder / "model").is_dir() and entry(name).trains is not None:
-            summary = {**summary, **pipeline_run.register(tracker, folder / "model", name, summary)}
+            summary = {**summary, **pipeline_run.models.register(tracker, folder / "model", name, summary)}
         summary.setdefault("tokens_per_second", tokens_per_second(journal))
         seconds = round(time.monotonic() - started, 2)
         summary = {**summary, "seconds": seconds, "run_id": tracker.run_id or "", "key": key}
@@ -261,7 +264,7 @@ def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name in ("checkpoints", REWARD_RECORD, "workers"):  # workers: recover_events reads it first
+        if path.name in ("checkpoints", REWARD_RECORD, WORKERS):  # recover_events reads and removes the latter
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -107,6 +107,7 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         inputs={**{name: Path(value) for name, value in job["paths"].items()}, **job["names"]},
         tracker=_tracker(process_group, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
         pipeline_run=None,  # type: ignore[arg-type]
+        threads=job["threads"],
         seed=job["seed"],
         fingerprint=job["fingerprint"],
         stop=_StopFile(folder / "stop"),

@@ -25,22 +25,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
+from rl_core.tracking import Tracker
 from rl_core.training.signals import StopRequests
-from tasks.config import resolve
+from tasks.config import PipelineSettings, resolve
 from tasks.processes.child_processes import wait_until_gone
 from tasks.processes.rank_zero_events import Events
-from tasks.tracking import RunTracker
 
-if TYPE_CHECKING:
-    from tasks.pipeline.stage import StageContext
-
-__all__ = ["WORKERS", "recover_events", "run_in_workers"]
+__all__ = ["EVENTS", "WORKERS", "LaunchedStage", "recover_events", "run_in_workers"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +51,51 @@ _OUTPUT_LINES = 15  # of what a process printed, in a message about its death
 _INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[str, Any]]) -> dict[str, Any]:
+class LaunchedStage(Protocol):
+    """The part of a stage's context that its processes are started from."""
+
+    @property
+    def name(self) -> str:
+        """The stage."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the stage writes into."""
+
+    @property
+    def settings(self) -> Any:
+        """The stage's own settings; `launch` is one of them."""
+
+    @property
+    def pipeline(self) -> PipelineSettings:
+        """Settings of the whole pipeline."""
+
+    @property
+    def inputs(self) -> Mapping[str, Path | str]:
+        """Folders, or hub names of models, by the input's name."""
+
+    @property
+    def tracker(self) -> Tracker:
+        """The stage's run."""
+
+    @property
+    def threads(self) -> int:
+        """Number of threads, shared out among the processes of this machine."""
+
+    @property
+    def seed(self) -> int:
+        """The stage's own seed."""
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Facts that have to be equal for a checkpoint to be resumed."""
+
+    @property
+    def stop(self) -> threading.Event:
+        """Set when the stage has to save and stop."""
+
+
+def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) -> dict[str, Any]:
     """Run a stage's body in the processes that its `launch` settings ask for; returns what it returns in the first.
 
     Raises: the error of the process that failed first, as the type that it was; WorkerFailed where it has none of ours,
@@ -67,7 +109,7 @@ def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[st
     context.tracker.set_tag("launch", f"torchrun: {settings.nodes} x {settings.processes} processes")
     events = Events(folder / EVENTS)
     with StopRequests(context.stop) as stop:  # around the start, so that no signal comes between it and the `try`
-        agent = _start(settings, folder, context.pipeline_run.threads)
+        agent = _start(settings, folder, context.threads)
         try:
             asked = _watch(agent, events, context.tracker, stop)
         finally:
@@ -86,7 +128,7 @@ def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[st
     return summary
 
 
-def recover_events(folder: Path, tracker: RunTracker) -> None:
+def recover_events(folder: Path, tracker: Tracker) -> None:
     """Give the tracker what processes of an earlier run, killed with their stage, had told it; then remove it."""
     Events(folder / WORKERS / EVENTS).forward(tracker, replay=True)
     shutil.rmtree(folder / WORKERS, ignore_errors=True)
@@ -112,7 +154,7 @@ def torchrun_command(settings: LaunchSettings, folder: Path) -> list[str]:
     ]
 
 
-def _write_job(folder: Path, context: StageContext, body: Callable[..., Any]) -> None:
+def _write_job(folder: Path, context: LaunchedStage, body: Callable[..., Any]) -> None:
     job = {
         "body": f"{body.__module__}:{body.__qualname__}",
         "name": context.name,
@@ -122,7 +164,7 @@ def _write_job(folder: Path, context: StageContext, body: Callable[..., Any]) ->
         "names": {name: value for name, value in context.inputs.items() if isinstance(value, str)},
         "seed": context.seed,
         "fingerprint": context.fingerprint,
-        "threads": context.pipeline_run.threads,
+        "threads": context.threads,
     }
     (folder / "job.json").write_text(json.dumps(job))
 
@@ -154,7 +196,7 @@ def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.P
         )
 
 
-def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: RunTracker, stop: StopRequests) -> int | None:
+def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: Tracker, stop: StopRequests) -> int | None:
     """Until torchrun ends; a stop request is passed on, and obeyed here where no training loop can obey it.
 
     Returns: the signal that was passed on.

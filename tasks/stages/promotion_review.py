@@ -24,9 +24,8 @@ from tasks.stage_registry import training_stages
 from tasks.stages.evaluate import read_evaluation, trajectories_path
 from tasks.tracking import read_metrics
 
-__all__ = ["REVIEW", "Side", "spark", "write_report", "write_review"]
+__all__ = ["Side", "spark", "write_report", "write_review"]
 
-REVIEW = "review.md"
 REGRESSIONS = 5  # shown in full
 MAX_CELL = 300  # characters of an action or observation
 BARS = "▁▂▃▄▅▆▇█"

@@ -16,7 +16,7 @@ system    CPU, memory, GPU
 from tasks.tracking.journal import read_metrics
 from tasks.tracking.models import check_safe, digest_model
 from tasks.tracking.registry import ModelVersion, Registry, is_registered_reference
-from tasks.tracking.run import ProgressCallback, RunTracker
+from tasks.tracking.run_tracker import ProgressCallback, RunTracker
 from tasks.tracking.store import default_uri, offline_environment
 from tasks.tracking.tracking import RunRow, Tracking, list_runs
 from tasks.tracking.values import environment_freeze, flatten

@@ -12,7 +12,7 @@ from typing import Any
 from rl_core.errors import DataError, FolderBusy
 from tasks.tracking.journal import events_path
 from tasks.tracking.registry import ModelVersion, Registry
-from tasks.tracking.run import ProgressCallback, RunTracker, replay_folder
+from tasks.tracking.run_tracker import ProgressCallback, RunTracker, replay_folder
 from tasks.tracking.store import Cost, Store, default_uri
 
 __all__ = ["RunRow", "Tracking", "list_runs"]

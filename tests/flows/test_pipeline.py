@@ -373,8 +373,9 @@ def play(*outcomes, **limits):
     from tasks.pipeline.prefect_task import stage_task
 
     run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
+    results = {}
     pipeline_run = SimpleNamespace(
-        settings=SimpleNamespace(name="tries", run=run), results={}, fraction=0.0, progress_artifact=None
+        settings=SimpleNamespace(name="tries", run=run), add_result=results.__setitem__, fraction=0.0
     )
     tries = []
 
@@ -394,7 +395,7 @@ def play(*outcomes, **limits):
         one_stage()
     except Exception as error:
         return len(tries), error
-    return len(tries), pipeline_run.results
+    return len(tries), results
 
 
 def done():

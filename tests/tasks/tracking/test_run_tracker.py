@@ -162,7 +162,7 @@ def test_threads_share_a_tracker(tracking, tmp_path):
 
 
 def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(tracking, tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.tracking.run.PROGRESS_SECONDS", 3600.0)
+    monkeypatch.setattr("tasks.tracking.run_tracker.PROGRESS_SECONDS", 3600.0)
     run = tracking.start_run("p", tmp_path)
     for done in (1, 2, 3, 4):
         run.progress(done, 4, f"step {done}")
