@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import sequence_packing
 from rl_core.data.batches import DataOrder
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.models.packing import can_pack
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
 from rl_core.training.optimizer_step import Updater
@@ -68,7 +68,7 @@ class SFTTrainer:
         self.updater = Updater(
             model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
-        self._packing = settings.packing and can_pack(model)
+        self._packing = settings.packing and sequence_packing(model).allowed
         if settings.packing and not self._packing:
             logger.warning(
                 "packing: %s with attention '%s' mixes the sequences of a row, so rows are padded instead",
