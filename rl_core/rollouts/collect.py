@@ -62,9 +62,9 @@ def collect(
 
     Args:
         seed: of the sampling; give another one at every iteration.
-        policy_version: kept in each rollout: optimizer steps behind the sampling weights.
-        workers: processes that each play a share of the requests; all of them get all groups.
-    Returns: one group per request, in order; its reward is the episode's.
+        policy_version: kept in each trajectory: optimizer steps behind the sampling weights.
+        process_group: processes that each play a share of the requests; all of them get all groups.
+    Returns: one group per request, in order; a rollout's reward is the sum of its episode's.
     Raises: EnvironmentFault naming environment, level and seed when an environment raises, hangs or breaks its
         protocol; DataError when a prompt leaves no room in the context.
     """
@@ -216,10 +216,8 @@ class _EpisodeSequence:
             completion_ids=self._completion_ids,
             loss_mask=self._loss_mask,
             sampler_logprobs=self._logprobs,
-            reward=self._reward,
             trajectory=trajectory,
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
-            policy_version=policy_version,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:

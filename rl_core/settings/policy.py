@@ -146,8 +146,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return self.critic if self.critic is not None or self.algorithm != "ppo" else CriticSettings()
 
     @property
-    def whitens(self) -> bool:
-        """Whether advantages are whitened over the iteration."""
+    def uses_whitening(self) -> bool:
+        """True = advantages are whitened over the iteration: as set, else with a critic alone."""
         return self.value_function is not None if self.whiten_advantages is None else self.whiten_advantages
 
     @property
@@ -162,7 +162,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         own = max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
         return own if self.overlong_buffer is None else self.overlong_buffer
 
-    def within(self, stage: CurriculumStage) -> PolicySettings:
+    def for_stage(self, stage: CurriculumStage) -> PolicySettings:
         """These settings with what a curriculum stage overrides; the very same object where it overrides nothing."""
         changes: dict[str, Any] = {}
         if stage.group_size is not None:
@@ -215,7 +215,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
         for stage in self.curriculum:
             try:
-                self.within(stage)
+                self.for_stage(stage)
             except SettingsError as error:
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 

@@ -119,7 +119,7 @@ def test_an_episode_by_hand() -> None:
     assert rollout.prompt_ids == [ord(c) - 32 for c in "SQ3"]
     assert (rollout.completion_ids, rollout.loss_mask) == (ids, mask)
     assert rollout.sampler_logprobs == [-0.5 * m for m in mask]
-    assert (rollout.reward, rollout.is_truncated, rollout.success, rollout.policy_version) == (0.5, False, True, 5)
+    assert (rollout.reward, rollout.is_truncated, rollout.success) == (0.5, False, True)
     t = rollout.trajectory
     assert (t.environment, t.level, t.kind, t.seed, t.prompt, t.target) == ("looking", "easy", "letters", 3, "Q3", "A")
     assert [turn.action for turn in t.turns] == ["L", "LX", "A"]

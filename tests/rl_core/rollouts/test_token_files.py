@@ -15,7 +15,7 @@ def rollouts():
             "fake", "easy", "k", number, "p", "t", num_completion_tokens=len(mask), num_action_tokens=sum(mask),
             temperature=0.5 * number,
         )  # fmt: skip
-        made.append(Rollout([7, number], list(range(len(mask))), mask, [0.0] * len(mask), 0.0, trajectory))
+        made.append(Rollout([7, number], list(range(len(mask))), mask, [0.0] * len(mask), trajectory))
     return made
 
 

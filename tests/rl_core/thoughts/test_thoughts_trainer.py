@@ -176,7 +176,7 @@ def test_resumes_bit_for_bit_through_the_loop(renderer, taught, tmp_path):
     second, outcome = run("cut", 6, cut_rows)
     assert outcome.resumed_iteration == 3 and outcome.iterations == 6
     assert torch.equal(weights(second), weights(whole)) and outcome.metrics == expected.metrics
-    assert second.episodes_played == whole.episodes_played == 72
+    assert second.rollouts_played == whole.rollouts_played == 72
     for name, tensor in whole.baseline.head.state_dict().items():
         assert torch.equal(tensor, second.baseline.head.state_dict()[name])
     assert whole.baseline.head.linear.weight.abs().sum() > 0

@@ -285,7 +285,7 @@ def test_metrics_by_full_name():
 def test_known_metrics_are_those_that_an_iteration_has():
     trajectory = Trajectory("pixel_grid", "easy", "colour", 0, "p", "t", turns=[Turn("answer x")], num_action_tokens=2)
     trajectory.rewards = {"task": 1.0}
-    rollout = Rollout([1], [2, 3], [True, True], [-1.0, -1.0], 1.0, trajectory)
+    rollout = Rollout([1], [2, 3], [True, True], [-1.0, -1.0], trajectory)
     groups = [RolloutGroup([rollout])]
     emitted = set(RewardOrchestrator({"task": 1.0}).score(groups)) | set(rollout_metrics(groups))
     assert set(METRICS) <= emitted
