@@ -67,7 +67,7 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations of one optimizer step")
-    # On a CPU no faster than length-sorted micro-batches (tests/benchmarks/RESULTS.md), hence off.
+    # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
     packing: bool = setting(
         False, doc="several demonstrations in one row, each attending to itself alone; saves padding of unequal lengths"
     )
