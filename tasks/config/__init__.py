@@ -20,7 +20,7 @@ from rl_core.settings import Settings
 from tasks.config.cross_checks import check_combinations
 from tasks.config.files import resolve_files
 from tasks.config.overrides import apply_overrides
-from tasks.config.problems import ConfigError, Places, Problem
+from tasks.config.problems import ConfigError, KeyLocations, Problem
 from tasks.config.schema import model_of, read
 from tasks.config.settings import (
     STAGES,
@@ -66,7 +66,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool =
     """
     path = find_config(path)
     document = read_yaml(path)
-    places = Places(str(path), lines=document.lines)
+    places = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)
     settings, found = _check_all(document.data, Path(path).parent if check_files else None, problems)
     if found or settings is None:
@@ -81,7 +81,7 @@ def from_dict(values: Mapping[str, Any], *, check_files: bool = True) -> Pipelin
     """
     settings, problems = _check_all(values, Path() if check_files else None, [])
     if problems or settings is None:
-        raise ConfigError(problems, Places("settings"))
+        raise ConfigError(problems, KeyLocations("settings"))
     return settings
 
 

@@ -1,4 +1,4 @@
-"""The contract of every stage: cache key, folders, lock, resume, tracking, hand-over.
+"""Execution of a stage: cache key, folders, lock, resume, tracking, hand-over.
 
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
@@ -59,7 +59,7 @@ def _alone() -> ProcessGroup:
 
 @dataclass
 class StageContext:
-    """What the body of a stage gets."""
+    """Settings, inputs, folder, tracker and stop signal of a stage, for its body."""
 
     name: str
     folder: Path  # write here; renamed when finished
@@ -77,7 +77,7 @@ class StageContext:
 
     @property
     def checkpoints(self) -> Path:
-        """Where the stage keeps its checkpoints; removed when it has finished."""
+        """Folder of the stage's checkpoints; removed when it has finished."""
         return self.folder / "checkpoints"
 
     def train(

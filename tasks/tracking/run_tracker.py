@@ -145,7 +145,7 @@ class RunTracker:
             self._event("tags", tags=texts)
 
     def set_description(self, markdown: str) -> None:
-        """What the run's page says at its top, as markdown."""
+        """Markdown at the top of the run's page."""
         self.set_tags({"mlflow.note.content": markdown})
 
     def log_params(self, params: Any, prefix: str = "") -> None:

@@ -1,4 +1,4 @@
-"""The MLflow store: where it is, a client for it, and its errors in our words."""
+"""The MLflow store: its address, a client, and translated errors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ passed the promotion gate last.
 
 @functools.cache
 def user_name() -> str:
-    """Who runs this; containers without a user database have a number only."""
+    """Name of the present user; their number in containers without a user database."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -131,7 +131,7 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """Whether the store is a database that this machine opens itself."""
+        """True = a database that this machine opens itself."""
         return not self.uri.startswith(("http://", "https://"))
 
     @property
@@ -222,7 +222,7 @@ class Store:
             raise BackendError(f"{self.label} could not {doing}: {short(error)}") from error
 
     def ui_url(self, path: str) -> str:
-        """Where a page of the UI is: on the server, or where `posttrain ui` will serve a local store."""
+        """Address of a page of the UI: on the server, or where `posttrain ui` serves a local store."""
         base = f"http://127.0.0.1:{DEFAULT_PORT}" if self.is_local else self.label.rstrip("/")
         return f"{base}/#/{path}"
 
@@ -243,12 +243,12 @@ class Store:
 
 
 def refused(error: Exception) -> bool:
-    """Whether the store understood the request and will never grant it."""
+    """True = the store understood the request and will never grant it."""
     return getattr(error, "error_code", None) in _REFUSED
 
 
 def missing(error: Exception) -> bool:
-    """Whether the store says that the thing asked about does not exist."""
+    """True = the store says that the object does not exist."""
     return getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
 
 
