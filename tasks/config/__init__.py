@@ -48,7 +48,6 @@ __all__ = [
     "from_dict",
     "load",
     "pipeline_model",
-    "pipeline_schema",
     "resolve",
     "settings_digest",
 ]
@@ -102,12 +101,6 @@ def _check_all(
 def pipeline_model() -> Any:
     """The pydantic model of PipelineSettings: the type of a Prefect flow's parameter, shown as a form."""
     return model_of(PipelineSettings)
-
-
-def pipeline_schema() -> dict[str, Any]:
-    """JSON schema of a pipeline's settings, with meanings, ranges and defaults."""
-    schema: dict[str, Any] = pipeline_model().model_json_schema()
-    return schema
 
 
 def resolve(settings: Settings) -> dict[str, Any]:

@@ -162,10 +162,6 @@ class RunTracker:
         """A structure as a JSON artifact."""
         self.log_text(json.dumps(values, indent=2, default=str, ensure_ascii=False) + "\n", name)
 
-    def log_figure_file(self, path: Path, folder: str = "figures") -> None:
-        """A finished figure."""
-        self.log_artifact(path, folder)
-
     def log_environment(self) -> None:
         """Python and every installed distribution, as environment/requirements.txt."""
         self.log_text(environment_freeze(), "environment/requirements.txt")

@@ -177,14 +177,6 @@ class Store:
         assert self._experiment_id is not None
         return self._experiment_id
 
-    def find_experiment(self) -> str | None:
-        """The experiment's id where it exists; nothing is created."""
-        if self._experiment_id is None:
-            with self.answers("look for the experiment"):
-                found = self.client.get_experiment_by_name(self.experiment)
-            return found.experiment_id if found is not None else None
-        return self._experiment_id
-
     def _open_experiment(self) -> str:
         from mlflow.exceptions import MlflowException
 

@@ -39,7 +39,7 @@ def test_everything_arrives(tracking, tmp_path):
             (tmp_path / "figure.png").write_bytes(b"png")
             (tmp_path / "tree" / "inner").mkdir(parents=True)
             (tmp_path / "tree" / "inner" / "a.txt").write_text("a")
-            stage.log_figure_file(tmp_path / "figure.png")
+            stage.log_artifact(tmp_path / "figure.png", "figures")
             stage.log_artifact(tmp_path / "tree", "data")
             (tmp_path / "tree").rename(tmp_path / "published")  # as a stage's folder is, while files still wait
             (tmp_path / "figure.png").unlink()
