@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.config import PipelineSettings, from_dict, load, pipeline_model
 from tasks.config.overrides import apply_overrides
-from tasks.config.problems import ConfigError, Places
+from tasks.config.problems import ConfigError, KeyLocations
 
 __all__ = ["PipelineForm", "pipeline_name", "read_settings"]
 
@@ -28,7 +28,7 @@ def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | 
         return load(settings, overrides or ())
     values = copy.deepcopy(dict(settings))
     if overrides:
-        places = Places("settings")
+        places = KeyLocations("settings")
         problems = apply_overrides(values, overrides, places)
         if problems:
             raise ConfigError(problems, places)

@@ -129,7 +129,7 @@ def execute(
         on_progress=_display.get(),
         stop=stopping.asked,
     ) as pipeline_run:
-        crash_flow_runs(run.flow_run_id for run in pipeline_run.gone)
+        crash_flow_runs(run.flow_run_id for run in pipeline_run.dead_runs)
         _run_stages(pipeline_run, models or {})
         rows = result_rows(pipeline_run)
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)

@@ -21,7 +21,7 @@ from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
 from tasks.config.cross_checks import check_combinations
 from tasks.config.files import context_of, replaced, resolve_files
 from tasks.config.overrides import apply_overrides
-from tasks.config.problems import ConfigError, Places, Problem, overlap
+from tasks.config.problems import ConfigError, KeyLocations, Problem, overlap
 from tasks.config.schema import model_of, read
 from tasks.config.settings import (
     STAGES,
@@ -50,7 +50,6 @@ __all__ = [
     "from_dict",
     "load",
     "pipeline_model",
-    "pipeline_schema",
     "resolve",
     "settings_digest",
 ]
@@ -68,7 +67,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool =
     """
     path = find_config(path)
     document = read_yaml(path)
-    places = Places(str(path), lines=document.lines)
+    places = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)
     settings, found = _check_all(document.data, Path(path).parent if check_files else None, problems)
     if found or settings is None:
@@ -83,7 +82,7 @@ def from_dict(values: Mapping[str, Any], *, check_files: bool = True) -> Pipelin
     """
     settings, problems = _check_all(values, Path() if check_files else None, [])
     if problems or settings is None:
-        raise ConfigError(problems, Places("settings"))
+        raise ConfigError(problems, KeyLocations("settings"))
     return settings
 
 
@@ -117,12 +116,6 @@ def evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:
 def pipeline_model() -> Any:
     """The pydantic model of PipelineSettings: the type of a Prefect flow's parameter, shown as a form."""
     return model_of(PipelineSettings)
-
-
-def pipeline_schema() -> dict[str, Any]:
-    """JSON schema of a pipeline's settings, with meanings, ranges and defaults."""
-    schema: dict[str, Any] = pipeline_model().model_json_schema()
-    return schema
 
 
 def resolve(settings: Settings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What settings mean together: combinations that cannot work are refused before anything runs."""
+"""Checks across settings: combinations that cannot work are refused before anything runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _model(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
-    """What each stage needs from the ones before it, or from model.path."""
+    """Each stage's needs from the stages before it, or from model.path."""
     stages = settings.stages
     path: Key = ("model", "path")
     policies = [("stages", name) for name in policy_stages()]

@@ -1,4 +1,4 @@
-"""What a configuration needs from this machine: data files, model folders, a folder to write into, a device."""
+"""Checks of a configuration against this machine: data files, model folders, an output folder, a device."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Finder:
         self.problems = problems
 
     def candidates(self, name: str) -> list[Path]:
-        """Where a path of the config may lie: from the current folder, then from the config's own."""
+        """Candidates for a path of the config: from the current folder, then from the config's own."""
         path = Path(name).expanduser()
         places = [path] if path.is_absolute() else [Path.cwd() / path, self.folder.absolute() / path]
         return list(dict.fromkeys(Path(os.path.normpath(place)) for place in places))

@@ -201,7 +201,7 @@ def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
 
 
 def _problem(cls: type[Settings], error: Any) -> Problem:
-    """What was found, what is allowed, what to do."""
+    """A message with the found value, the allowed ones and a remedy, from pydantic's error."""
     key = _key(error)
     kind, found = error["type"], error.get("input")
     if kind == "extra_forbidden":
@@ -297,7 +297,7 @@ def _type_words(hint: Any) -> str:
 
 
 def _hint(kind: str, found: Any) -> str:
-    """What to do about a common slip."""
+    """Remedy for a common slip; "" for any other."""
     if kind in ("int_type", "int_from_float") and isinstance(found, float) and found == int(found):
         return f"; write {int(found)}"
     if kind in ("int_type", "float_type") and isinstance(found, str):

@@ -58,7 +58,7 @@ def _check_name(field: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings(Settings):
-    """Where metrics, artifacts and model versions go."""
+    """Tracking store, experiment and registered model of a pipeline."""
 
     uri: str | None = setting(
         None, doc="MLflow server or database; left out: MLFLOW_TRACKING_URI, else sqlite in the output folder"
@@ -91,7 +91,7 @@ class TrackingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PromotionSettings(Settings):
-    """When the alias `champion` moves to the new model."""
+    """The promotion gate: conditions under which the alias `champion` moves to the new model."""
 
     min_gain: float = setting(
         0.0, ge=-1, le=1, doc="the interval's lower bound of the gain in success must be above this"
@@ -107,7 +107,7 @@ class PromotionSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainSettings(Settings):
-    """When and how `posttrain retrain` trains again, and what counts as a champion that got worse."""
+    """Triggers and options of `posttrain retrain`, and the margin by which a champion counts as worse."""
 
     start: Literal["champion", "base"] = setting("champion", doc="where it starts: the champion, or model as it stands")
     min_new_rows: int = setting(1, ge=1, doc="rows that the champion has not seen, for a retraining to be worth it")
@@ -147,7 +147,7 @@ class StagesSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """How stages are run; changes no result."""
+    """Execution of the stages: retries, limits, waiting for locks; changes no result."""
 
     wait_seconds: float = setting(0.0, ge=0, doc="wait while another run writes into the same folder; 0 = refuse")
     retries: int = setting(2, ge=0, le=100, doc="tries after the first one, for errors that may pass (never settings)")

@@ -1,4 +1,4 @@
-"""Retraining: whether it is worth it, where it starts, with which settings; and a record of each one.
+"""Retraining: the decision, its starting point and settings, and a record of each one.
 
     <output>/<pipeline>/retrainings/0001.json   data, start, seed, reason, and what came of it
 
@@ -55,13 +55,13 @@ class Retraining:
 
     @property
     def ended(self) -> bool:
-        """Whether it came to a decision."""
+        """True = it came to a decision."""
         return self.status not in ("open", "failed", "waiting")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainingPlan:
-    """What is to be done. `record` None = nothing; `why` says the reason either way."""
+    """Decision about a retraining. `record` None = none is due; `why` gives the reason either way."""
 
     why: str
     new: NewData
@@ -159,7 +159,7 @@ def _start(start: Start, champion: ModelVersion | None) -> int | None:
 
 
 def _content(data: Mapping[str, str]) -> str:
-    """What tells two records of data apart: content, not place."""
+    """Content of a data record, without the places of its files, for comparison."""
     records = records_from_tags(data) or {}
     return json.dumps(
         {name: sorted(file.sha256 for file in record.files.values()) for name, record in records.items()},

@@ -1,4 +1,4 @@
-"""What decides a stage's result, as one key: the same key is not run twice, a changed one is."""
+"""Cache key of a stage: a hash of everything that its result depends on."""
 
 from __future__ import annotations
 

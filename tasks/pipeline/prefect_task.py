@@ -1,4 +1,4 @@
-"""One Prefect task for every stage: run name, retries for what may pass, timeout, progress and result artifacts."""
+"""One Prefect task for every stage: run name, retries of transient errors, timeout, progress and result artifacts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROGRESS_SECONDS = 3.0  # between updates of the progress artifact; each is a ca
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: a backend or a connection, never settings, data, a stop or the stage's limit."""
+    """True = a retry may help: a backend or a connection failed; not settings, data, a stop or the stage's limit."""
     if isinstance(error, TaskRunTimeoutError):  # a TimeoutError too, but the user set how long the stage may take
         return False
     return isinstance(error, BackendError | ConnectionError | TimeoutError)

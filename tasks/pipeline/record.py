@@ -13,14 +13,14 @@ from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.pipeline.run_options import RunOptions
 
-__all__ = ["RunRecord"]
+__all__ = ["PipelineRecord"]
 
 logger = logging.getLogger(__name__)
 
 _INTERRUPTED = ("running", "stopped", "waiting")  # states that a run with equal settings goes on from
 
 
-class RunRecord:
+class PipelineRecord:
     """run.json of a pipeline and of its newest run, written while the pipeline's lock is held."""
 
     def __init__(self, home: Path, options: RunOptions, *, wait_s: float = 0.0, lock: FolderLock | None = None) -> None:

@@ -1,4 +1,4 @@
-"""What a finished stage hands over, and how its folder is read and verified."""
+"""Results of finished stages: reading and verifying their folders."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECEN
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished stage hands over: a path and digests, never a model."""
+    """Result of a finished stage: a path and digests, never a model."""
 
     stage: str
     folder: str

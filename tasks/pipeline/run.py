@@ -25,7 +25,7 @@ from tasks.lifecycle.data_lineage import record_sources, tags_of_records
 from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.pipeline_tracker import PipelineTracker
-from tasks.pipeline.record import RunRecord
+from tasks.pipeline.record import PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
 from tasks.tracking import RunTracker, Tracking
@@ -66,8 +66,8 @@ class PipelineRun:
         self.threads = settings.threads or os.cpu_count() or 1
         self.stop = stop or threading.Event()
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
-        self.gone: tuple[DeadRun, ...] = ()  # earlier runs of this pipeline that were found dead when this one began
-        self._record = RunRecord(self.home, self.options, wait_s=settings.run.wait_seconds, lock=lock)
+        self.dead_runs: tuple[DeadRun, ...] = ()  # earlier runs of this pipeline, found dead when this one began
+        self._record = PipelineRecord(self.home, self.options, wait_s=settings.run.wait_seconds, lock=lock)
         self._on_progress = on_progress
         self._fraction = 0.0
         self._results: dict[str, StageResult] = {}
@@ -113,8 +113,8 @@ class PipelineRun:
 
     def _settle_earlier_runs(self, previous: str) -> None:
         """Close runs of this pipeline that died, and deliver what is still in earlier runs' journals."""
-        self.gone = tuple(close_dead_runs(self.tracking, self.home))
-        for run in self.gone:
+        self.dead_runs = tuple(close_dead_runs(self.tracking, self.home))
+        for run in self.dead_runs:
             if run.is_pipeline and run.name != f"{self.settings.name} · {previous}":
                 logger.warning("%s; `posttrain resume '%s'` goes on with it", run.why, run.name)
         waiting = self.tracking.replay_all(self.home)
@@ -166,7 +166,7 @@ class PipelineRun:
         self._approval = request
 
     def is_fresh(self, stage: str, key: str) -> bool:
-        """Whether a finished folder is passed over: `fresh` asks for it, and this run has not computed it itself."""
+        """True = ignore a finished folder: `fresh` asks for it, and this run has not computed the key itself."""
         return self.options.fresh and self.options.only in (None, stage) and key not in self._computed
 
     def mark_computed(self, key: str) -> None:

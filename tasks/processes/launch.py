@@ -1,4 +1,4 @@
-"""A stage in several processes: started by torchrun, watched from here, gone when this process is.
+"""Launch of a stage in several processes under torchrun, supervised by the stage's own process and ended with it.
 
     <stage's open folder>/workers/
         job.json          what the processes need to know (tasks/pipeline/stage_worker.py reads it)
@@ -96,7 +96,7 @@ class LaunchedStage(Protocol):
 
 
 def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-    """Run a stage's body in the processes that its `launch` settings ask for; returns what it returns in the first.
+    """Run a stage's body in the processes of its `launch` settings; returns rank 0's summary.
 
     Raises: the error of the process that failed first, as the type that it was; WorkerFailed where it has none of ours,
     or was killed; Stopped after a stop request, with everything saved if the loop was running.
@@ -129,7 +129,7 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
 
 
 def recover_events(folder: Path, tracker: Tracker) -> None:
-    """Give the tracker what processes of an earlier run, killed with their stage, had told it; then remove it."""
+    """Deliver, then remove, the events that an earlier run's processes left when they were killed with their stage."""
     Events(folder / WORKERS / EVENTS).forward(tracker, replay=True)
     shutil.rmtree(folder / WORKERS, ignore_errors=True)
 
@@ -170,7 +170,7 @@ def _write_job(folder: Path, context: LaunchedStage, body: Callable[..., Any]) -
 
 
 def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:
-    """As this process's, with its import path; the threads are shared out."""
+    """Environment of the processes: this process's, its import path, and their share of the threads."""
     variables = {name: value for name, value in os.environ.items() if name not in _INHERITED}
     variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     variables["OMP_NUM_THREADS"] = str(max(1, threads // settings.processes))
@@ -197,7 +197,7 @@ def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.P
 
 
 def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: Tracker, stop: StopRequests) -> int | None:
-    """Until torchrun ends; a stop request is passed on, and obeyed here where no training loop can obey it.
+    """Wait for torchrun; pass a stop request on, or obey it here outside of the training loop.
 
     Returns: the signal that was passed on.
     """
@@ -216,7 +216,7 @@ def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: Tracker, sto
 
 
 def _kill(agent: subprocess.Popen[bytes], folder: Path) -> None:
-    """End torchrun and its processes, which the kernel kills when it is gone; wait until they are."""
+    """Kill torchrun; the kernel then kills its processes. Wait until all have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(agent.pid, signal.SIGKILL)
     agent.wait()
@@ -246,12 +246,12 @@ def _result(folder: Path, status: int) -> dict[str, Any]:
 
 
 def _rank_of_error(error: dict[str, Any]) -> tuple[Any, ...]:
-    """Errors of ours first, but not what one process says of another; then the earliest."""
+    """Sort key: typed errors first, those that report another process's death last; then by time."""
     return (not error["ours"], error["type"] == WorkerFailed.__name__, error["time"])
 
 
 def _rebuilt(error: dict[str, Any]) -> PosttrainError:
-    """The exception as it was raised."""
+    """The exception of a report, as the type that was raised."""
     if error["type"] == Stopped.__name__:
         return Stopped(error["message"], error["signum"])
     try:

@@ -1,4 +1,4 @@
-"""Stage: what the evaluated trajectories show; tables, pictures and a self-contained report."""
+"""Stage: analysis of the evaluated trajectories; tables, figures and a self-contained report."""
 
 from __future__ import annotations
 

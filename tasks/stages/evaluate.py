@@ -40,7 +40,7 @@ def evaluate_models(
 
 
 def episodes_seed(settings: EvaluationSettings, pipeline: PipelineSettings) -> int:
-    """What draws the held-out episodes.
+    """Seed of the held-out episodes.
 
     The pipeline's seed, not the stage's: the champion is compared on the same episodes, whichever run made it.
     """
@@ -48,7 +48,7 @@ def episodes_seed(settings: EvaluationSettings, pipeline: PipelineSettings) -> i
 
 
 def trajectories_path(folder: Path, name: str) -> Path:
-    """Where the stage writes the sampled episodes of one model."""
+    """File of one model's sampled episodes."""
     return folder / f"trajectories_{name}.jsonl"
 
 

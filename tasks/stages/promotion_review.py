@@ -1,4 +1,4 @@
-"""What a reviewer needs to decide on a promotion: one page of markdown, and a report of episodes side by side.
+"""Evidence for the reviewer of a promotion: one page of markdown, and a report of episodes side by side.
 
 The markdown is shown where runs are looked at (the Prefect artifact, the description and an artifact of the MLflow
 run), so its curves are characters; pictures are in report.html beside it.

@@ -6,14 +6,14 @@ import pytest
 
 from rl_core.errors import FolderBusy
 from rl_core.storage.locks import FolderLock
-from tasks.pipeline.record import RunRecord
+from tasks.pipeline.record import PipelineRecord
 from tasks.pipeline.run_options import RunOptions
 
 
 def begun(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 frozen
     """A record whose run began at noon and ended in `status`."""
     (home / "runs").mkdir(parents=True, exist_ok=True)
-    record = RunRecord(home, options)
+    record = PipelineRecord(home, options)
     record.begin(home / "runs", started="noon", run_id="r", digest=digest)
     if status:
         record.end(status)
@@ -36,13 +36,13 @@ def begun(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 froz
 )
 def test_an_interrupted_run_with_equal_settings_is_gone_on_with(tmp_path, status, options, digest, started):
     begun(tmp_path, status=status)
-    assert RunRecord(tmp_path, options).interrupted(digest) == started
+    assert PipelineRecord(tmp_path, options).interrupted(digest) == started
 
 
 def test_an_unreadable_record_is_no_run(tmp_path):
-    assert RunRecord(tmp_path, RunOptions()).interrupted("d") == ""
+    assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == ""
     (tmp_path / "run.json").write_text('{"started": "no')
-    assert RunRecord(tmp_path, RunOptions()).interrupted("d") == ""
+    assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == ""
 
 
 def test_the_record_lies_with_the_pipeline_and_with_the_run(tmp_path):
@@ -57,13 +57,13 @@ def test_the_record_lies_with_the_pipeline_and_with_the_run(tmp_path):
 
 
 def test_the_lock_is_released_only_by_who_took_it(tmp_path):
-    own = RunRecord(tmp_path, RunOptions())
+    own = PipelineRecord(tmp_path, RunOptions())
     own.acquire()
     with pytest.raises(FolderBusy):
-        RunRecord(tmp_path, RunOptions()).acquire()
+        PipelineRecord(tmp_path, RunOptions()).acquire()
     own.release()
     with FolderLock(tmp_path / ".lock") as lock:
-        borrowed = RunRecord(tmp_path, RunOptions(), lock=lock)
+        borrowed = PipelineRecord(tmp_path, RunOptions(), lock=lock)
         borrowed.acquire()
         borrowed.release()
         assert lock.held
