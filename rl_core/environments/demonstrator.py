@@ -79,7 +79,7 @@ def check_skill(skill: Mapping[str, float], habit: float, levels: Sequence[str])
 class DemonstratedQuestions(Environment):
     """An environment of questions that are answered with tools, and its demonstrator's ways."""
 
-    quick = True
+    blocking = False
 
     def __init__(
         self,

@@ -95,10 +95,10 @@ class Environment(ABC):
 
     name: ClassVar[str]
     levels: tuple[str, ...]
-    # True = `reset` and `step` only compute, for milliseconds: they are called at once, on the thread that decodes.
-    # False = they may wait for a server, a subprocess or a slow tool: they are called on threads, those of several
-    # episodes at a time but one of each, within a time limit (settings: sampling.max_concurrent_steps and beside it).
-    quick: bool = False
+    # True = `reset` and `step` may wait for a server, a subprocess or a slow tool: they run in a thread pool, one call
+    # per episode at a time, with a time limit (settings: sampling.max_concurrent_steps, sampling.step_timeout_s).
+    # False = they only compute, for milliseconds: called directly on the decoding thread.
+    blocking: bool = True
 
     def __init__(self, data: Path | None = None) -> None:
         """`data` is the folder that the data stage prepared; environments that generate their episodes ignore it."""

@@ -97,7 +97,7 @@ class GSM8K(Environment):
 
     name: ClassVar[str] = "gsm8k"
     levels = ("short", "medium", "long")
-    quick = True
+    blocking = False
 
     def __init__(
         self,

@@ -166,7 +166,7 @@ class GymnasiumText(Environment):
             if least is not None and least < 1:
                 raise SettingsError(f"options.{option}: {least} must be at least 1")
         self._known = _KNOWN.get(id.rpartition("-v")[0])
-        self.quick = self._known is not None  # of others nothing is known
+        self.blocking = self._known is None  # an unknown environment may wait
         default = self._known.success_above if self._known else 0.0
         self.success_above = default if success_above is None else success_above
         self._task = task if task is not None else self._known.task if self._known else ""

@@ -84,7 +84,7 @@ class Reckoning(Environment):
 
     name = "reckoning"
     levels = tuple(LEVELS)
-    quick = True
+    blocking = False
 
     def __init__(
         self,

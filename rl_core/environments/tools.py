@@ -50,7 +50,7 @@ class Tool:
     description: str
     parameters: Mapping[str, type]  # argument name -> int, float or str, in the order in which a line lists them
     function: Callable[..., Any]  # what it returns is shown to the policy through str()
-    timeout_s: float | None = None  # None = pure and quick: runs on the caller's own thread, without a limit
+    timeout_s: float | None = None  # None = pure and fast: runs on the caller's thread, without a limit
     max_output_chars: int = 2000  # a longer output is an error
 
     def __post_init__(self) -> None:

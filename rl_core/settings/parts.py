@@ -65,7 +65,7 @@ class SamplingSettings(Settings):
     max_turns: int = setting(6, ge=1, doc="actions of one episode")
     slots: int = setting(128, ge=1, doc="episodes decoded at once")
     max_concurrent_steps: int = setting(
-        32, ge=1, doc="environment steps that run at once; only where steps may wait (Environment.quick is False)"
+        32, ge=1, doc="concurrent environment steps; only for blocking environments (Environment.blocking)"
     )
     step_timeout_s: float = setting(
         600.0, gt=0, doc="seconds after which such a step is an error that names its episode; a tool has its own limit"
