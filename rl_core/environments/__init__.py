@@ -53,7 +53,7 @@ def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None 
     for key, parameter in parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and key not in options:
-            raise SettingsError(f"options.{key}: required by environment '{name}'")
+            raise SettingsError(f"options.{key}: environment '{name}' needs it")
     return cls(**options, **({"data": data} if takes_data or takes_any else {}))
 
 

@@ -165,5 +165,5 @@ class Verifiers(Environment):
             splits["heldout" if is_heldout else "train"].append((index, row))
         for split, found in splits.items():
             if not found:
-                raise SettingsError(f"options.heldout: of the {len(rows)} tasks of '{name}' none remains for {split}")
+                raise SettingsError(f"options.heldout: of the {len(rows)} tasks of '{name}' none is left for {split}")
         return splits

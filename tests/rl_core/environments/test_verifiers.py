@@ -68,7 +68,7 @@ def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> Non
     (child,) = environment._children._alive
     os.kill(child._process.pid, signal.SIGKILL)
     assert environment.episode(1, "all").step("x").info["scoring"].startswith("scoring failed: a child process died")
-    with pytest.raises(EnvironmentFault, match=r"has a different task .* each time it is read"):
+    with pytest.raises(EnvironmentFault, match=r"has a different task .* each time it is loaded"):
         environment.episode(1, "all").step("x")
 
 
