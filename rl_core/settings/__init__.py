@@ -1,7 +1,7 @@
 """Typed settings: one frozen dataclass per algorithm and part.
 
-Every default is the field's, with its source beside it where it is not common knowledge. Ranges are declared once, in
-`setting(...)`; they are checked on construction and read by the configuration loader for its messages and forms.
+Defaults follow the literature, with sources where they are not common knowledge. Ranges are declared once, in
+`setting(...)`; they are checked on construction and used by the configuration loader for messages and forms.
 """
 
 from rl_core.settings.base import Settings, setting

@@ -1,4 +1,4 @@
-"""What all settings are made of: a field with its meaning and range, and a base class that checks them."""
+"""Base class of settings with range checks, and the field declaration `setting`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def setting(
     lt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and its range."""
+    """Dataclass field with documentation and an allowed range."""
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata = {"doc": doc, **{name: limit for name, limit in limits.items() if limit is not None}}
     if isinstance(default, dict):
@@ -39,7 +39,7 @@ _CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of every settings class: checks each field's declared range."""
+    """Base of every settings class; validates each field's declared range."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -55,4 +55,4 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise SettingsError for combinations of settings that cannot work; overridden where there are any."""
+        """Hook: raise SettingsError for invalid combinations of settings."""
