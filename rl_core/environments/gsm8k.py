@@ -48,7 +48,7 @@ def check_question(row: Row) -> Row:
     final = single_number(row["final"] or stated or "")
     if final is None:
         where = "final" if row["final"] else "answer"
-        raise BadRow(where, "has to hold one number" if row["final"] else "has no final and no line '#### NUMBER'")
+        raise BadRow(where, "must hold one number" if row["final"] else "has no final and no line '#### NUMBER'")
     if stated is not None and not same_number(stated, final):
         raise BadRow("final", f"is {final}, but the solution ends in '#### {stated}'")
     return {**row, "final": final}
@@ -110,11 +110,11 @@ class GSM8K(Environment):
     ) -> None:
         super().__init__(data)
         if not 0 < heldout < 1:
-            raise SettingsError(f"options.heldout: {heldout} has to be between 0 and 1")
+            raise SettingsError(f"options.heldout: {heldout} must be between 0 and 1")
         if call_format not in ("line", "hermes"):
-            raise SettingsError(f"options.call_format: '{call_format}' has to be 'line' or 'hermes'")
+            raise SettingsError(f"options.call_format: '{call_format}' must be 'line' or 'hermes'")
         if max_rows is not None and max_rows < 2:
-            raise SettingsError(f"options.max_rows: {max_rows} has to be at least 2")
+            raise SettingsError(f"options.max_rows: {max_rows} must be at least 2")
         self._path = None if path is None else Path(path)
         if not self._is_prepared():
             if self._path is None:
@@ -238,4 +238,4 @@ def _question(row: Row) -> str:
 
 def _check_split(split: str) -> None:
     if split not in _FILES:
-        raise SettingsError(f"split '{split}' has to be 'train' or 'heldout'")
+        raise SettingsError(f"split '{split}' must be 'train' or 'heldout'")
