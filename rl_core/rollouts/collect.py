@@ -56,8 +56,8 @@ def collect(
     """Play every requested episode `group_size` times and record everything.
 
     Sample g of an episode is drawn from numbers that (seed, environment, level, episode seed, g) determine, whatever
-    else is played beside it; an episode that is requested twice gets new samples the second time. Steps of an
-    environment that is not `quick` run on threads; what comes out, and in which order, does not depend on when they
+    else is played beside it; an episode that is requested twice gets new samples the second time. Steps of a
+    `blocking` environment run on threads; what comes out, and in which order, does not depend on when they
     finish, except as `sampling.rejoin` says.
 
     Args:
@@ -70,7 +70,7 @@ def collect(
     """
     with ExitStack() as stack:
         pool = None
-        if not environment.quick:
+        if environment.blocking:
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
         groups: list[list[_EpisodeSequence]] = []
         times_seen: dict[EpisodeRequest, int] = {}

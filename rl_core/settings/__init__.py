@@ -1,8 +1,8 @@
 """Typed settings: one frozen dataclass per algorithm and part.
 
-Every default is the field's, with its source beside it where it is not common knowledge; those that depend on the model
-stand in `defaults.py`, and `resolve_defaults` puts them in. Ranges are declared once, in
-`setting(...)`; they are checked on construction and read by the configuration loader for its messages and forms.
+Defaults follow the literature, with sources where they are not common knowledge; those that depend on the model are in
+`defaults.py` and filled in by `resolve_defaults`. Ranges are declared once, in `setting(...)`; they are checked on
+construction and used by the configuration loader for messages and forms.
 """
 
 from rl_core.settings.base import Settings, setting

@@ -1,4 +1,4 @@
-"""What all settings are made of: a field with its meaning and range, and a base class that checks them."""
+"""Base class of settings with range checks, and the field declaration `setting`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def setting(
     lt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and its range. A `ModelDefault` stands for a default by the kind of model."""
+    """Dataclass field with documentation and an allowed range. A `ModelDefault` stands for a default by kind of model."""
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     if isinstance(default, ModelDefault):
@@ -45,7 +45,7 @@ _CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of every settings class: checks each field's declared range."""
+    """Base of every settings class; validates each field's declared range."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -61,4 +61,4 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise SettingsError for combinations of settings that cannot work; overridden where there are any."""
+        """Hook: raise SettingsError for invalid combinations of settings."""

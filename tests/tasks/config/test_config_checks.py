@@ -110,7 +110,7 @@ def test_reward_options():
     assert policy_problems(rewards=every, reward_options={"normalise": ["length"], "clip": 3}) == {}
     for options, key, text in (
         ({"normalise": ["length"]}, "normalise", "'length' is no component"),
-        ({"format": {"pattern": "("}}, "format.pattern", "no regular expression"),
+        ({"format": {"pattern": "("}}, "format.pattern", "not a regular expression"),
         ({"coherence": {"low": 0.9, "high": 0.1}}, "coherence.low", "must be below high"),
         ({"length": {"free": 9, "limit": 9}}, "length.free", "must be below limit"),
     ):
@@ -371,7 +371,7 @@ def test_what_a_stage_overrides():
     override = {"task": 0.5, "tool_use": 0.1}
     problems = policy_problems(curriculum=[stage("a", rewards=override)])
     assert list(problems) == ["curriculum.0.rewards.tool_use"]
-    assert "only later stages use stands there with weight 0" in problems["curriculum.0.rewards.tool_use"]
+    assert "a component of later stages alone with weight 0" in problems["curriculum.0.rewards.tool_use"]
     assert policy_problems(rewards={"task": 1.0, "tool_use": 0}, curriculum=[stage("a", rewards=override)]) == {}
     assert (
         "stage 'a': group_size: 1 leaves grpo" in policy_problems(curriculum=[stage("a", group_size=1)])["curriculum"]
