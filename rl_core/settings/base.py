@@ -22,7 +22,7 @@ def setting(
     lt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """Dataclass field with documentation and an allowed range. A `ModelDefault` stands for a default by kind of model."""
+    """Dataclass field with documentation and an allowed range; a `ModelDefault` is a default by kind of model."""
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     if isinstance(default, ModelDefault):
