@@ -114,7 +114,7 @@ def _add_run(commands: Any) -> None:
         [
             "run configs/demo.yaml",
             "run configs/demo.yaml --set stages.policy.learning_rate=1e-3 --set seed=1",
-            "run configs/demo.yaml --set stages.reward_model=null --set 'stages.evaluate.levels=[easy, hard]'",
+            "run configs/demo.yaml --set stages.analyze=null --set 'stages.evaluate.levels=[easy, hard]'",
             "run configs/gsm8k.yaml --set environment.options.path=train.jsonl",
         ],
     )

@@ -41,7 +41,7 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
         boxes[name] = axes.add_patch(box)
         axes.text(x, y + 0.16, name.replace("_", " "), ha="center", va="center", fontsize=10, weight="bold", zorder=3)
         axes.text(x, y - 0.08, _lines(row), ha="center", va="center", fontsize=8, linespacing=1.35, zorder=3)
-    for start, end in _arrows(boxes):
+    for start, end in _arrows(boxes, uses_reward_model=present.get("policy", {}).get("uses_reward_model", True)):
         arrow = FancyArrowPatch(
             places[start], places[end], patchA=boxes[start], patchB=boxes[end], shrinkA=0, shrinkB=2,
             arrowstyle="-|>", mutation_scale=13, color="#6b7f8f", linewidth=1.2, zorder=1,
@@ -72,15 +72,19 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
     return places | {name: (column + 1.0 + index, 0.5) for index, name in enumerate(others)}
 
 
-def _arrows(present: Collection[str]) -> list[tuple[str, str]]:
-    """(from, to), as `_run_stages` in flows/post_training.py hands a model or data on; data alone to who starts."""
+def _arrows(present: Collection[str], *, uses_reward_model: bool = True) -> list[tuple[str, str]]:
+    """(from, to), as `_run_stages` in flows/post_training.py hands a model or data on; data alone to who starts.
+
+    uses_reward_model: a reward of the policy asks the reward model; only the analysis does otherwise.
+    """
     trunk = [name for name in policy_stages() if name in present]
     arrows = list(itertools.pairwise(trunk))
     if "prepare_data" in present:
         arrows += [("prepare_data", name) for name in (*trunk[:1], "reward_model")]
     before = [name for name in trunk if names().index(name) < names().index("reward_model")]
     arrows += [(name, "reward_model") for name in before[-1:]]
-    arrows += [("reward_model", "policy"), ("evaluate", "analyze"), ("evaluate", "promote")]
+    asks = "policy" if uses_reward_model and "policy" in present else "analyze"
+    arrows += [("reward_model", asks), ("evaluate", "analyze"), ("evaluate", "promote")]
     arrows += [(name, "evaluate") for name in trunk[-1:] or ["prepare_data"]]
     return [arrow for arrow in arrows if set(arrow) <= set(present)]
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
-from tasks.config.cross_checks import check_combinations
+from tasks.config.cross_checks import check_combinations, find_waste
 from tasks.config.files import context_of, replaced, resolve_files
 from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations, Problem, overlap
@@ -55,7 +55,13 @@ __all__ = [
 ]
 
 
-def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool = True) -> PipelineSettings:
+def load(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    check_files: bool = True,
+    warn: Callable[[str], object] | None = None,
+) -> PipelineSettings:
     """Read a pipeline's YAML file and check all of it.
 
     A bare name such as `demo` stands for the shipped config, unless the current folder has a file of that name.
@@ -63,6 +69,7 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool =
     Args:
         overrides: "key.path=value" each, applied in order; the value is YAML.
         check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
+        warn: is given a line (place, key's path, text) for each setting that works but wastes time.
     Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
     """
     path = find_config(path)
@@ -72,6 +79,9 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool =
     settings, found = _check_all(document.data, Path(path).parent if check_files else None, problems)
     if found or settings is None:
         raise ConfigError(found, places)
+    if warn is not None:
+        for problem in find_waste(settings):
+            warn(places.line(problem))
     return settings
 
 

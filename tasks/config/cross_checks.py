@@ -1,4 +1,4 @@
-"""Checks across settings: combinations that cannot work are refused before anything runs."""
+"""Checks across settings: combinations that cannot work are refused before anything runs, wasteful ones are named."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import PosttrainError, nearest
-from rl_core.settings import LoopSettings, SamplingSettings
+from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
 from tasks.config.files import context_of
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
 from tasks.stage_registry import policy_stages
 
-__all__ = ["METRICS", "check_combinations"]
+__all__ = ["METRICS", "check_combinations", "find_waste"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,24 @@ def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ())
         for finding in findings
         if not any(overlap(key, other) for key in (finding.problem.key, *finding.about) for other in broken if other)
     ]
+
+
+def find_waste(settings: PipelineSettings) -> list[Problem]:
+    """Settings that work, but spend time on what nothing uses: for warnings."""
+    policy = settings.stages.policy
+    if settings.stages.reward_model is None or policy is None or _asks_reward_model(policy):
+        return []
+    text = (
+        "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as "
+        "`rewards: {task: 1.0, learned: 0.1}`, or leave this stage out"
+    )
+    return [Problem(("stages", "reward_model"), text)]
+
+
+def _asks_reward_model(policy: PolicySettings) -> bool:
+    """The component `learned` has a weight other than 0 in some stage of the curriculum, or without one."""
+    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
+    return any(weights.get("learned") for weights in by_stage)
 
 
 def _finding(key: Key, text: str, *about: Key) -> _Finding:

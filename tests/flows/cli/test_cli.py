@@ -120,6 +120,17 @@ def test_validate(config, capsys):
     assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
 
 
+def test_validate_warns_of_a_reward_model_that_no_reward_uses(config, capsys):
+    with open(config, "a") as file:
+        file.write("  reward_model: {}\n")
+    assert cli.main(["validate", config]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"posttrain: warning: {config}:5: stages.reward_model: is trained, but no reward")
+    assert "set stages.policy.rewards.learned to a weight" in captured.err and captured.out.startswith(config)
+    assert cli.main(["validate", config, "-s", "stages.policy.rewards={task: 1.0, learned: 0.1}"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):
     assert cli.main(["validate", config, "--show", "-s", "seed=5"]) == 0
     shown = tmp_path / "shown.yaml"

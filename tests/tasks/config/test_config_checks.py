@@ -6,7 +6,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks.config import ConfigError, from_dict
-from tasks.config.cross_checks import METRICS
+from tasks.config.cross_checks import METRICS, find_waste
 
 
 def problems_of(**values) -> dict[str, str]:
@@ -90,6 +90,27 @@ def test_learned_reward_needs_the_reward_model_stage():
     assert policy_problems(rewards={"task": 1, "learned": 0}) == {}
     stages = {"sft": {}, "reward_model": {}, "policy": {"rewards": {"learned": 1}}}
     assert problems_of(stages=stages) == {}
+
+
+@pytest.mark.parametrize(
+    ("policy", "wasted"),
+    [
+        ({}, True),  # task alone
+        ({"rewards": {"task": 1, "learned": 0}}, True),
+        ({"rewards": {"task": 1, "learned": 0.1}}, False),
+        ({"rewards": {"task": 1, "learned": 0}, "curriculum": [stage(rewards={"learned": 1})]}, False),
+        ({"rewards": {"task": 1, "learned": 1}, "curriculum": [stage(rewards={"learned": 0})]}, True),
+        (None, False),  # the reward model is what the pipeline is for
+    ],
+)
+def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
+    stages = {"sft": {}, "reward_model": {}} | ({} if policy is None else {"policy": policy})
+    found = find_waste(from_dict({"name": "x", "stages": stages}, check_files=False))
+    assert [problem.key for problem in found] == [("stages", "reward_model")] * wasted
+    assert all("set stages.policy.rewards.learned to a weight" in problem.text for problem in found)
+    without = {name: value for name, value in stages.items() if name != "reward_model"}
+    if policy is not None and not policy.get("rewards", {}).get("learned") and "curriculum" not in policy:
+        assert find_waste(from_dict({"name": "x", "stages": without}, check_files=False)) == []
 
 
 def test_weights_of_a_curriculum_stage():

@@ -7,6 +7,7 @@ import pytest
 from helpers import ROOT
 
 from tasks.config import ConfigError, from_dict, load, resolve
+from tasks.config.cross_checks import find_waste
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
@@ -22,12 +23,14 @@ def test_config_loads(path):
     assert settings.stages.active
     assert path.read_text().startswith("# ")
     assert from_dict(resolve(settings), check_files=False) == settings
+    assert find_waste(settings) == []
 
 
 def test_demo_has_the_whole_pipeline_and_a_curriculum():
     settings = load(CONFIGS[[path.stem for path in CONFIGS].index("demo")])
     assert len(settings.stages.active) == 7
     assert settings.model.path is None  # no download
+    assert settings.stages.policy.rewards["task"] > settings.stages.policy.rewards["learned"] > 0
     curriculum = settings.stages.policy.curriculum
     assert len([stage for stage in curriculum if stage.exit_conditions]) >= 2
     assert all(condition.metric == "success_rate" for stage in curriculum for condition in stage.exit_conditions)
