@@ -55,8 +55,9 @@ class RewardOrchestrator:
         scorer: Scorer | None = None,
         options: RewardSettings | None = None,
         seed: int = 0,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        """`scorer`: what the component `learned` asks; `seed`: of what components draw.
+        """`scorer`: of the component `learned`; `seed`: of what components draw; `functions`: components by name.
 
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
@@ -64,6 +65,7 @@ class RewardOrchestrator:
             raise SettingsError("rewards: names no component; task: 1.0 is what the environment gives")
         self.options = options if options is not None else RewardSettings()
         self.seed = seed
+        self._functions = dict(functions or {})
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
         self.components: dict[str, Component] = {name: self._component(name, scorer) for name in self._base}
@@ -150,6 +152,8 @@ class RewardOrchestrator:
 
     def _component(self, name: str, scorer: Scorer | None) -> Component:
         options = self.options
+        if name in self._functions:
+            return UserReward(name, options, self._functions[name])
         made: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
