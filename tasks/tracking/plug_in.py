@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.trackers.base import SilentTracker
-from tasks.tracking.run import RunTracker, Status
+from tasks.tracking.run_tracker import RunTracker, Status
 from tasks.tracking.tracking import Tracking
 
 __all__ = ["MlflowTracker", "from_address"]
