@@ -58,7 +58,7 @@ from rl_core.thoughts.episodes import (
 )
 from rl_core.thoughts.gain import thought_gain
 from rl_core.timing import span
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import Rollout, RolloutGroup, TrainBatch
 
 __all__ = ["ThoughtsTrainer"]
@@ -66,7 +66,7 @@ __all__ = ["ThoughtsTrainer"]
 
 @dataclass
 class _Batch:
-    """Some rows; every tensor has one row each, so that the updater can cut a batch that does not fit."""
+    """Some rows; every tensor has one row each, so that the optimizer step can cut a batch that does not fit."""
 
     input_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     lengths_B: torch.Tensor  # int64 [B], real tokens
@@ -127,7 +127,7 @@ class ThoughtsTrainer:
         self.episodes_played = 0  # what the entropy coefficient depends on
         self.device = next(model.parameters()).device
         self.baseline = Baseline(model.config.hidden_size, settings.baseline_learning_rate, self.device)
-        self.updater = Updater(
+        self.optimizer_step = OptimizerStep(
             model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
         self._counts = (0, 0)  # thought and answer tokens of the optimizer step at hand
@@ -217,10 +217,10 @@ class ThoughtsTrainer:
             group_size=1,
             sampling=self.settings.sampling,
             seed=sequence_seed(self.seed, purpose, self.iteration if iteration is None else iteration),
-            policy_version=self.updater.step,
-            process_group=self.updater.process_group,
+            policy_version=self.optimizer_step.num_steps,
+            process_group=self.optimizer_step.process_group,
         )
-        return self.updater.with_full_weights_independent(play)
+        return self.optimizer_step.sharded.with_full_weights_independent(play)
 
     def _read(self, groups: Sequence[RolloutGroup]) -> list[ThoughtEpisode]:
         return [read_episode(self.environment, self.reader, group.rollouts[0]) for group in groups]
@@ -272,7 +272,7 @@ class ThoughtsTrainer:
 
         logprobs_N = torch.zeros(len(spans), dtype=torch.float64)
         for row, values in zip(
-            used, self.updater.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
+            used, self.optimizer_step.sharded.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
         ):
             logprobs_N[of_row[row]] = torch.tensor(values, dtype=torch.float64)
         return logprobs_N
@@ -286,7 +286,9 @@ class ThoughtsTrainer:
             limit = self.settings.micro_batch_tokens
             return [t.cpu() for t in pooled_states(self.model, ids, ends, pad_id=self.pad_id, max_tokens=limit)]
 
-        found = self.updater.all_gather_rows(episodes, [len(episode.ids) for episode in episodes], compute)
+        found = self.optimizer_step.sharded.all_gather_rows(
+            episodes, [len(episode.ids) for episode in episodes], compute
+        )
         return [states.to(self.device) for states in found]
 
     def _advantages(
@@ -323,7 +325,7 @@ class ThoughtsTrainer:
         }
 
     def _record(self, groups: Sequence[RolloutGroup], rewards: Sequence[Sequence[float]]) -> None:
-        if self.record is None or not self.updater.process_group.is_rank_zero:
+        if self.record is None or not self.optimizer_step.process_group.is_rank_zero:
             return
         rollouts = [group.rollouts[0] for group in groups]
         for rollout, gains in zip(rollouts, rewards, strict=True):
@@ -362,8 +364,8 @@ class ThoughtsTrainer:
                 for group in groups
             ]
 
-        batches = self.updater.process_group.batches(used, [len(plan.rows[i]) for i in used], build)
-        return self.updater.apply(batches, self.loss)
+        batches = self.optimizer_step.process_group.batches(used, [len(plan.rows[i]) for i in used], build)
+        return self.optimizer_step.apply(batches, self.loss)
 
     def _temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
         """Thought tokens (the one that ends it included) at their sampling temperature, right answers at 1."""

@@ -24,7 +24,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import PreferenceSettings
-from rl_core.training.optimizer_step import Updater, combine_metrics
+from rl_core.training.optimizer_step import OptimizerStep, combine_metrics
 from rl_core.types import TrainBatch
 
 __all__ = ["PreferenceTrainer", "reference_logprobs"]
@@ -57,7 +57,7 @@ def reference_logprobs(
 
 @dataclass
 class _ComparedPairBatch:
-    """Some pairs; one row a pair in every tensor, so that the updater can cut a batch that does not fit."""
+    """Some pairs; one row a pair in every tensor, so that the optimizer step can cut a batch that does not fit."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S
@@ -116,7 +116,7 @@ class PreferenceTrainer:
         }
         for name, rows in self.references.items():
             _check_references(rows, len(self._pairs[name]), name)
-        self.updater = Updater(
+        self.optimizer_step = OptimizerStep(
             model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
 
@@ -133,11 +133,11 @@ class PreferenceTrainer:
             loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
             return loss, {f"train/{name}": value for name, value in metrics.items()}
 
-        metrics = self.updater.apply(batches, loss_of)
+        metrics = self.optimizer_step.apply(batches, loss_of)
         return {
             **metrics,
             "train/tokens": float(num_tokens),
-            "train/epoch": self.updater.step / self.order.batches_per_epoch,
+            "train/epoch": self.optimizer_step.num_steps / self.order.batches_per_epoch,
             "perf/tokens_per_second": num_tokens / max(time.perf_counter() - started, 1e-9),
         }
 
@@ -152,7 +152,9 @@ class PreferenceTrainer:
             loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
             return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
-        parts = self.updater.measure(self._shared_batches(pairs, self.references["heldout"]), measure)
+        parts = self.optimizer_step.sharded.measure(
+            self._shared_batches(pairs, self.references["heldout"]), measure, self.optimizer_step.autocast()
+        )
         return {f"eval/{name}": value for name, value in combine_metrics(parts).items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -183,7 +185,9 @@ class PreferenceTrainer:
         """This process's micro-batches of these pairs."""
         rows = list(zip(pairs, references, strict=True))
         widest = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
-        return self.updater.process_group.batches(rows, widest, lambda some: self._batches(*zip(*some, strict=True)))
+        return self.optimizer_step.process_group.batches(
+            rows, widest, lambda some: self._batches(*zip(*some, strict=True))
+        )
 
     def _batches(self, pairs: Sequence[Pair], references: Sequence[Reference]) -> list[_ComparedPairBatch]:
         """Both rows of a pair in one micro-batch, pairs sorted by their longer row."""

@@ -20,7 +20,7 @@ from rl_core.errors import DataError
 from rl_core.losses.preference import bradley_terry_loss, calibration_error
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 
 __all__ = ["RewardModelTrainer", "longer_answer_baseline"]
 
@@ -36,7 +36,7 @@ def longer_answer_baseline(pairs: Sequence[tuple[Sized, Sized]]) -> float:
 
 @dataclass
 class _ScoredPairBatch:
-    """Some pairs; one row a pair in every tensor, so that the updater can cut a batch that does not fit."""
+    """Some pairs; one row a pair in every tensor, so that the optimizer step can cut a batch that does not fit."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S
@@ -80,7 +80,7 @@ class RewardModelTrainer:
         self.order = DataOrder(len(pairs_train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)
-        self.updater = Updater(
+        self.optimizer_step = OptimizerStep(
             model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
 
@@ -90,12 +90,12 @@ class RewardModelTrainer:
         pairs = [self._train[index] for index in self.order.next()]
         num_tokens = sum(len(row) for pair in pairs for row in pair)
         widest = [max(len(chosen), len(rejected)) for chosen, rejected in pairs]
-        batches = self.updater.process_group.batches(pairs, widest, self._batches)
-        metrics = self.updater.apply(batches, lambda batch: self._loss(batch, len(pairs)))
+        batches = self.optimizer_step.process_group.batches(pairs, widest, self._batches)
+        metrics = self.optimizer_step.apply(batches, lambda batch: self._loss(batch, len(pairs)))
         return {
             **metrics,
             "train/tokens": float(num_tokens),
-            "train/epoch": self.updater.step / self.order.batches_per_epoch,
+            "train/epoch": self.optimizer_step.num_steps / self.order.batches_per_epoch,
             "perf/tokens_per_second": num_tokens / max(time.perf_counter() - started, 1e-9),
         }
 
@@ -134,8 +134,12 @@ class RewardModelTrainer:
             values = heads.score_batch(self.model, [rows[index] for index in indices], pad_id=self._pad_id)
             return list(zip(indices, values, strict=True))
 
-        batches = self.updater.process_group.batches(range(len(rows)), [len(row) for row in rows], build)
-        scores = dict(pair for part in self.updater.measure(batches, measure) for pair in part)
+        batches = self.optimizer_step.process_group.batches(range(len(rows)), [len(row) for row in rows], build)
+        scores = dict(
+            pair
+            for part in self.optimizer_step.sharded.measure(batches, measure, self.optimizer_step.autocast())
+            for pair in part
+        )
         return [scores[index] for index in range(len(rows))]
 
     def _batches(self, pairs: Sequence[Pair]) -> list[_ScoredPairBatch]:

@@ -22,7 +22,7 @@ from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
 __all__ = ["SFTTrainer"]
@@ -65,7 +65,7 @@ class SFTTrainer:
         self.order = DataOrder(len(rows_train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
-        self.updater = Updater(
+        self.optimizer_step = OptimizerStep(
             model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
         self._packing = settings.packing and sequence_packing(model).allowed
@@ -83,11 +83,11 @@ class SFTTrainer:
         batches = self._batches(rows)
         num_loss_tokens = _loss_tokens(rows)
         num_tokens = sum(len(row.completion_ids) + 1 for row in rows)
-        metrics = self.updater.apply(batches, lambda batch: self._loss(batch, num_loss_tokens))
+        metrics = self.optimizer_step.apply(batches, lambda batch: self._loss(batch, num_loss_tokens))
         return {
             **metrics,
             "train/tokens": float(num_tokens),
-            "train/epoch": self.updater.step / self.order.batches_per_epoch,
+            "train/epoch": self.optimizer_step.num_steps / self.order.batches_per_epoch,
             "perf/tokens_per_second": num_tokens / max(time.perf_counter() - started, 1e-9),
         }
 
@@ -97,8 +97,10 @@ class SFTTrainer:
             return {}
         num_loss_tokens = _loss_tokens(self._heldout)
         loss = math.fsum(
-            self.updater.measure(
-                self._batches(self._heldout), lambda batch: float(self._loss(batch, num_loss_tokens)[0])
+            self.optimizer_step.sharded.measure(
+                self._batches(self._heldout),
+                lambda batch: float(self._loss(batch, num_loss_tokens)[0]),
+                self.optimizer_step.autocast(),
             )
         )
         return {"eval/loss": loss, "eval/perplexity": math.exp(loss) if loss < 700 else math.inf}
@@ -115,7 +117,7 @@ class SFTTrainer:
         def build(some: list[TrainRow]) -> list[TrainBatch]:
             return make_batches(some, self.settings.micro_batch_tokens, self._pad_id, packing=self._packing)
 
-        return self.updater.process_group.batches(rows, [len(row.completion_ids) + 1 for row in rows], build)
+        return self.optimizer_step.process_group.batches(rows, [len(row.completion_ids) + 1 for row in rows], build)
 
     def _loss(self, batch: TrainBatch, num_loss_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         batch = batch.to(self._device)

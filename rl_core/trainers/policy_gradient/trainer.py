@@ -38,7 +38,7 @@ from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample,
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.stage_snapshots import StageSnapshots
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import Rollout, RolloutGroup
 
 __all__ = ["PolicyGradientTrainer"]
@@ -113,10 +113,12 @@ class PolicyGradientTrainer:
         pad = padding_id(renderer, pad_id)
         self.process_group = process_group
         self.actor_critic = make_actor_critic(model, reference_model, settings, pad, process_group)
-        updaters = [
-            updater for updater in (self.actor_critic.updater, self.actor_critic.critic_updater) if updater is not None
+        optimizer_steps = [
+            optimizer_step
+            for optimizer_step in (self.actor_critic.optimizer_step, self.actor_critic.critic_optimizer_step)
+            if optimizer_step is not None
         ]
-        self._snapshots = StageSnapshots(self.model, updaters)
+        self._snapshots = StageSnapshots(self.model, optimizer_steps)
 
     @property
     def model(self) -> nn.Module:
@@ -124,9 +126,9 @@ class PolicyGradientTrainer:
         return self.actor_critic.critic if self.actor_critic.critic is not None else self.policy
 
     @property
-    def updater(self) -> Updater:
+    def optimizer_step(self) -> OptimizerStep:
         """Owner of the policy's optimizer."""
-        return self.actor_critic.updater
+        return self.actor_critic.optimizer_step
 
     @property
     def stage_settings(self) -> PolicySettings:
@@ -181,11 +183,11 @@ class PolicyGradientTrainer:
         if self.evaluator is None:
             return {}
         self.backend.refresh()
-        return dict(self.updater.with_full_weights_independent(self.evaluator))
+        return dict(self.optimizer_step.sharded.with_full_weights_independent(self.evaluator))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything besides weights and the policy's optimizer."""
-        critic = self.actor_critic.critic_updater
+        critic = self.actor_critic.critic_optimizer_step
         return {
             "iteration": self.iteration,
             "rollouts_played": self.rollouts_played,
@@ -194,7 +196,7 @@ class PolicyGradientTrainer:
             "rewards": self.rewards.state_dict(),
             "orders": {level: order.state_dict() for level, order in self._orders.items()},
             "replay": self._replay.state_dict() if self._replay is not None else None,
-            "critic_updater": critic.state_dict() if critic is not None else None,
+            "critic_optimizer_step": critic.state_dict() if critic is not None else None,
             "entries": self._snapshots.state_dict(),
         }
 
@@ -210,8 +212,8 @@ class PolicyGradientTrainer:
             self._order(level, int(order["num_rows"])).load_state_dict(order)
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
-        if self.actor_critic.critic_updater is not None:
-            self.actor_critic.critic_updater.load_state_dict(state["critic_updater"])
+        if self.actor_critic.critic_optimizer_step is not None:
+            self.actor_critic.critic_optimizer_step.load_state_dict(state["critic_optimizer_step"])
         self._snapshots.load_state_dict(state["entries"])
 
     # Going back
@@ -281,10 +283,10 @@ class PolicyGradientTrainer:
             group_size=self.stage_settings.group_size,
             sampling=self.stage_settings.sampling,
             seed=sequence_seed(self.seed, *parts),
-            policy_version=self.updater.step,
+            policy_version=self.optimizer_step.num_steps,
             process_group=self.process_group,
         )
-        return self.updater.with_full_weights_independent(play)
+        return self.optimizer_step.sharded.with_full_weights_independent(play)
 
     def _score(self, groups: list[RolloutGroup]) -> tuple[list[RolloutGroup], dict[str, float]]:
         """The groups with their rewards, and metrics; several processes get what the first one made of them."""
@@ -301,8 +303,8 @@ class PolicyGradientTrainer:
         embed = functools.partial(
             turn_states, self.policy, pad_id=self.actor_critic.pad_id, max_tokens=self.settings.micro_batch_tokens
         )
-        with span("states"), self.updater.autocast():
-            return self.updater.all_gather_rows(
+        with span("states"), self.optimizer_step.autocast():
+            return self.optimizer_step.sharded.all_gather_rows(
                 rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed
             )
 
@@ -332,7 +334,7 @@ class PolicyGradientTrainer:
         samples = fresh + (self._replay.draw(rng, len(self.groups)) if self._replay is not None else [])
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
         if not samples:  # every group was dropped
-            self.updater.step += settings.epochs * settings.minibatches
+            self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
         update = PolicyUpdate(
             self.actor_critic,
