@@ -38,7 +38,7 @@ class TokenOutputs:
     """Outputs of a model at the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
 
     logprobs_BS: torch.Tensor  # nats
-    entropy_BS: torch.Tensor | None = None  # nats, of the distribution over the token's alternatives
+    entropy_BS: torch.Tensor | None = None  # nats, of the distribution over the vocabulary before the token
     values_BS: torch.Tensor | None = None  # value of the state before the token
     value_after_B: torch.Tensor | None = None  # value of the state after each row's last real token
 
@@ -157,7 +157,7 @@ def _read_places(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
 def next_token_logprobs(
     model: PreTrainedModel, batch: TrainBatch, *, chunk_tokens: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """The whole distributions over the tokens that carry loss, at temperature 1, some positions at a time.
+    """Distributions over the vocabulary before every token that carries loss, at temperature 1, chunk by chunk.
 
     Args, Raises: as `token_outputs`, but the batch's temperatures are ignored. Two models of one vocabulary and device
     give chunks of equal positions.

@@ -106,10 +106,7 @@ def backends(model: PreTrainedModel) -> tuple[Engine, TransformersBackend]:
 
 def trainer_gap(model: PreTrainedModel, sequences: list[ScriptedSequence], temperature: float = 1.0) -> float:
     """Largest difference between the sampler's and the trainer's log-probabilities."""
-    rows = [
-        TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs, temperature=temperature)
-        for s in sequences
-    ]
+    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs, temperature) for s in sequences]
     gap = 0.0
     for batch in make_batches(rows, 256, 0):
         with torch.no_grad():

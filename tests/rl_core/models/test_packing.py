@@ -115,15 +115,14 @@ def test_rows_are_packed_to_the_length_of_the_longest():
 
 def test_every_field_of_a_row_is_packed_where_its_tokens_are():
     rows = [
-        TrainRow([1], [2, 3], [True, False], advantage=0.5, sampler_logprobs=[-1.0, -2.0]),
-        TrainRow([4, 5], [6], [True], advantage=-1.0, sampler_logprobs=[-3.0]),
-        TrainRow([1], [2, 3, 4, 5, 6], [True] * 5, advantage=[1.0, 2.0, 3.0, 4.0, 5.0], sampler_logprobs=[0.0] * 5),
+        TrainRow([1], [2, 3], [True, False], sampler_logprobs=[-1.0, -2.0]),
+        TrainRow([4, 5], [6], [True], sampler_logprobs=[-3.0]),
+        TrainRow([1], [2, 3, 4, 5, 6], [True] * 5, sampler_logprobs=[1.0, 2.0, 3.0, 4.0, 5.0]),
     ]
     (batch,) = make_batches(rows, 10_000, 9, packing=True)
     assert batch.input_ids_BS.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
-    assert batch.advantages_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 0.5, 0, 0, 0, -1]]
-    assert batch.sampler_logprobs_BS.tolist() == [[0] * 6, [0, -1, 0, 0, 0, -3]]
+    assert batch.sampler_logprobs_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, -1, 0, 0, 0, -3]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
