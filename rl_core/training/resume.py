@@ -32,7 +32,7 @@ def _frozen(model: nn.Module) -> set[str]:
 
 
 def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter that trains and every persistent buffer; frozen weights (under LoRA) come from the start again.
+    """Every trainable parameter and persistent buffer; frozen weights (under LoRA) are loaded from the start model.
 
     `copy` gives a snapshot on the CPU that later updates do not change; otherwise the live tensors. Of sharded
     weights, it is this process's rows, on their device.
@@ -54,7 +54,7 @@ def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torc
 
 
 def _sharded_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """One object for all names of a tied weight: in every process the same ones, unlike places in memory."""
+    """One object for all names of a tied weight: equal in every process, unlike addresses in memory."""
     owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     unique: dict[Any, torch.Tensor] = {}
     result = {}
