@@ -1,1 +1,1 @@
-"""Trainers: one loop, one updater, and one file for each way of learning."""
+"""Trainers: one loop, one optimizer step, and one file for each way of learning."""

@@ -4,7 +4,7 @@ Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoin
 a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
 With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
 
-Where several processes train one model (`Updater.process_group`), each runs this loop on the same numbers, so all
+Where several processes train one model (`OptimizerStep.process_group`), each runs this loop on the same numbers, so all
 decide alike; rank 0 alone logs, reads and writes. A stop signal to any of them stops all.
 """
 
@@ -33,7 +33,7 @@ from rl_core.storage.folders import write_text_atomic
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import (
     check_fingerprint,
@@ -57,7 +57,7 @@ HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
 
 
 class Trainer(Protocol):
-    """What the loop trains. The loop itself saves the model's trainable weights, the updater and the global RNGs.
+    """Interface of a trainer. The loop itself saves the model's trainable weights, the optimizer step and global RNGs.
 
     A trainer may also have a property `finished -> str | None`: the reason why it wants no further iteration.
     """
@@ -67,8 +67,8 @@ class Trainer(Protocol):
         """The module whose trainable parameters and buffers are saved, and restored from the best evaluation."""
 
     @property
-    def updater(self) -> Updater:
-        """Owner of the optimizer; `updater.step` is the x axis of the metrics."""
+    def optimizer_step(self) -> OptimizerStep:
+        """Owner of the optimizer; `optimizer_step.num_steps` is the x axis of the metrics."""
 
     def step(self) -> Mapping[str, float]:
         """One iteration; its metrics, fully named (`train/loss`)."""
@@ -88,7 +88,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class LoopOutcome:
-    """How a run of the loop ended. The trainer's model then holds the weights that `metrics` were measured on."""
+    """Outcome of a run of the loop; the trainer's model holds the weights that `metrics` were measured on."""
 
     iterations: int  # done in all, those before a resume included
     steps: int  # optimizer steps in all
@@ -172,7 +172,7 @@ def run_loop(
         stop=StopRequests(stop_event),
         export_to=history,
         clock=clock,
-        process_group=trainer.updater.process_group,
+        process_group=trainer.optimizer_step.process_group,
         callbacks=check_callbacks(callbacks),
         memory=memory or LoopMemory(),
     )
@@ -232,7 +232,7 @@ class _Loop:
         self._leave_best()
         return LoopOutcome(
             iterations=self.state.iteration,
-            steps=self.trainer.updater.step,
+            steps=self.trainer.optimizer_step.num_steps,
             stop_reason=reason,
             best_metric=self.state.best_value,
             metrics=self.state.metrics if self.state.best_iteration is None else self.state.best_metrics,
@@ -261,8 +261,8 @@ class _Loop:
             metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - started
         metrics["perf/memory_gb"] = peak_memory_gb(self.trainer.model)
-        updater = self.trainer.updater
-        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=updater.computes_in_bfloat16)
+        optimizer_step = self.trainer.optimizer_step
+        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=optimizer_step.computes_in_bfloat16)
         spans.pop("optimizer_flops", None)
         metrics |= {f"perf/{name}_seconds": seconds for name, seconds in (spans | self.overheads).items()}
         self.overheads.clear()
@@ -283,7 +283,12 @@ class _Loop:
 
         def call() -> str | None:
             event = TrainingEvent(
-                kind, self.state.iteration, self.iterations, self.trainer.updater.step, dict(metrics), self.trainer
+                kind,
+                self.state.iteration,
+                self.iterations,
+                self.trainer.optimizer_step.num_steps,
+                dict(metrics),
+                self.trainer,
             )
             call_all(self.callbacks, event)
             return event.stop_reason
@@ -291,7 +296,7 @@ class _Loop:
         self.stopped_by = self.process_group.on_rank_zero(call) or self.stopped_by
 
     def _log(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log what is finite at the updater's step; count the rest."""
+        """Log finite metrics at the number of optimizer steps; count the others."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
@@ -301,18 +306,18 @@ class _Loop:
             finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
         started = self.clock()
         if self.process_group.is_rank_zero:
-            self.tracker.log_metrics(finite, self.trainer.updater.step)
-        self.history.observe(finite, self.trainer.updater.step)
+            self.tracker.log_metrics(finite, self.trainer.optimizer_step.num_steps)
+        self.history.observe(finite, self.trainer.optimizer_step.num_steps)
         self._export(EXPORT_SECONDS)
         self._spent("tracking", started)
         return finite
 
     def _spent(self, name: str, started: float) -> None:
-        """Note seconds that the next iteration reports, being over only after this one has reported."""
+        """Add to the overheads, which the next iteration reports (this one has reported already)."""
         self.overheads[name] = self.overheads.get(name, 0.0) + self.clock() - started
 
     def _export(self, after: float = 0.0) -> None:
-        """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
+        """Export the history for dashboards, at most once in `after` seconds."""
         if self.export_to is None or not self.process_group.is_rank_zero:
             return
         if self.exported is not None and self.clock() - self.exported < after:
@@ -331,7 +336,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         started = self.clock()
-        with self.trainer.updater.averaged():  # what is evaluated is what is kept
+        with self.trainer.optimizer_step.ema.swapped_in():  # the evaluated weights are the ones kept
             measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
             raw = self.process_group.on_rank_zero(lambda: measured)
             if self.best_metric is not None:
@@ -347,7 +352,7 @@ class _Loop:
         self._call_back("evaluation", finite)
 
     def _compare(self, value: float, metrics: dict[str, float]) -> None:
-        """Keep the weights if `value` is the best yet; count for patience."""
+        """Keep the weights if `value` is the best so far; update the patience counter."""
         state = self.state
         if math.isfinite(value) and (state.best_value is None or self.sign * (value - state.best_value) > 0):
             state.best_value, state.best_iteration, state.best_metrics = value, state.iteration, metrics
@@ -359,12 +364,12 @@ class _Loop:
             state.bad_evaluations += 1
 
     def _leave_best(self) -> None:
-        """The model as the outcome describes it: the best weights, or the last; their average with ema_decay."""
+        """Leave the outcome's weights in the model: the best or the last; their average with ema_decay."""
         if self.memory.best_weights is None or self.state.best_iteration == self.state.iteration:
-            self.trainer.updater.adopt_average()
+            self.trainer.optimizer_step.ema.adopt()
             return
         load_trainable_weights(self.trainer.model, self.memory.best_weights)
-        self.trainer.updater.refresh_masters()
+        self.trainer.optimizer_step.master_weights.refresh()
         logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
 
     def _stop_when_asked(self) -> None:
@@ -391,7 +396,7 @@ class _Loop:
         state = {
             "model": trainable_weights(self.trainer.model),
             "best_model": self.memory.best_weights,
-            "updater": self.trainer.updater.state_dict(),
+            "optimizer_step": self.trainer.optimizer_step.state_dict(),
             "trainer": self.trainer.state_dict(),
             "loop": asdict(self.state),
             "history": self.history.state_dict(),
@@ -399,7 +404,7 @@ class _Loop:
             "rng": rng_state(),
         }
         if self.process_group.size > 1:
-            state = self.trainer.updater.gather_state(state)
+            state = self.trainer.optimizer_step.sharded.gather_state(state)
             state["workers"] = {"size": self.process_group.size, "rng": self.process_group.all_gather(state["rng"])}
         if self.process_group.is_rank_zero:
             self.checkpoints.save(state)
@@ -411,7 +416,7 @@ class _Loop:
         if self.checkpoints is None:
             return
         state = self.checkpoints.load_latest() if self.process_group.is_rank_zero else None
-        state = self.trainer.updater.scatter_state(state, self.trainer.model)
+        state = self.trainer.optimizer_step.sharded.scatter_state(state, self.trainer.model)
         if state is None:
             return
         saved_by = state.get("workers", {"size": 1, "rng": [state["rng"]]})
@@ -421,7 +426,7 @@ class _Loop:
         check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed, besides=besides)
         load_trainable_weights(self.trainer.model, state["model"])
         self.memory.best_weights = state["best_model"]
-        self.trainer.updater.load_state_dict(state["updater"])
+        self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
         self.trainer.load_state_dict(state["trainer"])
         self.memory.state = _Progress(**state["loop"])
         self.history.load_state_dict(state["history"])
@@ -438,4 +443,4 @@ class _Loop:
             )
             if self.process_group.is_rank_zero:
                 restore_rng(state["rng"])
-        logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.updater.step)
+        logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.optimizer_step.num_steps)

@@ -1,4 +1,4 @@
-"""Parts of a resumable state: trainable weights, random generators, and the fingerprint of what must not change."""
+"""Parts of a resumable state: trainable weights, random generators, and the run's fingerprint."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def _frozen(model: nn.Module) -> set[str]:
 
 
 def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Every parameter that trains and every persistent buffer; frozen weights (under LoRA) come from the start again.
+    """Every trainable parameter and persistent buffer; frozen weights (under LoRA) are loaded from the start model.
 
-    `copy` gives a snapshot on the CPU that later updates do not change; otherwise the live tensors. Of weights that
-    several processes share out, it is this process's rows, on their device.
+    `copy` gives a snapshot on the CPU that later updates do not change; otherwise the live tensors. Of sharded
+    weights, it is this process's rows, on their device.
     """
     frozen = _frozen(model)
     weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in frozen}
     if any(isinstance(tensor, DTensor) for tensor in weights.values()):
-        return _shared_weights(model, weights, copy=copy)
+        return _sharded_weights(model, weights, copy=copy)
     if not copy:
         return weights
     copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights: one copy for all names of one parameter
@@ -53,8 +53,8 @@ def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torc
     return snapshot
 
 
-def _shared_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """One object for all names of a tied weight: in every process the same ones, unlike places in memory."""
+def _sharded_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
+    """One object for all names of a tied weight: equal in every process, unlike addresses in memory."""
     owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
     unique: dict[Any, torch.Tensor] = {}
     result = {}
@@ -99,7 +99,7 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 def runtime_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What changes float sums though settings and data are equal: threads, torch, kind of device."""
+    """Properties of the runtime that change float sums: threads, torch version, device."""
     device = next(model.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, "device": name}

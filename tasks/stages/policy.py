@@ -71,7 +71,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = context.train(recipe)
     context.save_model(
-        trainer.updater,
+        trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,

@@ -47,7 +47,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     )
     outcome = context.train(recipe)
     context.save_model(
-        recipe.trainer.updater,
+        recipe.trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,

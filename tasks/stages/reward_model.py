@@ -39,7 +39,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     )
     outcome = context.train(recipe)
     context.save_model(
-        recipe.trainer.updater,
+        recipe.trainer.optimizer_step,
         model,
         tokenizer,
         lambda pipeline: heads.reward_model_from(context.inputs["model"], pipeline.model, seed=context.seed)[0],

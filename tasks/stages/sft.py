@@ -42,7 +42,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     recipe = recipes.sft(policy, train, heldout, settings, context.seed, context.process_group)
     outcome = context.train(recipe)
     context.save_model(
-        recipe.trainer.updater,
+        recipe.trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,

@@ -52,7 +52,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     trainer = recipe.trainer
     outcome = context.train(recipe)
     context.save_model(
-        trainer.updater,
+        trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
@@ -99,7 +99,7 @@ def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) ->
         max_tokens=settings.micro_batch_tokens,
     )
     return judge_thoughts(
-        trainer.updater.with_full_weights_independent(examine),
+        trainer.optimizer_step.sharded.with_full_weights_independent(examine),
         min_dependence=settings.min_dependence,
         bootstrap_samples=settings.bootstrap_samples,
         seed=context.seed,

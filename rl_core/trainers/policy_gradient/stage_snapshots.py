@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl_core.errors import CheckpointError
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.resume import load_trainable_weights, restore_rng, rng_state, trainable_weights
 
 __all__ = ["StageSnapshots"]
@@ -25,10 +25,10 @@ __all__ = ["StageSnapshots"]
 class StageSnapshots:
     """Snapshots by the index of the stage that was entered, on the CPU, each as large as model and optimizer."""
 
-    def __init__(self, model: nn.Module, updaters: Sequence[Updater]) -> None:
-        """`model`: whatever trains, the critic included. `updaters`: of the policy, and of a critic with its own."""
+    def __init__(self, model: nn.Module, optimizer_steps: Sequence[OptimizerStep]) -> None:
+        """model: all that trains, the critic included. optimizer_steps: the policy's, and a separate critic's."""
         self.model = model
-        self.updaters = tuple(updaters)
+        self.optimizer_steps = tuple(optimizer_steps)
         self._snapshots: dict[int, dict[str, Any]] = {}
 
     def keep(self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]) -> None:
@@ -42,7 +42,7 @@ class StageSnapshots:
         if index in restorable and index not in self._snapshots:
             self._snapshots[index] = {
                 "model": trainable_weights(self.model, copy=True),
-                "updaters": [_copied(updater.state_dict()) for updater in self.updaters],
+                "optimizer_steps": [_copied(optimizer_step.state_dict()) for optimizer_step in self.optimizer_steps],
                 "extra": _copied(extra()),
                 "rng": rng_state(),
             }
@@ -57,12 +57,20 @@ class StageSnapshots:
             raise CheckpointError(f"curriculum stage {index} has to be begun again, but its entry was not kept")
         entry = self._snapshots[index]
         load_trainable_weights(self.model, entry["model"])
-        for updater, state in zip(self.updaters, entry["updaters"], strict=True):
-            step, skipped, max_tokens = updater.step, updater.skipped_steps, updater.max_tokens
-            scale = updater.learning_rate_scale * learning_rate_factor
-            updater.load_state_dict(_copied(state))  # a copy: an optimizer works on in the tensors that it loads
-            updater.step, updater.skipped_steps, updater.max_tokens = step, skipped, max_tokens
-            updater.learning_rate_scale = scale
+        for optimizer_step, state in zip(self.optimizer_steps, entry["optimizer_steps"], strict=True):
+            step, skipped, max_tokens = (
+                optimizer_step.num_steps,
+                optimizer_step.skipped_steps,
+                optimizer_step.max_tokens,
+            )
+            scale = optimizer_step.learning_rate_scale * learning_rate_factor
+            optimizer_step.load_state_dict(_copied(state))  # a copy: an optimizer works on in the tensors that it loads
+            optimizer_step.num_steps, optimizer_step.skipped_steps, optimizer_step.max_tokens = (
+                step,
+                skipped,
+                max_tokens,
+            )
+            optimizer_step.learning_rate_scale = scale
         restore_rng(entry["rng"])
         return dict(_copied(entry["extra"]))
 
