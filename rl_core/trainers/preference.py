@@ -23,7 +23,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import PreferenceSettings
-from rl_core.trainers.supervised import SupervisedTrainer, pair_micro_batches
+from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
 

@@ -20,7 +20,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.packing import can_pack
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
-from rl_core.trainers.supervised import SupervisedTrainer
+from rl_core.trainers.supervised_trainer import SupervisedTrainer
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
 

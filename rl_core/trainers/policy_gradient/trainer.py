@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
+from rl_core.curriculum.snapshots import StageSnapshots
 from rl_core.data.batches import DataOrder
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
@@ -35,7 +36,6 @@ from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import advantage_metrics
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
-from rl_core.trainers.policy_gradient.stage_snapshots import StageSnapshots
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.types import RolloutGroup
