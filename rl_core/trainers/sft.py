@@ -52,7 +52,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
             model: a causal LM on its device.
             rows_train, rows_heldout: (ids, loss_mask) of whole conversations; at least one loss token each, none at
                 position 0, which has nothing before it.
-        Raises: DataError naming a row that cannot be learnt from.
+        Raises: DataError naming a row that cannot be trained on.
         """
         train = [_train_row(row, f"rows_train[{index}]") for index, row in enumerate(rows_train)]
         heldout = [_train_row(row, f"rows_heldout[{index}]") for index, row in enumerate(rows_heldout)]
