@@ -11,8 +11,15 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.events import emit_event
+from prefect.runtime import flow_run
+from prefect.states import Completed, State
+
 from flows.parameters import PipelineForm, pipeline_name, read_settings
-from flows.post_training import PipelineResult, execute
+from flows.post_training import execute
+from flows.runtime.pipeline_result import PipelineResult
 from rl_core.analysis.statistics import Rate
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
@@ -20,13 +27,6 @@ from tasks.lifecycle.champion import ChampionVerdict, count_checks, figure_of, j
 from tasks.stages.evaluate import read_evaluation
 from tasks.stages.promote import figure_tags
 from tasks.tracking import ModelVersion, Tracking
-
-# Prefect was prepared when flows.post_training was imported.
-from prefect import flow  # isort: skip
-from prefect.artifacts import create_markdown_artifact  # isort: skip
-from prefect.events import emit_event  # isort: skip
-from prefect.runtime import flow_run  # isort: skip
-from prefect.states import Completed, State  # isort: skip
 
 __all__ = ["EVENT", "CheckResult", "announce", "evaluate_champion"]
 

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.runtime import flow_run
+from prefect.states import Completed, State
+
 from flows.parameters import PipelineForm, pipeline_name, read_settings
-from flows.post_training import PipelineResult, execute, say, watched
+from flows.post_training import execute, say, watched
 from flows.runtime.approval_wait import run_with_approval
+from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import PosttrainError
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
@@ -22,12 +28,6 @@ from tasks.lifecycle.data_lineage import record_sources
 from tasks.lifecycle.retraining import RetrainingPlan, close_record, open_record, plan_retraining, settle_waiting
 from tasks.stages.promote import AWAITING
 from tasks.tracking import Tracking
-
-# Prefect was prepared when flows.post_training was imported.
-from prefect import flow  # isort: skip
-from prefect.artifacts import create_markdown_artifact  # isort: skip
-from prefect.runtime import flow_run  # isort: skip
-from prefect.states import Completed, State  # isort: skip
 
 __all__ = ["RetrainResult", "retrain", "run_retraining"]
 

@@ -71,10 +71,11 @@ class Trajectory:
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0  # sampled and observed tokens after the prompt
     num_action_tokens: int = 0  # sampled tokens only
-    mean_logprob: float = 0.0  # of the sampled tokens, nats, at the temperature of `Rollout.sampler_logprobs`
+    mean_logprob: float = 0.0  # of the sampled tokens, nats; see `Rollout.sampler_logprobs`
     policy_version: int = 0
     sample: int = 0  # index within the group of rollouts of one prompt
     is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
+    temperature: float = 1.0  # at which its tokens were drawn; 0 = greedy
 
     def to_json(self) -> dict[str, Any]:
         """A plain dict, as written to trajectories.jsonl."""
@@ -103,7 +104,11 @@ class Rollout:
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     is_masked: bool = False  # True = no reward could be computed: it carries no loss
-    temperature: float = 1.0  # sampling temperature; 0 = greedy
+
+    @property
+    def temperature(self) -> float:
+        """Temperature at which its tokens were drawn; 0 = greedy."""
+        return self.trajectory.temperature
 
     @property
     def reward(self) -> float:

@@ -1,4 +1,4 @@
-"""`posttrain approve`: who waits for a decision, and deciding it from any process that reaches the tracking store."""
+"""`posttrain approve`: pending approvals, and answering them from any process that reaches the tracking store."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from flows.runtime.approval_commands import answer_commands
 from rl_core.errors import DataError, SettingsError, nearest
-from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest, answer, requests
 from tasks.tracking import Tracking
 from tasks.tracking.store import default_uri, user_name
 
-__all__ = ["decide", "find", "how_to_answer", "show"]
+__all__ = ["decide", "find", "show"]
 
 
 def decide(
@@ -45,7 +45,7 @@ def decide(
     request = find(tracking, known, run)
     if approve is None:
         page = tracking.page_of(request.stage_run_id)
-        return f"{request.outcome}\n\nevidence  {page}\n{_commands(request, where)}"
+        return f"{request.outcome}\n\nevidence  {page}\n{answer_commands(request, where)}"
     done = answer(tracking, request, approve=approve, by=by or f"{user_name()}@{platform.node()}", note=note)
     lines = [done.outcome]
     if done.state == "superseded":
@@ -92,26 +92,7 @@ def show(waiting: Sequence[ApprovalRequest], output: Path, where: str = "") -> s
     """What waits, with the commands that decide."""
     if not waiting:
         return f"nothing in {output.absolute()} waits for approval"
-    return "\n\n".join(f"{request.run}\n{request.outcome}\n{_commands(request, where)}" for request in waiting)
-
-
-def how_to_answer(settings: PipelineSettings, request: ApprovalRequest) -> str:
-    """For the terminal of a run that waits: where the evidence is and what to type in another one."""
-    where = ""
-    if settings.tracking.uri:
-        where = " --config CONFIG"
-    elif settings.output != "outputs":
-        where = f" --output {shlex.quote(settings.output)}"
-    evidence = Path(settings.output).resolve() / settings.name / "stages" / "promote" / request.key / "review"
-    return (
-        f"evidence  {evidence / 'report.html'}\n{_commands(request, where)}\n"
-        "Ctrl-C leaves it waiting; the same command goes on from here."
-    )
-
-
-def _commands(request: ApprovalRequest, where: str) -> str:
-    start = f"posttrain approve {shlex.quote(request.run)}"
-    return f"approve   {start} --yes --note 'WHY'{where}\nreject    {start} --no --note 'WHY'{where}"
+    return "\n\n".join(f"{request.run}\n{request.outcome}\n{answer_commands(request, where)}" for request in waiting)
 
 
 def _let_go(request: ApprovalRequest, approve: bool) -> list[str]:

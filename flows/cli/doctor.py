@@ -20,11 +20,13 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from tasks.shipped import shipped
+
 __all__ = ["Finding", "examine", "report"]
 
 GIB = 2**30
 TIMEOUT_SECONDS = 5.0  # for a server to answer
-CONSTRAINTS = Path(__file__).resolve().parents[2] / "constraints.txt"
+CONSTRAINTS = shipped("constraints.txt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,11 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 def _load(arguments: argparse.Namespace) -> PipelineSettings:
     from tasks.config import load
 
-    return load(arguments.config, arguments.set)
+    return load(arguments.config, arguments.set, warn=_warn)
+
+
+def _warn(text: str) -> None:
+    print(f"posttrain: warning: {text}", file=sys.stderr)
 
 
 def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:
@@ -116,6 +120,14 @@ def _connect_mlflow(output: str | Path) -> Path:
 
     connect(Path(output), prefect=False)
     return Path(output)
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write a config, an environment and a reward to start from."""
+    from flows.cli.init import init
+
+    print(init(Path(arguments.folder)))
+    return 0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -390,8 +402,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui, monitor,
-    runs, gc, doctor,
+    init, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui,
+    monitor, runs, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # what goes on where it was stopped
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}

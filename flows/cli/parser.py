@@ -1,4 +1,4 @@
-"""The arguments of the `posttrain` command. Imports nothing but the standard library: `--help` has to start at once."""
+"""The arguments of the `posttrain` command. Loads nothing but the standard library: `--help` has to start at once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["STAGE_NAMES", "build_parser"]
+from tasks.stage_registry import names, training_stages
 
-STAGE_NAMES = (
-    "prepare_data", "sft", "preference", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote",
-)  # fmt: skip
+__all__ = ["build_parser"]
 
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
@@ -19,8 +17,9 @@ optimisation, evaluation, analysis, promotion. A pipeline is one YAML file.
 
 _START = """\
 start here:
-  posttrain run configs/demo.yaml          the whole pipeline on an environment that needs no download
-  posttrain validate configs/demo.yaml     check a configuration without running anything
+  posttrain run demo                       the whole pipeline on an environment that needs no download
+  posttrain init my_task                   a config, an environment and a reward to start from
+  posttrain validate demo                  check a configuration without running anything
   posttrain up                             Prefect, a worker and MLflow, with schedules (down, status)
   posttrain ui                             look at results in MLflow and Prefect
   posttrain monitor                        watch a run while it trains
@@ -39,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
+    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
         add(commands)
     for add in (_add_evaluate, _add_analyze, _add_promote):
         add(commands)
@@ -77,7 +76,7 @@ def _add(commands: Any, name: str, about: str, examples: Sequence[str]) -> argpa
 
 
 def _add_config(parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False) -> None:
-    about = "the pipeline's YAML file"
+    about = "the pipeline's YAML file, or the name of a shipped one, such as demo"
     if option:
         parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=about)
     else:
@@ -101,6 +100,12 @@ def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the table at the end")
 
 
+def _add_init(commands: Any) -> None:
+    about = "write a commented config, an environment and a reward to start from"
+    parser = _add(commands, "init", about, ["init my_task"])
+    parser.add_argument("folder", metavar="FOLDER", help="a new folder; its name becomes that of the pipeline")
+
+
 def _add_run(commands: Any) -> None:
     parser = _add(
         commands,
@@ -109,7 +114,7 @@ def _add_run(commands: Any) -> None:
         [
             "run configs/demo.yaml",
             "run configs/demo.yaml --set stages.policy.learning_rate=1e-3 --set seed=1",
-            "run configs/demo.yaml --set stages.reward_model=null --set 'stages.evaluate.levels=[easy, hard]'",
+            "run configs/demo.yaml --set stages.analyze=null --set 'stages.evaluate.levels=[easy, hard]'",
             "run configs/gsm8k.yaml --set environment.options.path=train.jsonl",
         ],
     )
@@ -152,7 +157,7 @@ def _add_stage(commands: Any) -> None:
     ]
     about = "run one stage; what it needs is taken from finished stages, or run first"
     parser = _add(commands, "stage", about, examples)
-    parser.add_argument("name", metavar="NAME", choices=STAGE_NAMES, help=f"one of {', '.join(STAGE_NAMES)}")
+    parser.add_argument("name", metavar="NAME", choices=names(), help=f"one of {', '.join(names())}")
     _add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="run the stage again, even if it was finished before")
@@ -164,7 +169,7 @@ def _add_profile(commands: Any) -> None:
     about = "say where the time of a training stage's iterations goes; a few of them are run"
     parser = _add(commands, "profile", about, examples)
     _add_config(parser)
-    parser.add_argument("--stage", metavar="NAME", choices=STAGE_NAMES, help="a training stage (default: the last one)")
+    parser.add_argument("--stage", metavar="NAME", choices=training_stages(), help="default: the last training stage")
     parser.add_argument("--iterations", "-n", metavar="N", type=_at_least_two, default=8, help="how many (default: 8)")
     _add_quiet(parser)
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlencode
 
 from flows.monitor.charts import NONE, Drawn, chart, family, line, marks, number, overlay, percent, table
+from flows.monitor.choice import Choice, Runs
 from flows.monitor.episodes import episode_files, has_misuse, read_episodes, reward_parts, tool_table
 from flows.monitor.runs import RunView, StageView
 
-if TYPE_CHECKING:
-    from flows.monitor.views import Choice
-
 __all__ = ["OUTCOMES", "curriculum", "rewards", "tools", "trajectories"]
-
-Runs = Sequence[tuple[RunView, StageView]]
 
 MAX_EPISODES = 60  # in the list of trajectories
 

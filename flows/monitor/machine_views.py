@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flows.monitor.charts import Drawn, chart, family, line, number
-from flows.monitor.runs import RunView, StageView
-
-if TYPE_CHECKING:
-    from flows.monitor.views import Choice
+from flows.monitor.choice import Choice, Runs
+from flows.monitor.runs import RunView
 
 __all__ = ["load_charts", "speed_charts", "system"]
-
-Runs = Sequence[tuple[RunView, StageView]]
 
 
 def system(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:

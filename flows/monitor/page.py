@@ -12,9 +12,10 @@ from typing import Any
 import gradio as gr
 
 from flows.monitor.agent_views import OUTCOMES
+from flows.monitor.choice import Choice
 from flows.monitor.episodes import episode_files
 from flows.monitor.reader import Reader
-from flows.monitor.views import TABS, Choice, prefixes, view
+from flows.monitor.views import TABS, prefixes, view
 
 __all__ = ["REFRESH_SECONDS", "build_page"]
 

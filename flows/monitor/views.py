@@ -1,4 +1,4 @@
-"""What stands on each tab of the page: a run as blocks of tiles, charts, tables and trajectories."""
+"""Tabs of the page: a run as blocks of tiles, charts, tables and trajectories."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from flows.monitor.agent_views import curriculum, rewards, tools, trajectories
-from flows.monitor.charts import NONE, Drawn, duration, number, overlay, percent, table
+from flows.monitor.charts import NONE, duration, number, overlay, percent, table
+from flows.monitor.choice import Choice, Runs
 from flows.monitor.machine_views import load_charts, speed_charts, system
 from flows.monitor.reader import Reader
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.series import Series
 
-__all__ = ["TABS", "Choice", "prefixes", "view"]
+__all__ = ["TABS", "prefixes", "view"]
 
 log = logging.getLogger(__name__)
 
@@ -34,29 +34,6 @@ _TONES = {
 }  # fmt: skip
 MAX_CHARTS = 24  # on one tab
 ROUNDING = 1e-9  # what differs by less, relative to its size, is the same number
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What one open page looks at."""
-
-    run: str = ""  # "" = the newest, whichever it is
-    compare: tuple[str, ...] = ()
-    stage: str = ""  # "" = the one that trains, or trained last
-    window: int = 10
-    by_time: bool = False
-    groups: tuple[str, ...] = ()  # prefixes of metrics on the tab of curves; () = train, reward, policy
-    metrics: tuple[str, ...] = ()  # metrics named one by one; with these, groups do not count
-    source: str = ""  # file of trajectories; "" = the first
-    outcome: str = "all"  # all, right, wrong, with misuse
-
-    @property
-    def drawn(self) -> Drawn:
-        """How curves are drawn."""
-        return Drawn(self.window, self.by_time)
-
-
-Runs = Sequence[tuple[RunView, StageView]]
 
 
 def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from rl_core.errors import SettingsError
 __all__ = ["MARK", "ProcessId", "end_all", "leftovers", "mark_of", "spawn"]
 
 MARK = "POSTTRAIN_SERVERS"  # in the environment of every process that belongs to the servers of a folder
-KEEPER = Path(__file__).with_name("keeper.py")
+KEEPER = Path(__file__).with_name("subreaper.py")
 
 
 @functools.cache

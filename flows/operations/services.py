@@ -20,6 +20,7 @@ from flows.operations.processes import MARK, mark_of
 from flows.operations.state import Options
 from flows.runtime.prefect_home import prefect_environment
 from tasks.mlflow_environment import default_uri, offline_environment
+from tasks.shipped import CHECKOUT
 
 __all__ = [
     "GPU_LIMIT",
@@ -33,7 +34,8 @@ __all__ = [
     "services",
 ]
 
-ROOT = Path(__file__).resolve().parents[2]  # the checkout: deployments name their flows and configs from here
+# Runs of deployments start here, so their outputs lie here: the checkout, else the folder that `up` is called from.
+ROOT = CHECKOUT or Path.cwd()
 
 GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/pipeline/gpu_slot.py
 

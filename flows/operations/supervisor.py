@@ -26,6 +26,7 @@ from flows.operations.state import Options, State, StatePaths, write_state
 from rl_core.errors import BackendError, FolderBusy
 from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
+from tasks.shipped import shipped
 
 __all__ = ["Supervisor"]
 
@@ -163,9 +164,10 @@ class Supervisor:
     # -- registration -------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
-        folder = Path(self.options.deployments or ROOT / "deployments")
+        folder = Path(self.options.deployments or shipped("deployments"))
+        root = folder.parent if self.options.deployments else ROOT
         request = RegistrationRequest(
-            root=str(folder.parent), pool=self.options.pool, gpu_slots=self.options.gpu_slots,
+            root=str(root), pool=self.options.pool, gpu_slots=self.options.gpu_slots,
             deployments=str(folder / "prefect.yaml"), automations=str(folder / "automations.yaml"),
         )  # fmt: skip
         asked = self.places.folder / "request.json"

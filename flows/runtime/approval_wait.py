@@ -1,4 +1,4 @@
-"""Waiting for a person's word on a promotion: suspended as a deployment, else in this process.
+"""Manual approval of a promotion: a deployment's run is suspended, any other run waits in its process.
 
 A run of a deployment ends its process and is started again when the form in the Prefect UI is filled in, or when
 `posttrain approve` resumes it. Any other run waits here: for the form, the command or the deadline, whichever is first.
@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from uuid import UUID
 
 from prefect.flow_runs import pause_flow_run, resume_flow_run, suspend_flow_run
@@ -23,15 +23,13 @@ from prefect.input import RunInput
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
-from flows.cli.approve import how_to_answer
+from flows.runtime.approval_commands import how_to_answer
+from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.folders import write_json_atomic
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest, answer, asked, expire
 from tasks.tracking import Tracking
-
-if TYPE_CHECKING:
-    from flows.post_training import PipelineResult
 
 __all__ = ["run_with_approval"]
 
@@ -223,8 +221,6 @@ def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
 
 def _suspended_before(settings: PipelineSettings) -> PipelineResult | None:
     """What this very flow run had found when it was suspended; None where it was not."""
-    from flows.post_training import PipelineResult
-
     path = _place(settings)
     if not flow_run.id or not path.is_file():
         return None

@@ -1,23 +1,24 @@
-"""Prefect's settings for a run: where its database is, how it starts without a server, what it prints.
+"""Prefect's settings for a run: location of its database, start without a server, verbosity.
 
-Imported before Prefect itself. Whatever the user has set stays.
+The command line calls `prepare_prefect` before it imports Prefect. Settings made by the user stay.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from rl_core.errors import BackendError
 
-__all__ = ["PREFECT_PORT", "prefect_environment", "prepare_prefect", "start_embedded_server"]
+__all__ = ["PREFECT_PORT", "prefect_environment", "prefect_defaults", "prepare_prefect", "start_embedded_server"]
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
@@ -51,6 +52,45 @@ def prepare_prefect(output: Path | None = None) -> None:
         os.environ.setdefault(name, value)
     if output is not None:
         Path(os.environ.get("PREFECT_HOME", output)).mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def prefect_defaults() -> Iterator[None]:
+    """The same defaults as Prefect settings, for a process that imported Prefect before `prepare_prefect` was called.
+
+    A script that imports a flow needs nothing else. Settings of the user, of a profile and of a test stay.
+    """
+    from prefect.logging.configuration import setup_logging
+    from prefect.settings import get_current_settings, temporary_settings
+
+    given = get_current_settings().model_dump(exclude_unset=True)
+    missing = {
+        setting: value
+        for name, value in prefect_environment().items()
+        if name not in os.environ and (setting := _setting(name)) is not None and not _is_given(setting, given)
+    }
+    if not missing:
+        yield
+        return
+    with temporary_settings(missing):
+        setup_logging()
+        yield
+
+
+def _setting(variable: str) -> Any:
+    """Prefect's setting behind an environment variable; None for a variable that is none of its settings."""
+    import prefect.settings
+
+    return getattr(prefect.settings, variable, None)
+
+
+def _is_given(setting: Any, given: dict[str, Any]) -> bool:
+    value: Any = given
+    for part in setting.accessor.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def own_session() -> Callable[..., subprocess.Popen[Any]]:

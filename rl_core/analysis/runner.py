@@ -12,7 +12,6 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from rl_core.analysis import training_figure
 from rl_core.analysis.comparison import Comparison, compare_models
 from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef
 from rl_core.analysis.figure_set import draw
@@ -21,6 +20,7 @@ from rl_core.analysis.report import render
 from rl_core.analysis.results import Analysis, Case, ModelResult, metrics_of, summary_rows, write_csv, write_json
 from rl_core.analysis.summary import Summary
 from rl_core.analysis.training_curves import TrainingCurves, read_training
+from rl_core.analysis.training_figure import PREFIXES, WANTED
 from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
@@ -76,10 +76,7 @@ def analyze(
     if not models or len(models) > MAX_MODELS:
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
     names, paths = list(models), [Path(path) for path in models.values()]
-    curves = {
-        name: read_training(path, training_figure.WANTED, training_figure.PREFIXES)
-        for name, path in (training or {}).items()
-    }
+    curves = {name: read_training(path, WANTED, PREFIXES) for name, path in (training or {}).items()}
     with EpisodeIndex() as index:
         results = [
             _count(index, number, name, path, image_tools, seed)

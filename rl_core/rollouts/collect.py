@@ -56,9 +56,8 @@ def collect(
     """Play every requested episode `group_size` times.
 
     The random numbers of sample g of an episode follow from (seed, environment, level, episode seed, g) alone; an
-    episode that is requested twice gets new samples the second time. Steps of an
-    environment that is not `quick` run on threads; what comes out, and in which order, does not depend on when they
-    finish, except as `sampling.rejoin` says.
+    episode that is requested twice gets new samples the second time. Steps of a `blocking` environment run on threads;
+    results and their order do not depend on when they finish, except as `sampling.rejoin` says.
 
     Args:
         seed: of the sampling; give another one at every iteration.
@@ -70,7 +69,7 @@ def collect(
     """
     with ExitStack() as stack:
         pool = None
-        if not environment.quick:
+        if environment.blocking:
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
         groups: list[list[_EpisodeSequence]] = []
         times_seen: dict[EpisodeRequest, int] = {}
@@ -200,6 +199,7 @@ class _EpisodeSequence:
             answer=self._last.answer,
             success=bool(self._last.success),
             is_grounded=self._last.is_grounded,
+            temperature=self._temperature,
             reward=self._reward,
             rewards={"task": self._reward},
             stop_reason=self._stop_reason,
@@ -217,7 +217,6 @@ class _EpisodeSequence:
             sampler_logprobs=self._logprobs,
             trajectory=trajectory,
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
-            temperature=self._temperature,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:

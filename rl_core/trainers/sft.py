@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import sequence_packing
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.models.packing import can_pack
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer
@@ -57,7 +57,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         train = [_train_row(row, f"rows_train[{index}]") for index, row in enumerate(rows_train)]
         heldout = [_train_row(row, f"rows_heldout[{index}]") for index, row in enumerate(rows_heldout)]
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
-        self._packing = settings.packing and can_pack(model)
+        self._packing = settings.packing and sequence_packing(model).allowed
         if settings.packing and not self._packing:
             logger.warning(
                 "packing: %s with attention '%s' mixes the sequences of a row, so rows are padded instead",

@@ -29,6 +29,7 @@ from rl_core.metrics import MetricHistory
 from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
+from rl_core.storage.folders import write_text_atomic
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.training.optimizer_step import Updater
@@ -139,7 +140,7 @@ def run_loop(
             count, torch version and device are added here.
         allow_changed: resume although the fingerprint differs; logged as a warning.
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
-        history: a JSON file with the newest values of every metric (see `MetricHistory.export`), replaced every few
+        history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
             seconds at most while training, and at the end.
     Raises: Stopped after a stop request (state saved); ResumeRefused; NonFiniteError; CheckpointError; FolderBusy.
     """
@@ -271,7 +272,7 @@ class _Loop:
         if self.exported is not None and self.clock() - self.exported < after:
             return
         try:
-            self.history.export(self.export_to)
+            write_text_atomic(self.export_to, self.history.to_json())
         except (CheckpointError, OSError) as error:  # a dashboard's file is an extra; what is kept still raises
             logger.warning("the history of metrics is not shown: %s", error)
         self.exported = self.clock()

@@ -1,4 +1,4 @@
-"""What a curriculum's settings mean together: metrics exist, thresholds can be met, stages are reached."""
+"""Checks of a curriculum: its metrics exist, thresholds can be met, and every stage can be reached."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import yaml
 
 from rl_core.errors import SettingsError
 from tasks.config.problems import Key, Problem
+from tasks.shipped import config_names
 
 __all__ = ["Document", "parse_value", "read_yaml"]
 
@@ -78,6 +79,8 @@ def _read_text(path: Path, name: str) -> str:
     if not path.exists():
         found = sorted(item.name for item in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
         near = f"; {path.parent} has {', '.join(found[:8])}" if found else f"; the current folder is {Path.cwd()}"
+        if path.name == name and not path.suffix:
+            near = f", and no shipped config; these are shipped: {', '.join(config_names())}{near}"
         raise SettingsError(f"{name}: no such file{near}")
     try:
         with path.open("rb") as file:
@@ -204,7 +207,7 @@ class _Reader:
         return result
 
     def _merged(self, node: yaml.MappingNode) -> list[yaml.MappingNode]:
-        """What `<<: *base` and `<<: [*first, *second]` bring in, the weakest first."""
+        """Blocks that `<<: *base` or `<<: [*first, *second]` merges in, lowest precedence first."""
         bases: list[yaml.MappingNode] = []
         for key_node, value_node in node.value:
             if _is_merge(key_node):

@@ -1,4 +1,4 @@
-"""A person's word on a promotion: asked after the gate, answered once, kept as tags of the model version.
+"""Manual approval of a promotion: requested after the gate, answered once, kept as tags of the model version.
 
 The tags of the version are the truth, so any process that reaches the tracking store can answer: `posttrain approve`,
 the form in the Prefect UI, or the clock. Whoever answers moves the alias at once, whether the run that asked lives or
@@ -60,7 +60,7 @@ class ApprovalRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nobody has answered; the deadline may have passed all the same."""
+        """True = nobody has answered yet, even if the deadline has passed."""
         return self.state == WAITING
 
     @property
@@ -100,7 +100,7 @@ def _number(text: str) -> int | None:
 
 
 def read(version: ModelVersion) -> ApprovalRequest | None:
-    """What is or was asked about a version; None = nothing ever."""
+    """The newest approval request of a version; None = there never was one."""
     tags = {key.removeprefix("approval."): value for key, value in version.tags.items() if key.startswith("approval.")}
     if "state" not in tags:
         return None

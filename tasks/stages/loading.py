@@ -1,4 +1,4 @@
-"""Loading what the stages share: the policy of a folder, its renderer and backend, and the environment."""
+"""Loading of a policy with its renderer and backend, and of the environment, for all stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stage: preference optimisation (DPO, conservative DPO, IPO) on pairs, of a file or of the policy's own rollouts."""
+"""Stage: preference optimisation (DPO, conservative DPO, IPO) on pairs from a file or the policy's own rollouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Preference pairs for the stages that learn from them: of the data stage's file, or made of scored rollouts."""
+"""Preference pairs for the stages that learn from them: from the data stage's file, or from scored rollouts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GROUPS_AT_MOST = 16  # a policy that nearly always fails, or succeeds, gives few
 
 @dataclass
 class StagePairs:
-    """What a stage learns from and is measured on, split by prompt."""
+    """Training and held-out pairs, split by prompt."""
 
     train: list[Pair]
     heldout: list[Pair]

@@ -1,4 +1,4 @@
-"""Stage: thoughts before answers, learned by REINFORCE, and the test of whether they are genuine."""
+"""Stage: thoughts before answers, learned by REINFORCE, and the test that they are genuine."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 from rl_core.errors import DataError, FolderBusy
 from tasks.tracking.journal import events_path
 from tasks.tracking.registry import ModelVersion, Registry
-from tasks.tracking.run import ProgressCallback, RunTracker, replay_folder
+from tasks.tracking.run_tracker import ProgressCallback, RunTracker, replay_folder
 from tasks.tracking.store import Cost, Store, default_uri
 
 __all__ = ["RunRow", "Tracking", "list_runs"]
@@ -38,7 +38,7 @@ class RunRow:
 
 
 class Tracking:
-    """Where runs are kept. Making one opens nothing: MLflow is imported at the first use."""
+    """Runs and registry of one store. Construction opens nothing: MLflow is imported at the first use."""
 
     def __init__(self, uri: str | None, output: Path, experiment: str = "posttrain") -> None:
         """`uri` None: MLFLOW_TRACKING_URI, else sqlite and artifacts in `output`/mlflow."""
@@ -74,7 +74,7 @@ class Tracking:
 
     @property
     def cost(self) -> Cost:
-        """What tracking has cost so far."""
+        """Seconds that tracking has taken so far."""
         return self.store.cost
 
     # -- the registry, by its most used names -------------------------------------------------------------------
@@ -264,7 +264,7 @@ def _line(row: RunRow, indent: str) -> dict[str, str]:
 
 
 def _result(row: RunRow) -> str:
-    """What came of a run, in a few words: its own `result` tag, the gate's decision, or its main figure."""
+    """Outcome of a run in a few words: its own `result` tag, the gate's decision, or its main figure."""
     for tag in ("result", "gate.decision", "error", "interrupted"):
         if row.tags.get(tag):
             text = " ".join(row.tags[tag].split())

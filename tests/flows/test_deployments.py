@@ -17,9 +17,8 @@ AUTOMATIONS = {item["name"]: item for item in yaml.safe_load((FOLDER / "automati
 
 
 def flow_of(entrypoint):
-    path, name = entrypoint.split(":")
-    assert (ROOT / path).is_file()
-    return getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    module, _, name = entrypoint.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 def check(entrypoint, parameters):
@@ -43,7 +42,7 @@ def test_entry_point_and_parameters_fit(name):
 
     deployment = DEPLOYMENTS[name]
     check(deployment["entrypoint"], deployment["parameters"])
-    typed = read_settings(str(ROOT / deployment["parameters"]["settings"]), deployment["parameters"]["overrides"])
+    typed = read_settings(deployment["parameters"]["settings"], deployment["parameters"]["overrides"])
     assert typed.run.wait_seconds == 14400
     assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
     assert deployment["work_pool"]["name"] == "posttrain"

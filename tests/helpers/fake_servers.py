@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from flows.cli.main import main as cli
+from flows.cli import main as cli
 from flows.operations import commands, report, supervisor
 from flows.operations.processes import MARK, mark_of
 from flows.operations.services import ServiceSpec, ask

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from helpers.tiny import PAD, nano
 from rl_core.errors import RecordsError
@@ -44,7 +43,8 @@ def context_of(folder, tracker=None, **options):
         pipeline=pipeline,
         inputs={"data": Path("/data"), "model": "hub/name"},
         tracker=tracker or MemoryTracker(),
-        pipeline_run=SimpleNamespace(threads=2),
+        pipeline_run=None,
+        threads=2,
         seed=3,
         fingerprint={"key": "1"},
         stop=threading.Event(),

@@ -8,8 +8,8 @@ from importlib import metadata
 import pytest
 from packaging.requirements import Requirement
 
-from flows.cli.main import doctor
-from flows.cli.main import main as cli
+from flows.cli import doctor
+from flows.cli import main as cli
 
 
 @pytest.fixture(autouse=True)

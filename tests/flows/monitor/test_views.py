@@ -9,11 +9,12 @@ import pytest
 from helpers.monitor_runs import EPISODES, START, make_run, write_lines
 
 from flows.monitor.charts import Drawn, marks, unit_of
+from flows.monitor.choice import Choice
 from flows.monitor.episodes import Images, episode_files, read_episodes, reward_parts, tool_table
 from flows.monitor.export import export_run, metrics_csv, run_json, stages_csv
 from flows.monitor.reader import Reader
 from flows.monitor.series import Series
-from flows.monitor.views import TABS, Choice, _varies, prefixes, view
+from flows.monitor.views import TABS, _varies, prefixes, view
 from rl_core.environments import make
 from rl_core.environments.pixel_grid_render import to_png
 from rl_core.errors import DataError

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from flows.post_training import PipelineResult
 from flows.runtime import approval_wait as waiting
+from flows.runtime.pipeline_result import PipelineResult
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.pipeline.result import StageResult
 

@@ -47,6 +47,28 @@ def test_sampler_logprobs_are_0_off_the_loss_and_absent_where_no_row_has_them() 
     assert batch.sampler_logprobs_BS is None
 
 
+def test_every_row_keeps_its_temperature() -> None:
+    """A greedy row counts at 1, like its sampler's log-probs; packed rows keep theirs token by token."""
+    rows = [TrainRow([1], [2] * n, [True] * n, temperature=t) for n, t in ((3, 1.0), (2, 0.5), (1, 0.0))]
+    (batch,) = make_batches(rows, 100, 0)
+    assert batch.temperatures_BS is not None and batch.temperatures_BS.dtype == torch.float32
+    assert batch.temperatures_BS.tolist() == [[1, 1, 1, 1], [0.5, 0.5, 0.5, 1], [1, 1, 1, 1]]
+    rows = [TrainRow([1], [2] * n, [True] * n, temperature=t) for n, t in ((4, 1.0), (2, 0.5), (1, 2.0))]
+    (packed,) = make_batches(rows, 100, 0, packing=True)
+    assert packed.temperatures_BS is not None
+    assert packed.temperatures_BS.tolist() == [[1, 1, 1, 1, 1], [0.5, 0.5, 0.5, 2, 2]]
+    for temperatures in ((1.0,), (0.0, 1.0)):
+        (plain,) = make_batches([TrainRow([1], [2], [True], temperature=t) for t in temperatures], 100, 0)
+        assert plain.temperatures_BS is None
+    hot = rollout([1], [2], [True])
+    hot.trajectory.temperature = 2.0
+    (batch,) = make_batches([hot], 10, 0)
+    assert batch.temperatures_BS is not None and batch.temperatures_BS.tolist() == [[2, 2]]
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(DataError, match="row 1: temperature"):
+            make_batches([rows[0], TrainRow([1], [2], [True], temperature=bad)], 100, 0)
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

@@ -234,7 +234,7 @@ def test_bad_input_is_named():
 
 
 def test_settings_refuse_what_cannot_be():
-    with pytest.raises(SettingsError, match=r"label_smoothing: 0\.1 has no place in ipo"):
+    with pytest.raises(SettingsError, match=r"label_smoothing: 0\.1 is not defined for ipo"):
         PreferenceSettings(loss="ipo", label_smoothing=0.1)
     with pytest.raises(SettingsError, match="beta"):
         PreferenceSettings(beta=0.0)

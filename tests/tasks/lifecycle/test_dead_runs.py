@@ -176,7 +176,7 @@ def test_the_settings_are_those_that_were_recorded(tmp_path, monkeypatch, caplog
 
 
 def test_repair_says_what_it_did_and_how_to_go_on(tmp_path, monkeypatch, capsys):
-    from flows.cli.main import main as cli
+    from flows.cli import main as cli
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     assert cli.main(["doctor", "--repair", "--output", str(tmp_path / "none")]) == 0

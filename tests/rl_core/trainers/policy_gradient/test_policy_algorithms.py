@@ -517,14 +517,14 @@ def test_each_algorithm_has_its_own_clip():
     ("options", "message"),
     [
         (dict(group_size=1, algorithm="gspo"), "without a baseline"),
-        (dict(critic=CriticSettings()), "critic: grpo has no use"),
+        (dict(critic=CriticSettings()), "critic: not used by grpo"),
         (dict(algorithm="reinforce", epochs=2), "importance: reinforce has no ratio"),
         (dict(replay=ReplaySettings()), "importance: replay"),
         (dict(algorithm="ppo", replay=ReplaySettings(), importance="token", critic=CriticSettings(kind="shared")),
          "replay: needs a separate critic"),
         (dict(kl_controller="adaptive"), "kl_controller: needs kl_coef"),
         (dict(entropy_floor=0.1), "entropy_floor: 0.1 is above"),
-        (dict(algorithm="ppo", dynamic_sampling_tries=1), "dynamic_sampling_tries: ppo"),
+        (dict(algorithm="ppo", dynamic_sampling_tries=1), "dynamic_sampling_tries: not used by ppo"),
         (dict(overlong_buffer=9, sampling=SamplingSettings(max_completion_tokens=8)), "overlong_buffer: 9 is more"),
     ],
 )  # fmt: skip

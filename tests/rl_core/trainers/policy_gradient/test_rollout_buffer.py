@@ -19,8 +19,10 @@ from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 
 
-def sample(number=0, **values):
-    row = TrainRow([5, 6 + number], [7, 8, 9], [True, False, True], [-0.5, 0.0, -0.25 * number])
+def sample(number=0, temperature=1.0, **values):
+    row = TrainRow(
+        [5, 6 + number], [7, 8, 9], [True, False, True], [-0.5, 0.0, -0.25 * number], temperature=temperature
+    )
     return Sample(row, **{"reward": 8.0, "is_truncated": False, **values})
 
 
@@ -76,7 +78,7 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
             [
                 [
                     sample(10 * iteration + group, reward=float(group), is_truncated=group % 2 == 0,
-                           is_masked=group % 3 == 0, advantage=0.5 * group)
+                           is_masked=group % 3 == 0, advantage=0.5 * group, temperature=0.5 + group)
                 ]
                 for group in range(6)
             ]
@@ -98,7 +100,17 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
         assert [list(s.row.sampler_logprobs or ()) for s in drawn] == [
             [-0.5, 0.0, -0.25 * (kept[place] - 6)] for place in picked
         ]
+        assert [s.row.temperature for s in drawn] == [0.5 + g for g in groups]
         assert len(each.draw(np.random.default_rng(0), 100)) == 12
+
+
+def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
+    buffer = ReplayBuffer(ReplaySettings(iterations=1, share=1.0))
+    buffer.add([[sample(temperature=0.5)]])
+    state = buffer.state_dict()
+    del state["temperatures"]
+    buffer.load_state_dict(state)
+    assert [s.row.temperature for s in buffer.draw(np.random.default_rng(0), 1)] == [1.0]
 
 
 @pytest.mark.parametrize(

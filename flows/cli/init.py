@@ -1,0 +1,40 @@
+"""`posttrain init FOLDER`: a commented config, an environment and a reward to start from."""
+
+from __future__ import annotations
+
+import keyword
+from pathlib import Path
+
+from rl_core.errors import SettingsError
+from tasks.shipped import templates
+
+__all__ = ["init"]
+
+FILES = ("config.yaml", "environment.py", "reward.py")
+
+
+def init(folder: Path) -> str:
+    """Write the files into a new or empty folder; returns what to type next.
+
+    The folder's name becomes that of the pipeline and of a Python package, so it has to be an identifier.
+    Raises: SettingsError for such a name, or where one of the files exists already.
+    """
+    name = folder.resolve().name
+    if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
+        raise SettingsError(
+            f"{folder}: '{name}' cannot be imported by Python; use letters, digits and underscores, as in my_task"
+        )
+    if folder.exists() and not folder.is_dir():
+        raise SettingsError(f"{folder}: is a file; name a new folder")
+    there = [file for file in FILES if (folder / file).exists()]
+    if there:
+        raise SettingsError(f"{folder}: has {', '.join(there)} already, and nothing is overwritten; name a new folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in FILES:
+        text = (templates() / file).read_text(encoding="utf-8").replace("@FOLDER@", name)
+        (folder / file).write_text(text.replace("FOLDER/config.yaml", f"{name}/config.yaml"), encoding="utf-8")
+    parent = folder.resolve().parent
+    lines = [f"{folder}: wrote {', '.join(FILES)}"]
+    if parent != Path.cwd():
+        lines.append(f"cd {parent}")
+    return "\n".join([*lines, f"posttrain run {name}/config.yaml"])

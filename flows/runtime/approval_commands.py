@@ -1,0 +1,31 @@
+"""Commands that answer a pending approval, as printed by a waiting run and by `posttrain approve`."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from tasks.config import PipelineSettings
+from tasks.lifecycle.approval import ApprovalRequest
+
+__all__ = ["answer_commands", "how_to_answer"]
+
+
+def how_to_answer(settings: PipelineSettings, request: ApprovalRequest) -> str:
+    """Text for the terminal of a waiting run: location of the evidence, and the commands to type in another one."""
+    where = ""
+    if settings.tracking.uri:
+        where = " --config CONFIG"
+    elif settings.output != "outputs":
+        where = f" --output {shlex.quote(settings.output)}"
+    evidence = Path(settings.output).resolve() / settings.name / "stages" / "promote" / request.key / "review"
+    return (
+        f"evidence  {evidence / 'report.html'}\n{answer_commands(request, where)}\n"
+        "Ctrl-C leaves it waiting; the same command goes on from here."
+    )
+
+
+def answer_commands(request: ApprovalRequest, where: str) -> str:
+    """The two commands that decide; `where`: options that name the folder or store."""
+    start = f"posttrain approve {shlex.quote(request.run)}"
+    return f"approve   {start} --yes --note 'WHY'{where}\nreject    {start} --no --note 'WHY'{where}"
