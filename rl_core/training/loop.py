@@ -245,7 +245,7 @@ class _Loop:
         fault("loop.logged")
 
     def _log(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log what is finite at the optimizer step's step; count the rest."""
+        """Log finite metrics at the number of optimizer steps; count the others."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
@@ -262,11 +262,11 @@ class _Loop:
         return finite
 
     def _spent(self, name: str, started: float) -> None:
-        """Note seconds that the next iteration reports, being over only after this one has reported."""
+        """Add to the overheads, which the next iteration reports (this one has reported already)."""
         self.overheads[name] = self.overheads.get(name, 0.0) + self.clock() - started
 
     def _export(self, after: float = 0.0) -> None:
-        """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
+        """Export the history for dashboards, at most once in `after` seconds."""
         if self.export_to is None or not self.process_group.is_rank_zero:
             return
         if self.exported is not None and self.clock() - self.exported < after:
@@ -285,7 +285,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         started = self.clock()
-        with self.trainer.optimizer_step.ema.swapped_in():  # what is evaluated is what is kept
+        with self.trainer.optimizer_step.ema.swapped_in():  # the evaluated weights are the ones kept
             measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
             raw = self.process_group.on_rank_zero(lambda: measured)
             if self.best_metric is not None:
@@ -300,7 +300,7 @@ class _Loop:
         fault("loop.evaluated")
 
     def _compare(self, value: float, metrics: dict[str, float]) -> None:
-        """Keep the weights if `value` is the best yet; count for patience."""
+        """Keep the weights if `value` is the best so far; update the patience counter."""
         state = self.state
         if math.isfinite(value) and (state.best_value is None or self.sign * (value - state.best_value) > 0):
             state.best_value, state.best_iteration, state.best_metrics = value, state.iteration, metrics
@@ -312,7 +312,7 @@ class _Loop:
             state.bad_evaluations += 1
 
     def _leave_best(self) -> None:
-        """The model as the outcome describes it: the best weights, or the last; their average with ema_decay."""
+        """Leave the outcome's weights in the model: the best or the last; their average with ema_decay."""
         if self.best_weights is None or self.state.best_iteration == self.state.iteration:
             self.trainer.optimizer_step.ema.adopt()
             return
