@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,8 @@ from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations
 
 __all__ = ["PipelineForm", "pipeline_name", "read_settings"]
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     PipelineForm = dict[str, Any]
@@ -25,7 +28,7 @@ def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | 
     Raises: ConfigError with every problem.
     """
     if isinstance(settings, str):
-        return load(settings, overrides or ())
+        return load(settings, overrides or (), warn=logger.warning)
     values = copy.deepcopy(dict(settings))
     if overrides:
         places = KeyLocations("settings")

@@ -1,26 +1,26 @@
-"""The one exception tree of rl_core.
+"""Exception tree of rl_core.
 
     PosttrainError
-    |-- SettingsError (ValueError)      a setting is unknown, mistyped, out of range, or impossible beside another
-    |-- DataError (ValueError)          a tensor, record or file is not what it has to be
-    |   |-- RecordsError                bad rows of a data file: file, line, field, what was found, what was expected
-    |   `-- NonFiniteTensor             a tensor given to a loss holds NaN or infinity; the message names it
+    |-- SettingsError (ValueError)      a setting is unknown, mistyped, out of range, or conflicts with another
+    |-- DataError (ValueError)          a tensor, record or file is invalid
+    |   |-- RecordsError                bad rows of a data file: file, line, field, value found, value expected
+    |   `-- NonFiniteTensor             a tensor passed to a loss holds NaN or infinity; the message names it
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
     |   |-- CorruptError                bytes differ from their manifest
     |   `-- ResumeRefused               settings, data or code changed since the checkpoint was written
     |-- FolderBusy                      another process writes into the same folder
     |-- EnvironmentFault                an environment broke its own protocol
-    |-- ToolMisuse                      an action calls a tool wrongly; told to the policy, never to the user
-    |-- RewardError                     a reward function raised, hung, or returned the wrong thing
+    |-- ToolMisuse                      an action calls a tool wrongly; shown to the policy, never to the user
+    |-- RewardError                     a reward function raised, hung, or returned an invalid value
     |-- NonFiniteError                  too many non-finite steps in a row; the first bad tensor is named
-    |-- OutOfMemory                     a single row does not fit
-    |-- CheckFailed                     training ended, but a check of what it learned does not hold
-    |-- BackendError                    a rollout backend or tracking store did not answer (transient: worth a retry)
-    |-- WorkerFailed                    one of several processes that train together died, or raised no error of ours
-    |-- StageTimeout                    a stage ran past the limit that the settings give it; it can be resumed
+    |-- OutOfMemory                     a single row does not fit into device memory
+    |-- CheckFailed                     training ended, but a check of its result failed
+    |-- BackendError                    a rollout backend or tracking store did not respond (transient: worth a retry)
+    |-- WorkerFailed                    a process of a distributed stage died, or raised an unexpected exception
+    |-- StageTimeout                    a stage exceeded its time limit; it can be resumed
     `-- Stopped                         a stop signal arrived; state was saved and the run can be resumed
 
-User errors (what the user can mend) are PosttrainErrors; broken invariants are asserts.
+User errors are PosttrainErrors; broken invariants are asserts.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ __all__ = [
 
 
 class PosttrainError(Exception):
-    """Root of every error that this project raises on purpose."""
+    """Base of all errors raised deliberately by this project."""
 
 
 class SettingsError(PosttrainError, ValueError):
-    """A setting is unknown, mistyped, out of range, or impossible beside another one."""
+    """A setting is unknown, mistyped, out of range, or conflicts with another."""
 
 
 class DataError(PosttrainError, ValueError):
-    """A tensor, record or file is not what it has to be."""
+    """A tensor, record or file is invalid."""
 
 
 class RecordsError(DataError):
-    """Rows of a data file that cannot be used; the message lists the first ten with file, line, field and reason."""
+    """Unusable rows of a data file; the message lists the first ten with file, line, field and reason."""
 
 
 class NonFiniteTensor(DataError):
-    """A tensor given to a loss holds NaN or infinity; the message names it, the place and the value."""
+    """A tensor passed to a loss holds NaN or infinity; the message gives its name, position and value."""
 
 
 class CheckpointError(PosttrainError):
@@ -85,7 +85,7 @@ class ResumeRefused(CheckpointError):
 
 
 class FolderBusy(PosttrainError):
-    """Another process holds the lock of the folder that this one wants to write."""
+    """Another process holds the lock of the output folder."""
 
 
 class EnvironmentFault(PosttrainError):
@@ -93,7 +93,7 @@ class EnvironmentFault(PosttrainError):
 
 
 class ToolMisuse(PosttrainError):
-    """An action calls a tool wrongly: unknown tool, wrong arguments, unreadable JSON. The policy gets to read it."""
+    """An action calls a tool wrongly: unknown tool, wrong arguments, malformed JSON. Shown to the policy."""
 
 
 class RewardError(PosttrainError):
@@ -109,23 +109,23 @@ class OutOfMemory(PosttrainError):
 
 
 class CheckFailed(PosttrainError):
-    """Training ended, but a check of what it learned does not hold; the message gives the numbers."""
+    """Training ended, but a check of its result failed; the message gives the numbers."""
 
 
 class BackendError(PosttrainError):
-    """A rollout backend or a store did not answer; transient, so a retry may help."""
+    """A rollout backend or a store did not respond; transient, so a retry may help."""
 
 
 class WorkerFailed(PosttrainError):
-    """One of several processes that train together died, or raised what has no type of ours; the message says how."""
+    """A process of a distributed stage died or raised an unexpected exception; the message gives the cause."""
 
 
 class StageTimeout(PosttrainError):
-    """A stage ran past the limit that the settings give it; the next run goes on from its last checkpoint."""
+    """A stage exceeded its configured time limit; the next run resumes from its last checkpoint."""
 
 
 class Stopped(PosttrainError):
-    """A stop signal arrived; state was saved and the run can be resumed. `signum` says which."""
+    """A stop signal (`signum`) arrived; state was saved and the run can be resumed."""
 
     def __init__(self, message: str, signum: int) -> None:
         super().__init__(message)
@@ -133,7 +133,7 @@ class Stopped(PosttrainError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A sentence naming the known name nearest to `name`, or all of them when none is near."""
+    """Suggestion for an error message: the known name closest to `name`, or all names."""
     names = sorted(known)
     match = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if match:

@@ -92,7 +92,11 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 def _load(arguments: argparse.Namespace) -> PipelineSettings:
     from tasks.config import load
 
-    return load(arguments.config, arguments.set)
+    return load(arguments.config, arguments.set, warn=_warn)
+
+
+def _warn(text: str) -> None:
+    print(f"posttrain: warning: {text}", file=sys.stderr)
 
 
 def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:

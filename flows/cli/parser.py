@@ -1,4 +1,4 @@
-"""The arguments of the `posttrain` command. Imports nothing but the standard library: `--help` has to start at once."""
+"""The arguments of the `posttrain` command. Loads nothing but the standard library: `--help` has to start at once."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["STAGE_NAMES", "build_parser"]
+from tasks.stage_registry import names, training_stages
 
-STAGE_NAMES = (
-    "prepare_data", "sft", "preference", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote",
-)  # fmt: skip
+__all__ = ["build_parser"]
 
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
@@ -116,7 +114,7 @@ def _add_run(commands: Any) -> None:
         [
             "run configs/demo.yaml",
             "run configs/demo.yaml --set stages.policy.learning_rate=1e-3 --set seed=1",
-            "run configs/demo.yaml --set stages.reward_model=null --set 'stages.evaluate.levels=[easy, hard]'",
+            "run configs/demo.yaml --set stages.analyze=null --set 'stages.evaluate.levels=[easy, hard]'",
             "run configs/gsm8k.yaml --set environment.options.path=train.jsonl",
         ],
     )
@@ -159,7 +157,7 @@ def _add_stage(commands: Any) -> None:
     ]
     about = "run one stage; what it needs is taken from finished stages, or run first"
     parser = _add(commands, "stage", about, examples)
-    parser.add_argument("name", metavar="NAME", choices=STAGE_NAMES, help=f"one of {', '.join(STAGE_NAMES)}")
+    parser.add_argument("name", metavar="NAME", choices=names(), help=f"one of {', '.join(names())}")
     _add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="run the stage again, even if it was finished before")
@@ -171,7 +169,7 @@ def _add_profile(commands: Any) -> None:
     about = "say where the time of a training stage's iterations goes; a few of them are run"
     parser = _add(commands, "profile", about, examples)
     _add_config(parser)
-    parser.add_argument("--stage", metavar="NAME", choices=STAGE_NAMES, help="a training stage (default: the last one)")
+    parser.add_argument("--stage", metavar="NAME", choices=training_stages(), help="default: the last training stage")
     parser.add_argument("--iterations", "-n", metavar="N", type=_at_least_two, default=8, help="how many (default: 8)")
     _add_quiet(parser)
 

@@ -35,6 +35,8 @@ def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
             row["reward"] = found["reward"]
         if name == "reward_model":
             row |= {key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY.items()}
+        if name == "policy" and pipeline_run.settings.stages.policy is not None:
+            row["uses_reward_model"] = "learned" in pipeline_run.settings.stages.policy.rewards
         if name == "evaluate":
             rates = [found["tokens_per_second"] for found in evaluated.values()]
             row["tokens_per_second"] = sum(rates) / len(rates) if rates else None

@@ -15,14 +15,14 @@ import torch
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Scratch
 
-__all__ = ["Matrix", "load"]
+__all__ = ["AmxGemm", "load"]
 
 
 class _Part(ctypes.Structure):
     _fields_ = [("x", ctypes.c_void_p), ("stride", ctypes.c_int64), ("lines", ctypes.c_int64)]
 
 
-class Matrix:
+class AmxGemm:
     """The products of a linear layer: output, gradient of its input, gradient of its weight.
 
     All tensors are float32 on the CPU, their last dimension contiguous.
@@ -84,7 +84,7 @@ class Matrix:
 
 
 @functools.cache
-def load() -> Matrix | None:
+def load() -> AmxGemm | None:
     """The products, or None where nothing is compiled or the processor has no such tiles."""
     code = build.load()
-    return Matrix(code) if code is not None and code.matrix_ready() else None
+    return AmxGemm(code) if code is not None and code.matrix_ready() else None

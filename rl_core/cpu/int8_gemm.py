@@ -13,10 +13,10 @@ import torch
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Arena, Scratch
 
-__all__ = ["Digits", "Packed", "load"]
+__all__ = ["Int8Gemm", "PackedMatrix", "load"]
 
 
-class Digits:
+class Int8Gemm:
     """The compiled functions over float32 tensors on the CPU, their last dimension contiguous."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
@@ -36,28 +36,28 @@ class Digits:
         return self._scratch.place(self._room(threads))
 
 
-class Packed:
+class PackedMatrix:
     """A contiguous weight [O, I] as it was when it was packed."""
 
-    def __init__(self, digits: Digits, weight_OI: torch.Tensor, arena: Arena) -> None:
-        self.digits = digits
+    def __init__(self, gemm: Int8Gemm, weight_OI: torch.Tensor, arena: Arena) -> None:
+        self.gemm = gemm
         self.outputs, self.inputs = weight_OI.shape
-        self._memory = arena.take(digits.size(self.outputs, self.inputs))
+        self._memory = arena.take(gemm.size(self.outputs, self.inputs))
         self.place: int = self._memory.data_ptr()
-        digits.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
+        gemm.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
 
     def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """out (+)= x W^T."""
         threads = torch.get_num_threads()
-        self.digits.product(
+        self.gemm.product(
             x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
-            len(x_NI), self.outputs, self.inputs, add, self.digits.place_for(threads), threads,
+            len(x_NI), self.outputs, self.inputs, add, self.gemm.place_for(threads), threads,
         )  # fmt: skip
         return out_NO
 
 
 @functools.cache
-def load() -> Digits | None:
+def load() -> Int8Gemm | None:
     """The functions, or None where nothing is compiled or the processor has no such tiles."""
     code = build.load()
-    return Digits(code) if code is not None and code.matrix_ready() else None
+    return Int8Gemm(code) if code is not None and code.matrix_ready() else None

@@ -1,1 +1,1 @@
-"""Reading and validating records, tokenising conversations, batching and splitting."""
+"""Reading and validation of records, tokenisation of conversations, batching, splitting."""

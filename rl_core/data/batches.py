@@ -1,4 +1,4 @@
-"""Batches: a token budget per micro-batch, padding, and an order of rows that can be resumed.
+"""Micro-batches under a token budget, sequence packing, padding, and a resumable data order.
 
 Suffixes: B rows of a batch, S sequence positions.
 """
@@ -20,9 +20,9 @@ __all__ = ["DataOrder", "attention_mask", "micro_batches", "pack", "pad_rows", "
 
 
 def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group rows of similar length, so that rows * longest row <= max_tokens in every group.
+    """Groups of rows of similar length with rows * longest row <= max_tokens.
 
-    Longest first: the largest allocation comes first, and a row alone is the only group that may exceed the budget.
+    Longest first, so that the largest allocation comes first; only a group of one row may exceed the budget.
     Args:
         lengths: tokens of each row, each at least 1.
         max_tokens: padded tokens of one group, padding included.
@@ -30,7 +30,7 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Raises: DataError for an empty row or a budget below 1.
     """
     if max_tokens < 1:
-        raise DataError(f"max_tokens: {max_tokens} has to be at least 1")
+        raise DataError(f"max_tokens: {max_tokens} must be at least 1")
     if any(length < 1 for length in lengths):
         raise DataError(f"row {next(i for i, n in enumerate(lengths) if n < 1)} has no token")
     groups: list[list[int]] = []
@@ -45,16 +45,15 @@ def micro_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def pack(lengths: Sequence[int], width: int | None = None) -> list[list[int]]:
-    """Sequences put together in as few bins of at most `width` tokens as best-fit decreasing finds.
+    """Best-fit-decreasing bin packing of sequences into bins of at most `width` tokens.
 
-    Longest first, each into the fullest bin that still has room for it, the first of these where several do. Nothing is
-    drawn and nothing read but the lengths: the same lengths give the same bins.
+    Longest first, each into the fullest bin with room (ties: the first). Deterministic.
     Args:
         lengths: tokens of each sequence, each at least 1.
         width: tokens of a bin; None = the longest sequence.
-    Returns: lists of indices in the order in which they stand in their bin; every index is in exactly one.
+    Returns: lists of indices in their order within the bin; every index is in exactly one.
     Raises: DataError for an empty sequence or one above `width`.
-    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the fewest bins, and a constant.
+    Source: Johnson 1974, "Fast algorithms for bin packing": at most 11/9 of the optimum, plus a constant.
     """
     limit = max(lengths, default=0) if width is None else width
     if any(not 1 <= length <= limit for length in lengths):
@@ -73,7 +72,7 @@ def pack(lengths: Sequence[int], width: int | None = None) -> list[list[int]]:
 
 
 def attention_mask(lengths: Sequence[int], width: int | None = None) -> torch.Tensor:
-    """Bool [B, S], True = real token; S is `width`, or the longest row."""
+    """Bool [B, S], True = real token; S = `width`, by default the longest row."""
     lengths_B = torch.as_tensor(lengths, dtype=torch.int64)
     longest = int(lengths_B.max()) if len(lengths_B) else 0
     if width is not None and width < longest:
@@ -88,11 +87,11 @@ def pad_rows(
     dtype: torch.dtype = torch.int64,
     width: int | None = None,
 ) -> torch.Tensor:
-    """Rows of numbers as one tensor [B, S], left-aligned, `pad_value` on the right.
+    """Rows as one tensor [B, S], right-padded with `pad_value`.
 
     Args:
         rows: B sequences of token ids, mask values or floats.
-        width: S; the longest row where left out.
+        width: S; default: the longest row.
     Raises: DataError if a row is longer than `width`.
     """
     mask_BS = attention_mask([len(row) for row in rows], width)
@@ -102,11 +101,11 @@ def pad_rows(
 
 
 def padding_id(renderer: object, given: int | None = None) -> int:
-    """Token id that fills up short rows: the one given, else the renderer's `pad_id`.
+    """Padding token id: the given one, else the renderer's `pad_id`.
 
-    A `ChatRenderer` always has one: its tokenizer's padding token, or where that has none the token that ends an
-    action. Padding is never attended to and carries no loss, but it has to be a token that the model has.
-    Raises: DataError where there is none, or a negative one.
+    A `ChatRenderer` always has one: its tokenizer's padding token, else the token that ends an action. Padding is
+    masked in attention and loss, but must be a valid token id of the model.
+    Raises: DataError if there is none, or it is negative.
     """
     found = given if given is not None else getattr(renderer, "pad_id", None)
     if found is None:
@@ -115,38 +114,38 @@ def padding_id(renderer: object, given: int | None = None) -> int:
             "its end-of-sequence token, or pass pad_id to the trainer"
         )
     if found < 0:
-        raise DataError(f"pad_id: {found} is no token id; it has to be at least 0")
+        raise DataError(f"pad_id: {found} is not a token id; it must be at least 0")
     return int(found)
 
 
 def unscored_batch(rows: Sequence[Sequence[int]], pad_id: int) -> TrainBatch:
-    """Right-padded token rows of which no token carries loss: for what only reads hidden states."""
+    """Right-padded batch without loss tokens, for reading hidden states."""
     ids_BS = pad_rows(rows, pad_id)
     return TrainBatch(ids_BS, attention_mask([len(row) for row in rows]), torch.zeros_like(ids_BS, dtype=torch.bool))
 
 
 class DataOrder:
-    """Batches of row indices: every epoch is a new seeded permutation, and every row comes once in it.
+    """Batches of row indices; every epoch is a new seeded permutation of all rows.
 
-    The last batch of an epoch is short where batch_size does not divide num_rows; batches never span two epochs. The
-    order depends on (seed, epoch) alone, so a restored state continues with exactly the batches that were to come.
+    The last batch of an epoch is short if batch_size does not divide num_rows; batches never span two epochs. The order
+    depends only on (seed, epoch), so a restored state continues with exactly the remaining batches.
     """
 
     def __init__(self, num_rows: int, batch_size: int, seed: int) -> None:
         if num_rows < 1 or batch_size < 1 or seed < 0:
             raise DataError(
-                f"num_rows {num_rows} and batch_size {batch_size} have to be at least 1, seed {seed} at least 0"
+                f"num_rows {num_rows} and batch_size {batch_size} must be at least 1, seed {seed} at least 0"
             )
         self.num_rows = num_rows
         self.batch_size = batch_size
         self.seed = seed
         self.epoch = 0
-        self.position = 0  # rows of this epoch that were handed out
+        self.position = 0  # rows of this epoch already returned
         self._rows = self._permutation()
 
     @property
     def batches_per_epoch(self) -> int:
-        """Calls of `next` in one pass over the rows."""
+        """Batches per epoch."""
         return -(-self.num_rows // self.batch_size)
 
     def next(self) -> list[int]:
@@ -160,14 +159,14 @@ class DataOrder:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """Where the order stands, and what it was made for."""
+        """Position in the order, and the arguments it was created with."""
         names = ("num_rows", "batch_size", "seed", "epoch", "position")
         return {name: getattr(self, name) for name in names}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state` was taken.
+        """Continue from `state`.
 
-        Raises: DataError if it was taken with other rows, batch size or seed.
+        Raises: DataError if it was saved with a different number of rows, batch size or seed.
         """
         for name in ("num_rows", "batch_size", "seed"):
             if state[name] != getattr(self, name):

@@ -1,13 +1,13 @@
-"""One way to turn chat messages into token ids, used by demonstrations and rollouts alike.
+"""Tokenisation of chat messages, shared by demonstrations and rollouts.
 
-A multi-turn sequence is always the concatenation of the same pieces:
+A multi-turn sequence is always a concatenation of the same pieces:
 
     prompt_ids(opening)  action_ids(text)  observation_ids(tool messages)  action_ids(text) ...
     |-- no loss ------|  |-- loss, EOS --|  |-- no loss ----------------|
 
 so a demonstration and a rollout with the same texts have the same token ids, and nothing is ever re-tokenised.
-Works with any tokenizer: its own chat template where it has one (with or without system and tool roles, strict about
-alternation or not), else a plain-text one of ours.
+Works with any tokenizer: its own chat template if it has one (with or without system and tool roles, with or without
+strict alternation), else a plain-text template.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 from rl_core.errors import DataError
 from rl_core.types import Message
 
-if TYPE_CHECKING:  # a name in annotations only; importing transformers takes seconds
+if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["PLAIN_TEMPLATE", "ChatRenderer"]
 
-# For tokenizers without a template, i.e. base models. The line break after the role keeps byte-level BPE from being
-# asked to continue a prompt that ends in a space, which its training text never did.
+# For tokenizers without a template, i.e. base models. The line break after the role avoids prompts that end in a space,
+# which byte-level BPE never saw in training.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}Assistant:\n{{ message['content'] }}{{ eos_token }}\n"
@@ -35,14 +35,14 @@ PLAIN_TEMPLATE = (
     "{% if add_generation_prompt %}Assistant:\n{% endif %}"
 )
 
-_MARK = "Zq7MarkXw"  # stands for a message whose place in the rendered text has to be found again
-_CACHED = 16384  # renderings kept; observations of small environments repeat all the time
+_MARK = "Zq7MarkXw"  # placeholder message, located in the rendered text
+_CACHED = 16384  # cached renderings; observations of small environments repeat often
 
 _Key = tuple[tuple[str, str], ...]
 
 
 class ChatRenderer:
-    """Renders messages with one tokenizer.
+    """Conversion between messages and token ids with one tokenizer.
 
     Raises: DataError if the tokenizer has no end-of-sequence token or its template cannot hold a conversation.
     """
@@ -51,7 +51,7 @@ class ChatRenderer:
         self.tokenizer = tokenizer
         self._template: str | None = None if tokenizer.chat_template else PLAIN_TEMPLATE
         if tokenizer.eos_token_id is None:
-            raise DataError("the tokenizer has no end-of-sequence token (eos_token), so no action could ever end")
+            raise DataError("the tokenizer has no end-of-sequence token (eos_token), so actions cannot end; set one")
         special = {str(token) for token in tokenizer.all_special_tokens}
         special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special_ids = frozenset(self._id_of(text) for text in special)
@@ -65,37 +65,37 @@ class ChatRenderer:
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Every token that ends an action: the template's end of turn first, then the tokenizer's own EOS."""
+        """Tokens that end an action: the template's end of turn first, then the tokenizer's EOS."""
         return tuple(dict.fromkeys((self.eos_id, int(self.tokenizer.eos_token_id))))
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the opening messages and the header of the policy's first action.
+        """Token ids of the opening messages and the header of the first action.
 
         Raises: DataError if the template refuses the messages.
         """
         return list(self._prompt(_key(messages)))
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to append right after the policy's EOS: the messages and the header of its next action."""
+        """Token ids to append after the policy's EOS: the messages and the header of the next action."""
         return list(self._observation(_key(messages)))
 
     def action_ids(self, text: str) -> list[int]:
-        """Token ids of one action and its EOS. Special tokens spelled out in `text` stay plain text."""
+        """Token ids of one action and its EOS; special tokens spelled out in `text` are encoded as plain text."""
         ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         return [*ids, self.eos_id]
 
     def action_text(self, ids: Sequence[int]) -> str:
-        """Text of sampled ids, without EOS, padding and every other special token."""
+        """Text of sampled ids, without special tokens."""
         kept = [token for token in ids if token not in self._special_ids and token != self.eos_id]
         return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Token ids of a whole conversation and its loss mask; True = assistant token, its EOS included.
+        """Token ids of a conversation and its loss mask; True = assistant token, EOS included.
 
         Raises: DataError if there is no assistant message or the last message is not one.
         """
         if not messages or messages[-1]["role"] != "assistant":
-            raise DataError("a conversation to learn from has to end with an assistant message")
+            raise DataError("a training conversation must end with an assistant message")
         ids: list[int] = []
         mask: list[bool] = []
         waiting: list[Message] = []
@@ -110,16 +110,16 @@ class ChatRenderer:
             waiting = []
         return ids, mask
 
-    # -- how the template is met ---------------------------------------------------------------------------------------
+    # -- chat template -------------------------------------------------------------------------------------------------
 
     def _render_prompt(self, key: _Key) -> tuple[int, ...]:
         return (*self._bos_ids, *self._encode(self._text(self._fit(key))))
 
     def _render_observation(self, key: _Key) -> tuple[int, ...]:
-        """Render behind a marked assistant message, and keep what follows the mark and its end-of-turn token."""
+        """Text after a placeholder assistant message and its end-of-turn token."""
         opening: _Key = (("user", "U"), ("assistant", _MARK))
         after = self._after_mark(self._text(self._fit(opening + key)))
-        bare = after.lstrip()  # some templates put a blank between the message and its EOS; the policy writes none
+        bare = after.lstrip()  # some templates put a space between the message and its EOS; the policy does not
         return tuple(self._encode(bare.removeprefix(self._eos_text) if bare.startswith(self._eos_text) else after))
 
     def _text(self, messages: list[Message], generation_prompt: bool = True) -> str:
@@ -130,7 +130,7 @@ class ChatRenderer:
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
             )
-        except Exception as error:  # templates raise whatever their author chose
+        except Exception as error:  # templates may raise any exception
             roles = ", ".join(message["role"] for message in messages) or "no message"
             raise DataError(f"the tokenizer's chat template refuses this conversation ({roles}): {error}") from error
         assert isinstance(text, str)
@@ -145,27 +145,27 @@ class ChatRenderer:
         return found
 
     def _after_mark(self, text: str) -> str:
-        """What follows the marked assistant message."""
+        """Rendered text after the placeholder assistant message."""
         if _MARK not in text:
-            raise DataError("the tokenizer's chat template leaves assistant messages out")
+            raise DataError("the tokenizer's chat template omits assistant messages")
         return text.partition(_MARK)[2]
 
     def _opening_ids(self) -> tuple[int, ...]:
-        """BOS where the tokenizer itself puts it and no template of its own does."""
+        """BOS if the tokenizer adds one and there is no chat template."""
         if self._template is None:
             return ()
         start = self.tokenizer("")["input_ids"][:1]
         return tuple(start) if start and start[0] == self.tokenizer.bos_token_id else ()
 
     def _find_eos(self) -> int:
-        """The token that the template puts after an assistant message; the tokenizer's EOS where it puts none."""
+        """Token that the template puts after an assistant message, else the tokenizer's EOS."""
         text = self._text([Message(role="user", content="U"), Message(role="assistant", content=_MARK)], False)
         match = self._special_pattern.match(self._after_mark(text).lstrip())
         self._eos_text = match.group() if match else str(self.tokenizer.eos_token)
         return self._id_of(self._eos_text)
 
     def _probe_roles(self) -> None:
-        """Learn which role orders the template really shows; some raise at a role, others silently leave it out."""
+        """Detect the role orders that the template renders; some raise for a role, others silently omit it."""
 
         def shows(*roles: str) -> bool:
             texts = [_MARK + str(place) for place in range(len(roles))]
@@ -180,7 +180,7 @@ class ChatRenderer:
         self._has_repeats = shows("user", "user") and shows("user", "assistant", "assistant")
 
     def _fit(self, key: _Key) -> list[Message]:
-        """The messages in roles and an order that the template shows."""
+        """Messages converted to roles and an order that the template renders."""
         fitted: list[Message] = []
         for role, content in key:
             if (role == "system" and not self._has_system) or (role == "tool" and not self._has_tool):
@@ -194,7 +194,7 @@ class ChatRenderer:
         return fitted
 
     def _plain(self, content: str) -> str:
-        """Text that spells out a special token gets a space inside it, so that no message can forge a role."""
+        """Text with spelled-out special tokens broken by a space, so that no message can forge a role."""
         return self._special_pattern.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", content)
 
 

@@ -1,4 +1,4 @@
-"""Data files, row by row: JSON Lines and Parquet, with clear words for what is no such file and for every bad row."""
+"""Row readers for JSON Lines and Parquet, with specific errors for other file types and for bad rows."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["DATA_SUFFIXES", "BadRow", "data_files", "describe", "file_digest", "
 PARQUET_SUFFIXES = (".parquet", ".pq")
 DATA_SUFFIXES = (".jsonl", *PARQUET_SUFFIXES)
 _BOM = b"\xef\xbb\xbf"
-_BLANK = b" \t\r\n"  # JSON's own white space; U+2028 and its like belong to the text
+_BLANK = b" \t\r\n"  # JSON white space; U+2028 and the like are text
 _HEAD = 4096
 
-_MAGIC = {  # first bytes of what is often found under a wrong name
+_MAGIC = {  # first bytes of common file types with a wrong extension
     b"version https://git-lfs": "is a Git LFS pointer, not the data; fetch the data with `git lfs pull`",
     b"\x1f\x8b": "is gzip-compressed; unpack it first (`gunzip`)",
     b"PK\x03\x04": "is a zip archive; unpack it first",
@@ -33,7 +33,7 @@ _MAGIC = {  # first bytes of what is often found under a wrong name
 
 
 class BadRow(Exception):
-    """One row cannot be used; caught and collected by the readers of rl_core.data.records."""
+    """Unusable row; caught and collected by the readers of rl_core.data.records."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}" if field else reason)
@@ -42,7 +42,7 @@ class BadRow(Exception):
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file itself; of a folder, JSONL and Parquet files in it and below, by name; no dot names."""
+    """The file itself, or all JSONL and Parquet files under a folder, sorted by name, without hidden ones."""
     if not path.is_dir():
         return [path]
     found = (item for item in path.rglob("*") if item.suffix in DATA_SUFFIXES and item.is_file())
@@ -50,7 +50,7 @@ def data_files(path: Path) -> list[Path]:
 
 
 def describe(value: object) -> str:
-    """What was found, in JSON's words, cut to a line."""
+    """JSON type and value for an error message, truncated."""
     if value is None:
         return "null"
     if isinstance(value, str):
@@ -70,30 +70,30 @@ def describe(value: object) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """SHA-256 of the file's bytes, as hex."""
+    """SHA-256 of the file, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    """Rows of a file with their line number (JSON Lines) or row number (Parquet), both from 1.
+    """Rows of a file with their line number (JSON Lines) or row number (Parquet), from 1.
 
-    Lines are split at line feeds alone. Blank lines are passed over.
+    Lines are split at line feeds only; blank lines are skipped.
     Args:
-        columns: the columns that are read; a Parquet file may hold others of any type.
-    Raises: DataError, before the first row, if the file as a whole is not what it has to be.
+        columns: the columns to read; a Parquet file may hold others of any type.
+    Raises: DataError, before the first row, if the file as a whole is invalid.
     """
     head = _inspect(path)
     if path.suffix.lower() in PARQUET_SUFFIXES:
         if not head.startswith(b"PAR1"):
-            raise DataError(f"{path}: is not Parquet, whatever its name says (Parquet starts with PAR1)")
+            raise DataError(f"{path}: is not Parquet despite its name (it does not start with PAR1)")
         return _parquet_rows(path, columns)
     _inspect_json(path, head)
     return _json_rows(path)
 
 
 def _inspect(path: Path) -> bytes:
-    """The first bytes of a file that can be read and is nothing well known under a wrong name."""
+    """First bytes of a readable file. Raises: DataError, also for a known file type with a wrong extension."""
     try:
         if path.is_dir():
             raise DataError(f"{path}: is a folder; name one JSONL or Parquet file in it")
@@ -117,7 +117,7 @@ def _inspect_json(path: Path, head: bytes) -> None:
     if head.startswith(b"PAR1"):
         raise DataError(f"{path}: is Parquet under another name; rename it to {path.stem}.parquet")
     if head.count(0) * 5 > len(head):
-        raise DataError(f"{path}: is full of NUL bytes, so it is UTF-16, UTF-32 or no text at all; save it as UTF-8")
+        raise DataError(f"{path}: contains NUL bytes, so it is UTF-16, UTF-32 or binary; save it as UTF-8")
     start = head.removeprefix(_BOM).lstrip(_BLANK)
     first_line = start.split(b"\n", 1)[0].strip(_BLANK)
     if start.startswith(b"["):
@@ -126,14 +126,14 @@ def _inspect_json(path: Path, head: bytes) -> None:
             tail = file.read().rstrip(_BLANK)
         if first_line == b"[" or tail.endswith(b"]"):
             raise DataError(
-                f"{path}: is one JSON array; JSON Lines wants one object per line, without brackets and commas"
+                f"{path}: is one JSON array; JSON Lines needs one object per line, without brackets and commas"
             )
     if first_line == b"{":
-        raise DataError(f"{path}: is one JSON document over many lines; JSON Lines wants one object per line")
+        raise DataError(f"{path}: is one JSON document over many lines; JSON Lines needs one object per line")
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
-    with path.open("rb") as file:  # a binary file ends its lines at \n and nowhere else
+    with path.open("rb") as file:  # in binary mode lines end only at \n
         for number, line in enumerate(file, start=1):
             line = (line.removeprefix(_BOM) if number == 1 else line).strip(_BLANK)
             if not line:
@@ -145,7 +145,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
 
 
 def _parse(line: bytes) -> dict[str, Any]:
-    """One line as an object. Raises: BadRow."""
+    """One line parsed as an object. Raises: BadRow."""
     try:
         value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
         _refuse_nonfinite(value, "")
@@ -156,9 +156,9 @@ def _parse(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise BadRow("", "is nested too deeply") from None
     except ValueError as error:  # an integer of thousands of digits
-        raise BadRow("", f"is not JSON that can be read: {error}") from None
+        raise BadRow("", f"is not readable as JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadRow("", f"has to be an object, found {describe(value)}")
+        raise BadRow("", f"must be an object, found {describe(value)}")
     return value
 
 
@@ -171,9 +171,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_nonfinite(value: object, place: str) -> None:
-    """Python reads NaN and Infinity (and 1e999), which JSON does not have."""
+    """Raise for NaN and Infinity (and 1e999), which Python accepts but JSON does not have."""
     if isinstance(value, float) and not math.isfinite(value):
-        raise BadRow(place, f"{value} is not a number that JSON has")
+        raise BadRow(place, f"{value} is not a valid JSON number")
     if isinstance(value, dict):
         for name, item in value.items():
             _refuse_nonfinite(item, f"{place}.{name}" if place else name)

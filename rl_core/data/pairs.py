@@ -1,4 +1,4 @@
-"""Preference pairs from scored rollouts: of one prompt, a rollout that succeeded is preferred to one that failed."""
+"""Preference pairs from scored rollouts: a success is preferred to a failure on the same prompt."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ __all__ = ["Pair", "PairSide", "pairs_from_groups"]
 
 @dataclass(frozen=True, slots=True)
 class PairSide:
-    """One completion of a pair, behind its prompt."""
+    """One side of a pair: prompt and completion."""
 
     prompt_ids: list[int]
-    completion_ids: list[int]  # [T] every token after the prompt, observations included
-    loss_mask: list[bool]  # [T] True = the policy wrote this token; False = an observation, which nobody preferred
+    completion_ids: list[int]  # [T] all tokens after the prompt, observations included
+    loss_mask: list[bool]  # [T] True = sampled by the policy; False = observation
 
     @property
     def ids(self) -> list[int]:
-        """The whole sequence."""
+        """Token ids of prompt and completion."""
         return [*self.prompt_ids, *self.completion_ids]
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two completions of one prompt, the first preferred."""
+    """Two completions of one prompt, the chosen and the rejected one."""
 
     chosen: PairSide
     rejected: PairSide
 
     @property
     def chosen_ids(self) -> list[int]:
-        """Token ids of the whole chosen sequence: all that a reward model reads."""
+        """Token ids of the chosen sequence, as read by a reward model."""
         return self.chosen.ids
 
     @property
     def rejected_ids(self) -> list[int]:
-        """Token ids of the whole rejected sequence."""
+        """Token ids of the rejected sequence."""
         return self.rejected.ids
 
 
 def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int) -> list[Pair]:
-    """Pairs (success, failure) of the same prompt, at most `per_group` of each group, no pair of tokens twice.
+    """Pairs (success, failure) of the same prompt, at most `per_group` per group, without duplicates.
 
-    A success that does not follow from what was observed was luck, and no token tells it from a failure: it is left
-    out. Groups that only succeed or only fail give none. Truncated rollouts count as failures, as the environment says.
+    Lucky successes (not grounded in the observations) are excluded, as no token tells them from a failure. Groups that
+    only succeed or only fail yield no pairs. Truncated rollouts count as failures, as the environment says.
     Args:
-        groups: rollouts with `success` known.
-        per_group: pairs taken from one group at most, at least 1.
-        seed: of the choice among a group's pairs.
+        groups: rollouts with known `success`.
+        per_group: maximum pairs per group, at least 1.
+        seed: of the random choice among a group's pairs.
     Raises: DataError if per_group is below 1.
     """
     if per_group < 1:
-        raise DataError(f"per_group: {per_group} has to be at least 1")
+        raise DataError(f"per_group: {per_group} must be at least 1")
     rng = np.random.default_rng(seed)
     pairs: list[Pair] = []
     for group in groups:

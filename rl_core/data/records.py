@@ -1,4 +1,4 @@
-"""Records of demonstrations, preferences and questions, read from JSONL or Parquet and checked row by row."""
+"""Demonstrations, preferences and questions, read from JSONL or Parquet and validated row by row."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Row = dict[str, Any]
 
 _ROLES = ("system", "user", "assistant", "tool")
 _OPTIONAL = ("level", "kind", "seed")
-_LISTED = 10  # bad rows that a message lists
+_LISTED = 10  # bad rows listed in a message
 
 _logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class RowProblem:
-    """One row that cannot be used."""
+    """One unusable row."""
 
     file: str
     line: int  # line of a JSONL file, row of a Parquet file; both from 1
@@ -37,13 +37,13 @@ class RowProblem:
 
 @dataclass(slots=True)
 class Records:
-    """What was read: `rows` are usable, every other row is in `problems`."""
+    """Result of reading a file: usable `rows`, and a problem for every other row."""
 
     rows: list[Row]
     num_rows: int  # rows read, usable or not
-    num_skipped: int  # rows left out, one for each problem
+    num_skipped: int  # rows dropped, one per problem
     problems: list[RowProblem]
-    digest: str  # SHA-256 of the file's bytes, whole, whatever max_rows says
+    digest: str  # SHA-256 of the whole file, regardless of max_rows
     lines: list[int] = field(default_factory=list)  # line or row number of each usable row
 
 
@@ -55,14 +55,14 @@ def read_demonstrations(
     token_length: Callable[[Row], int] | None = None,
     context: int | None = None,
 ) -> Records:
-    """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}; each comes out with "messages".
+    """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all converted to "messages".
 
-    `level` and `kind` (text) and `seed` (integer) are kept where a row has them; other columns are passed over.
+    Optional columns `level` and `kind` (text) and `seed` (integer) are kept; others are ignored.
     Args:
-        on_bad_row: "stop" raises after the whole file was looked through; "skip" leaves bad rows out, counts, logs.
-        max_rows: look at this many rows and no further.
-        token_length, context: a row longer than `context` tokens by `token_length` is a bad one.
-    Raises: DataError if the file as a whole cannot be used; RecordsError (it lists the first ten bad rows) on "stop".
+        on_bad_row: "stop" raises after the whole file was checked; "skip" drops, counts and logs bad rows.
+        max_rows: rows read at most.
+        token_length, context: a row with more than `context` tokens by `token_length` is a bad row.
+    Raises: DataError if the file as a whole is unusable; RecordsError (listing the first ten bad rows) on "stop".
     """
     columns = ("messages", "prompt", "completion", *_OPTIONAL)
     return _read(path, columns, _demonstration, on_bad_row, max_rows, token_length, context)
@@ -76,7 +76,7 @@ def read_preferences(
     token_length: Callable[[Row], int] | None = None,
     context: int | None = None,
 ) -> Records:
-    """Rows {"prompt", "chosen", "rejected"}, all text; chosen and rejected have to differ.
+    """Rows {"prompt", "chosen", "rejected"}, all text; chosen and rejected must differ.
 
     Arguments, optional columns and errors are those of `read_demonstrations`.
     """
@@ -97,7 +97,7 @@ def read_questions(
 
     Other arguments, optional columns and errors are those of `read_demonstrations`.
     Args:
-        check: completes or refuses a row, by raising BadRow(field, reason); called with `final` "" where it is missing.
+        check: completes a row, or refuses it by raising BadRow(field, reason); a missing `final` is passed as "".
     """
 
     def question(row: Row) -> Row:
@@ -120,7 +120,7 @@ def _read(
     context: int | None,
 ) -> Records:
     if on_bad_row not in ("stop", "skip"):
-        raise SettingsError(f"on_bad_row: '{on_bad_row}' has to be 'stop' or 'skip'")
+        raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
     path = Path(path)
     records = Records(rows=[], num_rows=0, num_skipped=0, problems=[], digest="")
     for line, raw in read_rows(path, columns):
@@ -147,9 +147,9 @@ def _read(
 
 
 def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_row: str) -> None:
-    """Stop or log, as the user chose, where some of `num_rows` rows of `source` cannot be used.
+    """Raise or log, by `on_bad_row`, if some of the `num_rows` rows of `source` are unusable.
 
-    Raises: RecordsError listing the first ten problems, on "stop" or where no row would be left.
+    Raises: RecordsError listing the first ten problems, on "stop" or if no row would be left.
     """
     if not problems:
         return
@@ -158,7 +158,7 @@ def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_ro
     if len(problems) > _LISTED:
         listed += f"\n  and {len(problems) - _LISTED} more"
     if on_bad_row == "stop":
-        raise RecordsError(f"{count}:{listed}\nMend them, or leave them out with on_bad_row: skip")
+        raise RecordsError(f"{count}:{listed}\nFix them, or skip them with on_bad_row: skip")
     if len(problems) == num_rows:
         raise RecordsError(f"{count}, so none is left:{listed}")
     _logger.warning("%s and are left out:%s", count, listed)
@@ -167,20 +167,20 @@ def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_ro
 def _check_length(row: Row, token_length: Callable[[Row], int], context: int) -> None:
     try:
         length = token_length(row)
-    except DataError as error:  # the chat template refuses the conversation
+    except DataError as error:  # refused by the chat template
         raise BadRow("", str(error)) from error
     if length > context:
         raise BadRow("", f"is {length} tokens long, the context holds {context}")
 
 
 def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
-    """The text of one field. Raises: BadRow naming the field."""
+    """Text of one field. Raises: BadRow naming the field."""
     place = place or name
     if name not in row:
         raise BadRow(place, "is missing")
     value = row[name]
     if not isinstance(value, str):
-        raise BadRow(place, f"has to be text, found {describe(value)}")
+        raise BadRow(place, f"must be text, found {describe(value)}")
     if not may_be_empty and not value.strip():
         raise BadRow(place, "is empty")
     try:
@@ -192,12 +192,12 @@ def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> s
 
 
 def _optional(row: Row) -> Row:
-    """What describes the episode behind a row, where the row says it."""
+    """Optional columns that describe the episode of a row."""
     kept: Row = {name: _text(row, name) for name in ("level", "kind") if row.get(name) is not None}
     seed = row.get("seed")
     if seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
-            raise BadRow("seed", f"has to be an integer, found {describe(seed)}")
+            raise BadRow("seed", f"must be an integer, found {describe(seed)}")
         kept["seed"] = seed
     return kept
 
@@ -218,26 +218,26 @@ def _messages(row: Row) -> list[dict[str, str]]:
         raise BadRow("messages", "is missing, and so are prompt and completion")
     found = row["messages"]
     if not isinstance(found, list):
-        raise BadRow("messages", f"has to be a list of objects, found {describe(found)}")
+        raise BadRow("messages", f"must be a list of objects, found {describe(found)}")
     if not found:
         raise BadRow("messages", "is empty")
     messages = []
     for index, message in enumerate(found):
         place = f"messages[{index}]"
         if not isinstance(message, dict):
-            raise BadRow(place, f"has to be an object with role and content, found {describe(message)}")
+            raise BadRow(place, f"must be an object with role and content, found {describe(message)}")
         role = _text(message, "role", f"{place}.role")
         if role not in _ROLES:
-            raise BadRow(f"{place}.role", f"has to be one of {', '.join(_ROLES)}, found {describe(role)}")
+            raise BadRow(f"{place}.role", f"must be one of {', '.join(_ROLES)}, found {describe(role)}")
         content = _text(message, "content", f"{place}.content", may_be_empty=role == "tool")
         messages.append({"role": role, "content": content})
     if messages[-1]["role"] != "assistant":
-        raise BadRow(f"messages[{len(messages) - 1}].role", f"has to be assistant at the end, found '{role}'")
+        raise BadRow(f"messages[{len(messages) - 1}].role", f"must be assistant at the end, found '{role}'")
     return messages
 
 
 def _preference(row: Row) -> Row:
     kept: Row = {name: _text(row, name) for name in ("prompt", "chosen", "rejected")}
     if kept["chosen"].strip() == kept["rejected"].strip():
-        raise BadRow("chosen", "is equal to rejected, so nothing is preferred")
+        raise BadRow("chosen", "is equal to rejected, so there is no preference")
     return kept | _optional(row)

@@ -1,4 +1,4 @@
-"""Splitting rows into a training and a held-out set by their prompts, and what the two have in common."""
+"""Train/held-out splits by prompt, with duplicate and overlap reports."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ T = TypeVar("T")
 
 
 def prompt_key(prompt: str) -> str:
-    """Prompts with equal keys count as the same: case, white space and Unicode composition do not tell them apart."""
+    """Normalised prompt for duplicate detection: case, white space and Unicode composition are ignored."""
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
 
 
 def split_by_prompt(
     rows: Sequence[T], prompt_of: Callable[[T], str], heldout_fraction: float, seed: int
 ) -> tuple[list[T], list[T], dict[str, int]]:
-    """Split rows so that no prompt is on both sides; rows keep their order.
+    """Split of rows such that no prompt is on both sides; rows keep their order.
 
-    Prompts are ranked by a seeded hash of their key and the lowest are held out, so the split depends neither on the
-    order of the rows nor much on rows that are added later.
+    Prompts are ranked by a seeded hash of their key and the lowest are held out, so the split is independent of row
+    order and changes little when rows are added.
     Args:
-        prompt_of: the prompt text of a row.
-        heldout_fraction: share of distinct prompts that is held out, rounded; at least one prompt stays on each side.
+        prompt_of: returns a row's prompt text.
+        heldout_fraction: share of distinct prompts held out, rounded; at least one prompt stays on each side.
     Returns: training rows, held-out rows, report (`duplicate_report` and `overlap_report` together).
     Raises: DataError for a fraction outside (0, 1) or fewer than two distinct prompts.
     """
     if not 0 < heldout_fraction < 1:
-        raise DataError(f"heldout_fraction: {heldout_fraction} has to be between 0 and 1")
+        raise DataError(f"heldout_fraction: {heldout_fraction} must be between 0 and 1")
     keys = [prompt_key(prompt_of(row)) for row in rows]
     ranked = sorted(set(keys), key=lambda key: (hashlib.sha256(f"{seed}\n{key}".encode()).digest(), key))
     if len(ranked) < 2:
@@ -46,7 +46,7 @@ def split_by_prompt(
 
 
 def duplicate_report(rows: Sequence[T], prompt_of: Callable[[T], str]) -> dict[str, int]:
-    """Counts of rows, of rows equal to an earlier row in every field, of distinct prompts, of rows that repeat one."""
+    """Counts of rows, exact duplicates, distinct prompts, and rows with a repeated prompt."""
     distinct_prompts = {prompt_key(prompt_of(row)) for row in rows}
     return {
         "num_rows": len(rows),
@@ -57,7 +57,7 @@ def duplicate_report(rows: Sequence[T], prompt_of: Callable[[T], str]) -> dict[s
 
 
 def overlap_report(train: Sequence[T], heldout: Sequence[T], prompt_of: Callable[[T], str]) -> dict[str, int]:
-    """Counts of both sides, and of the distinct prompts and the held-out rows whose prompt the training set has too."""
+    """Counts of both sides, and of the distinct prompts and held-out rows whose prompt is also in the training set."""
     train_keys = {prompt_key(prompt_of(row)) for row in train}
     heldout_keys = [prompt_key(prompt_of(row)) for row in heldout]
     return {

@@ -1,4 +1,4 @@
-"""A small byte-level BPE tokenizer, trained in about a second, for policies that start from scratch."""
+"""Byte-level BPE tokenizer for from-scratch policies, trained in about a second."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["CHAT_TEMPLATE", "END", "PAD", "ROLES", "train_tokenizer"]
 
 PAD = "<pad>"
-END = "<|end|>"  # ends every message, and is the EOS of an action
+END = "<|end|>"  # ends every message; EOS of an action
 ROLES = ("system", "user", "assistant", "tool")
 
-# One token opens a message and one ends it: a from-scratch policy of a few million parameters has a short context.
+# One token opens a message and one ends it, as a from-scratch policy of a few million parameters has a short context.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
@@ -30,22 +30,20 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train byte-level BPE on `texts`; any text whatever encodes and decodes without loss.
+    """Byte-level BPE trained on `texts`; lossless for any text.
 
-    Digits are never merged, so that a number is read the same way wherever it stands (as in Llama, arXiv:2302.13971).
-    The same texts give the same tokenizer.
+    Digits are never merged, so that a number is tokenised independently of its context (as in Llama, arXiv:2302.13971).
+    Deterministic in the texts.
     Args:
-        vocab_size: entries at most, special tokens included; fewer when the texts hold no more pairs to merge.
-    Raises: DataError if vocab_size has no room for the 256 bytes and the special tokens.
+        vocab_size: maximum entries, special tokens included; fewer if the texts have no more pairs to merge.
+    Raises: DataError if vocab_size is too small for the 256 bytes and the special tokens.
     """
     from transformers import PreTrainedTokenizerFast  # takes seconds to import
 
     special = [PAD, END, *(f"<|{role}|>" for role in ROLES)]
     smallest = 256 + len(special)
     if vocab_size < smallest:
-        raise DataError(
-            f"vocab_size: {vocab_size} has to be at least {smallest} (256 bytes and {len(special)} special)"
-        )
+        raise DataError(f"vocab_size: {vocab_size} must be at least {smallest} (256 bytes and {len(special)} special)")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]

@@ -1,4 +1,4 @@
-"""Environments: what a policy acts in. `make` builds one from its name and options, as a config gives them."""
+"""Environments. `make` builds one from its name and options, as given in a config."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SHIPPED = {
 
 
 def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None = None) -> Environment:
-    """The environment of that name, with these keyword arguments of its class.
+    """Environment by name, constructed with `options`.
 
     Args:
-        name: a name in SHIPPED, or an import path 'package.module:Class' of a subclass of Environment.
-        options: keyword arguments, checked against the constructor's names and types; `data` is not among them.
-        data: the folder that the data stage prepared.
-    Raises: SettingsError for an unknown name or option, or a wrong value.
+        name: a key of SHIPPED, or the import path 'package.module:Class' of an Environment subclass.
+        options: keyword arguments without `data`, checked against the constructor's signature and type hints.
+        data: folder prepared by the data stage.
+    Raises: SettingsError for an unknown name or option, or an invalid value.
     """
     cls = _find(name)
     parameters = dict(inspect.signature(cls).parameters)
@@ -62,14 +62,14 @@ def _find(name: str) -> type[Environment]:
     module_name, separator, class_name = path.partition(":")
     if not separator:
         hint = nearest(name, SHIPPED)
-        raise SettingsError(f"name: no environment '{name}'; {hint} Your own goes in as 'package.module:Class'")
+        raise SettingsError(f"name: no environment '{name}'; {hint} Use 'package.module:Class' for your own")
     try:
         module = importlib.import_module(module_name)
     except (ImportError, ValueError) as error:
         raise SettingsError(f"name: the module of environment '{name}' cannot be imported: {error}") from error
     cls = getattr(module, class_name, None)
     if not (isinstance(cls, type) and issubclass(cls, Environment)):
-        raise SettingsError(f"name: '{name}' names no subclass of rl_core.environments.Environment")
+        raise SettingsError(f"name: '{name}' is not a subclass of rl_core.environments.Environment")
     if inspect.isabstract(cls):
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise SettingsError(f"name: environment '{name}' does not define {missing}")
@@ -77,7 +77,7 @@ def _find(name: str) -> type[Environment]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from a config suits a type hint; hints that configs cannot express are not judged."""
+    """True if a config value matches a type hint; hints that a config cannot express always match."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, argument) for argument in arguments)
@@ -90,7 +90,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return isinstance(value, Mapping) and all(
             _fits(key, arguments[0]) and _fits(item, arguments[1]) for key, item in value.items()
         )
-    if hint in (int, float):  # bool is an int to Python, not to a reader of a config; a whole number is a float
+    if hint in (int, float):  # bool is a subclass of int but no number in a config; an int is accepted as float
         return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
     if hint is None or hint is type(None):
         return value is None

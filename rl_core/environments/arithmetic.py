@@ -5,7 +5,7 @@
     tool    11
     policy  answer 11
 
-Levels differ in how many numbers a chain has.
+Levels differ in the number of operands.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MISTAKES = ("other_sign", "dropped", "no_look", "off_by_one")  # the main one fi
 
 
 class ArithmeticEpisode(QuestionEpisode):
-    """One chain. `parts` is it in pieces, numbers and signs in turn."""
+    """One chain; `parts` holds its numbers and signs alternately."""
 
     def __init__(
         self, seed: int, level: str, kind: str, parts: list[str], tools: Toolset, system: str, costs: Costs
@@ -49,7 +49,7 @@ class ArithmeticEpisode(QuestionEpisode):
 
 
 class Arithmetic(DemonstratedQuestions):
-    """Chains of whole numbers, to be given to a calculator."""
+    """Arithmetic on chains of integers, with a calculator tool."""
 
     name = "arithmetic"
     levels = tuple(LEVELS)
@@ -82,20 +82,20 @@ class Arithmetic(DemonstratedQuestions):
         )
 
     def episode(self, seed: int, level: str) -> ArithmeticEpisode:
-        """The chain of that level and seed."""
+        """Episode for a level and seed."""
         self.check_level(level)
         rng = random.Random(f"arithmetic/{level}/{seed}")
         kind = rng.choice(tuple(SIGNS) if LEVELS[level] > 2 else ("sum", "product"))
         parts = [str(rng.randint(1, self.max_number))]
         for _ in range(LEVELS[level] - 1):
             parts += [rng.choice(SIGNS[kind]), str(rng.randint(1, self.max_number))]
-        if kind == "mixed":  # at least one of either, or it would be another kind
+        if kind == "mixed":  # at least one * and one of + -, otherwise the kind would be wrong
             signs = rng.sample(range(1, len(parts), 2), 2)
             parts[signs[0]], parts[signs[1]] = "*", rng.choice(("+", "-"))
         return ArithmeticEpisode(seed, level, kind, parts, self._tools, self._system, self._costs)
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """What the imperfect demonstrator does in that episode; even first numbers are the tempting ones."""
+        """Actions of the imperfect demonstrator; chains that start with an even number are the tempting ones."""
         episode = self.episode(seed, level)
         rng = random.Random(f"arithmetic/demonstrator/{level}/{seed}")
         tempting = int(episode.parts[0]) % 2 == 0

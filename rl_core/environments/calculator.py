@@ -1,4 +1,4 @@
-"""Exact arithmetic on text that a policy wrote: a parser of its own, never `eval`, with limits on all that can grow.
+"""Exact arithmetic on policy output: a dedicated parser, never `eval`, with limits on size, depth and digits.
 
 sum     = product (("+" | "-") product)*
 product = signed (("*" | "x" | "/" | "//" | ...) signed)*    "//" rounds down; 2(3+4) is a product too
@@ -20,10 +20,10 @@ __all__ = ["CALCULATOR", "CalculatorError", "calculate", "evaluate", "format_num
 
 MAX_CHARS = 200
 MAX_DEPTH = 30  # nested brackets, signs and powers
-MAX_BITS = 512  # of a numerator or denominator after a power; every other operation only adds up what was written
+MAX_BITS = 512  # of a numerator or denominator after a power; other operations grow at most linearly with the input
 MAX_DIGITS = 30  # digits before the point of a result
-EXACT_DECIMALS = 12  # a number that ends within so many digits after the point is shown whole,
-DECIMALS = 6  # every other one is rounded to so many (after the leading zeros of a number below 0.1)
+EXACT_DECIMALS = 12  # a decimal expansion of at most this many digits is shown in full,
+DECIMALS = 6  # any other is rounded to this many digits (after the leading zeros of a number below 0.1)
 
 _TOKEN = re.compile(r"\s*([0-9][0-9,]*\.?[0-9]*|\.[0-9]+|\*\*|//|[-+*/^()%x×·÷−])", re.ASCII)  # noqa: RUF001
 _GROUPED = re.compile(r"[0-9]{1,3}(,[0-9]{3})+(\.[0-9]*)?")
@@ -31,16 +31,16 @@ _SAME_AS = {"x": "*", "×": "*", "·": "*", "÷": "/", "−": "-", "**": "^"}  #
 
 
 class CalculatorError(ValueError):
-    """The expression is no arithmetic, or too much of it; the message is meant for the policy."""
+    """Invalid expression, or one beyond the limits; the message is shown to the policy."""
 
 
 def calculate(expression: str) -> str:
-    """The value of an expression as text: '24', '0.2', '0.333333'. Raises: CalculatorError."""
+    """Value of an expression as text: '24', '0.2', '0.333333'. Raises: CalculatorError."""
     return format_number(evaluate(expression))
 
 
 def evaluate(expression: str) -> Fraction:
-    """The exact value of an expression. Raises: CalculatorError."""
+    """Exact value of an expression. Raises: CalculatorError."""
     if len(expression) > MAX_CHARS:
         raise CalculatorError(f"the expression has {len(expression)} characters; at most {MAX_CHARS} are read")
     parser = _Parser(_tokens(expression))
@@ -51,7 +51,7 @@ def evaluate(expression: str) -> Fraction:
 
 
 def format_number(value: Fraction) -> str:
-    """A number in plain digits, without trailing zeros; rounded half to even where it does not end soon.
+    """Decimal notation without exponent or trailing zeros; long expansions are rounded half to even.
 
     Raises: CalculatorError above MAX_DIGITS digits.
     """
@@ -85,7 +85,7 @@ def _tokens(expression: str) -> list[str]:
 
 
 class _Parser:
-    """Recursive descent over the tokens; every rule gets its depth and consumes what it reads."""
+    """Recursive-descent parser; each rule takes the nesting depth and consumes its tokens."""
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens = tokens
@@ -93,7 +93,7 @@ class _Parser:
 
     @property
     def next(self) -> str | None:
-        """The token to come; None at the end."""
+        """Next token; None at the end."""
         return self._tokens[self._place] if self._place < len(self._tokens) else None
 
     def _take(self) -> str:
@@ -170,7 +170,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     bits = max(base.numerator.bit_length(), base.denominator.bit_length())
     if base not in (-1, 0, 1) and bits * abs(exponent) > MAX_BITS:
         raise CalculatorError("the power is too large")
-    if base in (-1, 0, 1):  # so that a huge exponent costs nothing
+    if base in (-1, 0, 1):  # avoids computing huge exponents
         return base ** int(exponent % 2) if base == -1 else (base if exponent else Fraction(1))
     return base ** int(exponent)
 

@@ -1,8 +1,8 @@
-"""What environments with an imperfect demonstrator share: how often, and on which questions, it makes which mistake.
+"""Imperfect demonstrator shared by question environments: frequency and kind of its mistakes per question.
 
-A demonstrator is right in a share `skill` of its episodes. Its mistakes are habits that go with the question: on
-tempting ones (half of all) it mostly makes one main mistake. A policy that copies it is therefore mediocre at every
-temperature, greedy decoding included, and has something to gain from reward.
+A demonstrator is right in a share `skill` of its episodes. Its mistakes depend on the question: on tempting ones (half
+of all) it mostly makes one main mistake. A policy that imitates it is therefore mediocre at every temperature, greedy
+decoding included, which leaves room for RL to improve it.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ __all__ = [
     "share_right",
 ]
 
-MAIN_SHARE = 0.65  # of the mistakes on tempting questions that are the main one
+MAIN_SHARE = 0.65  # share of the main mistake among the mistakes on tempting questions
 
 
 @dataclass(slots=True)
 class MistakenDemonstration(Demonstration):
-    """A demonstration that says what went wrong."""
+    """A demonstration labelled with its mistake."""
 
-    mistake: str = ""  # the demonstrator's name for it; "" = none
+    mistake: str = ""  # "" = none
 
 
 def demonstrate(episode: Episode, actions: Sequence[str], mistake: str) -> MistakenDemonstration:
-    """Play these actions, the last of which ends the episode, and write everything out."""
+    """Play `actions`, of which the last ends the episode, and record the conversation."""
     messages = episode.reset()
     success = False
     for action in actions:
@@ -49,12 +49,12 @@ def demonstrate(episode: Episode, actions: Sequence[str], mistake: str) -> Mista
 
 
 def share_right(skill: float, habit: float, *, tempting: bool) -> float:
-    """Probability of no mistake: `skill` on average, as half of all questions are tempting."""
+    """Probability of a right demonstration: `skill` on average, since half of all questions are tempting."""
     return skill * (1 - habit) if tempting else skill * (1 + habit)
 
 
 def choose_mistake(rng: random.Random, mistakes: Sequence[str], *, skill: float, habit: float, tempting: bool) -> str:
-    """'' for none, or one of `mistakes`, of which the first is the main one."""
+    """Random mistake, '' for none; `mistakes[0]` is the main one."""
     if rng.random() < share_right(skill, habit, tempting=tempting):
         return ""
     main, *others = mistakes
@@ -64,7 +64,7 @@ def choose_mistake(rng: random.Random, mistakes: Sequence[str], *, skill: float,
 
 
 def check_skill(skill: Mapping[str, float], habit: float, levels: Sequence[str]) -> None:
-    """Raise SettingsError for levels that are not there and for shares that are none."""
+    """Raise SettingsError for unknown levels and for shares out of range."""
     if not 0 <= habit <= 1:
         raise SettingsError(f"options.habit: {habit} must be between 0 and 1")
     for level, share in skill.items():
@@ -77,9 +77,9 @@ def check_skill(skill: Mapping[str, float], habit: float, levels: Sequence[str])
 
 
 class DemonstratedQuestions(Environment):
-    """An environment of questions that are answered with tools, and its demonstrator's ways."""
+    """Base of question environments with tools and an imperfect demonstrator."""
 
-    quick = True
+    blocking = False
 
     def __init__(
         self,
@@ -92,9 +92,9 @@ class DemonstratedQuestions(Environment):
         skill: Mapping[str, float],
         habit: float,
     ) -> None:
-        """`instructions`: what a system message says after the tools; None = there is none. `skill`: of every level.
+        """`instructions`: system message text after the tool list; None = no system message. `skill`: by level.
 
-        Raises: SettingsError for a skill or habit that is none.
+        Raises: SettingsError for a skill or habit out of range.
         """
         super().__init__(data)
         self.skill, self.habit, self.call_format = dict(skill), habit, call_format
@@ -104,10 +104,10 @@ class DemonstratedQuestions(Environment):
 
     @property
     def tools(self) -> Toolset:
-        """The tools; those that look at something need an episode (`bind`)."""
+        """The tools, not yet bound to an episode (`Toolset.bind`)."""
         return self._tools
 
     def _act_out(self, episode: Episode, calls: Sequence[ToolCall], answer: str, mistake: str) -> MistakenDemonstration:
-        """Make these calls, then answer."""
+        """Demonstration that makes `calls`, then answers."""
         actions = [self._tools.format(call, self.call_format) for call in calls]
         return demonstrate(episode, [*actions, f"{ANSWER_WORD} {answer}"], mistake)

@@ -1,11 +1,11 @@
-"""The environment protocol: seeded, single-use, multi-turn episodes with Gymnasium's meaning of the words.
+"""Environment protocol: seeded, single-use, multi-turn episodes; terminated and truncated as in Gymnasium.
 
     episode = environment.episode(seed=7, level="easy")
     messages = episode.reset()
     step = episode.step("zoom 2 3")          # text of one action of the policy
     step.messages, step.reward, step.terminated, step.truncated, step.info
 
-An environment is the task family; an episode is one instance, used once. (environment, level, seed) determines it.
+An environment is a task family; an episode is one instance, determined by (environment, level, seed) and used once.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from rl_core.types import Message, ToolCall
 
 __all__ = ["Demonstration", "Environment", "Episode", "Step"]
 
-HELDOUT_START = 2**30  # generated environments train on seeds below it and are evaluated on seeds from it on
+HELDOUT_START = 2**30  # generated environments train on seeds below it and evaluate on seeds at or above it
 
 
 @dataclass(slots=True)
 class Step:
-    """What one action brought about."""
+    """Result of one action."""
 
     messages: list[Message] = field(default_factory=list)  # observations to append; [] when the episode ended
     reward: float = 0.0
     terminated: bool = False  # the episode reached its end
-    truncated: bool = False  # the environment cut it off
-    tool_call: ToolCall | None = None  # the call that was run, where the action was one
+    truncated: bool = False  # the environment cut the episode off
+    tool_call: ToolCall | None = None  # the executed call, if the action was one
     is_error: bool = False  # misuse: the action did not parse, named no tool, or its tool failed
-    answer: str | None = None  # the final answer, where the action gave one
-    success: bool | None = None  # known at the end
-    is_grounded: bool | None = None  # the answer follows from what was observed; None = not known
+    answer: str | None = None  # the final answer, if the action gave one
+    success: bool | None = None  # set at the end of the episode
+    is_grounded: bool | None = None  # the answer follows from the observations; None = unknown
     info: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,7 +53,7 @@ class Demonstration:
 
 
 class Episode(ABC):
-    """One single-use episode. `kind`, `prompt` and `target` describe it for analysis, whatever is played."""
+    """One single-use episode; `kind`, `prompt` and `target` describe it for analysis."""
 
     def __init__(self, seed: int, level: str) -> None:
         self.seed = seed
@@ -65,7 +65,7 @@ class Episode(ABC):
 
     @property
     def next_target(self) -> str:
-        """The right answer of the turn that waits; episodes of several questions override it."""
+        """Right answer of the pending turn; episodes with several questions override it."""
         return self.target
 
     @abstractmethod
@@ -74,12 +74,12 @@ class Episode(ABC):
 
     @abstractmethod
     def act(self, text: str) -> Step:
-        """Play one action. Called by `step`, never after the end."""
+        """Execute one action; called by `step`, never after the end."""
 
     def step(self, text: str) -> Step:
-        """Play one action of the policy.
+        """Execute one action of the policy.
 
-        Raises: EnvironmentFault when the episode has ended already.
+        Raises: EnvironmentFault if the episode has already ended.
         """
         if self._ended:
             raise EnvironmentFault(
@@ -95,41 +95,41 @@ class Environment(ABC):
 
     name: ClassVar[str]
     levels: tuple[str, ...]
-    # True = `reset` and `step` only compute, for milliseconds: they are called at once, on the thread that decodes.
-    # False = they may wait for a server, a subprocess or a slow tool: they are called on threads, those of several
-    # episodes at a time but one of each, within a time limit (settings: sampling.max_concurrent_steps and beside it).
-    quick: bool = False
+    # True = `reset` and `step` may wait for a server, a subprocess or a slow tool: they run in a thread pool, one call
+    # per episode at a time, with a time limit (settings: sampling.max_concurrent_steps, sampling.step_timeout_s).
+    # False = they only compute, for milliseconds: called directly on the decoding thread.
+    blocking: bool = True
 
     def __init__(self, data: Path | None = None) -> None:
-        """`data` is the folder that the data stage prepared; environments that generate their episodes ignore it."""
+        """`data`: folder prepared by the data stage; unused by environments that generate their episodes."""
         self.data = data
 
     @property
     @abstractmethod
     def tools(self) -> Toolset:
-        """The tools that the policy may call."""
+        """Tools available to the policy."""
 
     @abstractmethod
     def episode(self, seed: int, level: str) -> Episode:
         """A new episode. Raises SettingsError for an unknown level."""
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
-        """What the demonstrator wrote for that episode; None where there is no demonstrator."""
+        """Demonstration of an episode; None without a demonstrator."""
         return None
 
     def seeds(self, split: str) -> range:
-        """Seeds of the 'train' or the 'heldout' episodes; the two never meet."""
+        """Seeds of the 'train' or the 'heldout' episodes; the two are disjoint."""
         return range(HELDOUT_START) if split == "train" else range(HELDOUT_START, 2 * HELDOUT_START)
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """Seeds of one split that exist at one level; environments over fixed rows override it."""
+        """Seeds of a split that exist at a level; environments over fixed rows override it."""
         return self.seeds(split)
 
     def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
-        """Write what the episodes need (checked and split rows) into the data stage's folder; report what was done."""
+        """Write episode data (validated and split rows) into the data stage's folder; returns a report."""
         return {}
 
     def check_level(self, level: str) -> None:
-        """Raise SettingsError for a level that this environment has not got."""
+        """Raise SettingsError for an unknown level."""
         if level not in self.levels:
             raise SettingsError(f"environment '{self.name}' has no level '{level}'; {nearest(level, self.levels)}")

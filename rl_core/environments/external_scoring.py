@@ -1,4 +1,4 @@
-"""One question whose answer is scored elsewhere, in a child process: what `reasoning_gym` and `verifiers` share."""
+"""Single-question episodes scored in a child process; shared by `reasoning_gym` and `verifiers`."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def read_tagged_answer(text: str) -> str | None:
-    """What stands last between <answer> and </answer>, else what follows `answer` on the last line; None = neither."""
+    """Text of the last <answer>...</answer>, else the text after `answer` on the last line; None = neither."""
     tagged = _TAGGED.findall(text.rpartition("</think>")[2])
     return tagged[-1].strip() if tagged else read_answer(text)
 
 
-@functools.lru_cache(maxsize=64)  # each kind of trouble is told once
+@functools.lru_cache(maxsize=64)  # each message is logged once
 def _warn(episode: str, trouble: str) -> None:
     logger.warning("%s: %s; the answer earns 0", episode, trouble)
 
 
 def judge(episode: Episode, answer: str, score: Callable[[], float], success_at: float) -> Step:
-    """End `episode` with the score of its answer; one that cannot be scored earns 0 and counts as misuse."""
+    """End `episode` with the score of its answer; an answer that cannot be scored earns 0 and counts as misuse."""
     try:
         value, trouble = float(score()), ""
     except ChildTimeout as error:

@@ -1,7 +1,7 @@
-"""Word problems with a calculator: questions of a JSONL file in the shape of GSM8K (arXiv:2110.14168).
+"""Word problems with a calculator, read from a JSONL file in GSM8K format (arXiv:2110.14168).
 
 A row is {"question", "answer", "final"}; `answer` is a worked solution with <<48/2=24>> annotations, which become
-calls of the calculator in the demonstrations:
+calculator calls in the demonstrations:
 
     assistant   Natalia sold 48/2 =
                 calculator 48/2
@@ -35,20 +35,20 @@ _TASK = "Solve the problem step by step. End with a line '#### NUMBER'."
 
 
 def level_of(num_steps: int) -> str:
-    """Level of a question whose worked solution has so many <<>> annotations."""
+    """Level by the number of <<>> annotations in the worked solution."""
     return "short" if num_steps <= 2 else "medium" if num_steps <= 4 else "long"
 
 
 def check_question(row: Row) -> Row:
-    """A question whose final answer is one number, with `final` in plain digits. Raises: BadRow.
+    """Row with `final` as one number in plain digits. Raises: BadRow.
 
-    `final` may be missing where the solution ends in a line `#### NUMBER`, as in the original files.
+    `final` may be missing if the solution ends in a line `#### NUMBER`, as in the original files.
     """
     stated = final_of_solution(row["answer"])
     final = single_number(row["final"] or stated or "")
     if final is None:
         where = "final" if row["final"] else "answer"
-        raise BadRow(where, "has to hold one number" if row["final"] else "has no final and no line '#### NUMBER'")
+        raise BadRow(where, "must hold one number" if row["final"] else "has no final and no line '#### NUMBER'")
     if stated is not None and not same_number(stated, final):
         raise BadRow("final", f"is {final}, but the solution ends in '#### {stated}'")
     return {**row, "final": final}
@@ -57,8 +57,8 @@ def check_question(row: Row) -> Row:
 class GSM8KEpisode(Episode):
     """One question. Reward 1 for the exact final number, else 0.
 
-    A failed or misspelt call is answered with an error and the episode goes on; an action with neither a call nor an
-    answer ends it without reward, since nothing is left to react to.
+    A failed or malformed call returns an error and the episode continues; an action with neither a call nor an answer
+    ends it with reward 0.
     """
 
     def __init__(self, seed: int, level: str, row: Row, kind: str, tools: Toolset, system: str) -> None:
@@ -67,11 +67,11 @@ class GSM8KEpisode(Episode):
         self._tools, self._system = tools, system
 
     def reset(self) -> list[Message]:
-        """What the tools are, and the question."""
+        """Tool instructions and the question."""
         return [Message(role="system", content=self._system), Message(role="user", content=self.prompt)]
 
     def act(self, text: str) -> Step:
-        """Run a call or judge an answer."""
+        """Run a call or score an answer."""
         try:
             call = self._tools.parse(text)
         except ToolMisuse as misuse:
@@ -85,19 +85,19 @@ class GSM8KEpisode(Episode):
 
 
 class GSM8K(Environment):
-    """Questions of a file, split once into training and held-out ones; seeds number the rows of each split.
+    """Questions from a file, split once into training and held-out sets; seeds index the rows of each split.
 
     Args:
-        path: raw JSONL or Parquet file of questions; not needed where `data` holds the split files already.
-        heldout: share of distinct questions kept out of training.
-        call_format: how the demonstrations write calls: 'line' (calculator 48/2) or 'hermes' (<tool_call> JSON).
-        on_bad_row: 'stop' refuses a file with bad rows, 'skip' leaves them out, counted.
+        path: raw JSONL or Parquet file of questions; optional if `data` already holds the split files.
+        heldout: share of distinct questions held out from training.
+        call_format: call syntax in demonstrations: 'line' (calculator 48/2) or 'hermes' (<tool_call> JSON).
+        on_bad_row: 'stop' refuses a file with bad rows, 'skip' drops and counts them.
         max_rows: read at most this many rows.
     """
 
     name: ClassVar[str] = "gsm8k"
     levels = ("short", "medium", "long")
-    quick = True
+    blocking = False
 
     def __init__(
         self,
@@ -110,11 +110,11 @@ class GSM8K(Environment):
     ) -> None:
         super().__init__(data)
         if not 0 < heldout < 1:
-            raise SettingsError(f"options.heldout: {heldout} has to be between 0 and 1")
+            raise SettingsError(f"options.heldout: {heldout} must be between 0 and 1")
         if call_format not in ("line", "hermes"):
-            raise SettingsError(f"options.call_format: '{call_format}' has to be 'line' or 'hermes'")
+            raise SettingsError(f"options.call_format: '{call_format}' must be 'line' or 'hermes'")
         if max_rows is not None and max_rows < 2:
-            raise SettingsError(f"options.max_rows: {max_rows} has to be at least 2")
+            raise SettingsError(f"options.max_rows: {max_rows} must be at least 2")
         self._path = None if path is None else Path(path)
         if not self._is_prepared():
             if self._path is None:
@@ -134,9 +134,9 @@ class GSM8K(Environment):
         return self._tools
 
     def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
-        """Check and split the raw file, write questions_train.jsonl and questions_heldout.jsonl, report.
+        """Validate and split the raw file; writes questions_train.jsonl and questions_heldout.jsonl, returns a report.
 
-        Raises: DataError or RecordsError if the file cannot be used; nothing is written then.
+        Raises: DataError or RecordsError if the file cannot be used; then nothing is written.
         """
         splits, report = self._read_raw(seed)
         folder.mkdir(parents=True, exist_ok=True)
@@ -160,12 +160,12 @@ class GSM8K(Environment):
         return self._by_level.get((split, level), [])
 
     def episode(self, seed: int, level: str) -> GSM8KEpisode:
-        """The episode of one row. Raises: SettingsError if there is no such row or it is of another level."""
+        """Episode of one row. Raises: SettingsError if the row does not exist or has another level."""
         row, kind = self._row(seed, level)
         return GSM8KEpisode(seed, level, row, kind, self._tools, self._system)
 
     def demonstration(self, seed: int, level: str) -> Demonstration:
-        """The worked solution of one row, its annotations turned into calls."""
+        """Worked solution of one row, with its annotations converted to calls."""
         row, kind = self._row(seed, level)
         messages = self.episode(seed, level).reset()
         messages += convert_solution(row["answer"], row["final"], self._tools, self._call_format).messages
@@ -177,7 +177,7 @@ class GSM8K(Environment):
         return self.data is not None and all((self.data / name).is_file() for name in _FILES.values())
 
     def _row(self, seed: int, level: str) -> tuple[Row, str]:
-        """The row of a seed, and its kind of question."""
+        """Row of a seed, and its kind."""
         self.check_level(level)
         split, index = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
         rows = self._rows(split)
@@ -209,7 +209,7 @@ class GSM8K(Environment):
                 self._by_level.setdefault((split, level), []).append(start + index)
 
     def _read_raw(self, seed: int) -> tuple[dict[str, list[Row]], dict[str, Any]]:
-        """Both splits of the raw file, and what is to be told about them."""
+        """Both splits of the raw file, and the report."""
         if self._path is None:
             raise SettingsError("options.path: environment 'gsm8k' needs a JSONL file of questions to prepare")
         records = read_questions(self._path, on_bad_row=self._on_bad_row, max_rows=self._max_rows, check=check_question)
@@ -238,4 +238,4 @@ def _question(row: Row) -> str:
 
 def _check_split(split: str) -> None:
     if split not in _FILES:
-        raise SettingsError(f"split '{split}' has to be 'train' or 'heldout'")
+        raise SettingsError(f"split '{split}' must be 'train' or 'heldout'")

@@ -1,4 +1,4 @@
-"""`gymnasium`: an environment of the package of that name, read as text and acted on with words.
+"""`gymnasium`: Gymnasium environments with text observations and actions given as words.
 
     user    S start, F ice, H hole, G goal; you are at [ ]. Write one of: left, down, right, up
             [S]FFF
@@ -6,7 +6,7 @@
     policy  right
     tool    S[F]FF ...
 
-Actions are Discrete, by name or number, or Text; observations are what the environment renders as `ansi`, or its value.
+Action spaces: Discrete (by name or number) or Text. Observations: the `ansi` rendering, or the observation value.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _MARKS = {"42": "{}", "34": "()", "35": "<>"}  # by colour code; other backgroun
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of an environment that ships with the package: words for its actions and its task."""
+    """Metadata of an environment that ships with Gymnasium: action names, task text, success threshold."""
 
     actions: tuple[str, ...]
     task: str
     describe: Callable[[Any], str] | None = None
-    success_above: float = 0.0  # the last reward of a success is greater
+    success_above: float = 0.0  # success: last reward above this
 
 
 def _blackjack(value: Any) -> str:
@@ -59,7 +59,7 @@ _KNOWN = {
 
 
 def plain(text: str) -> str:
-    """Terminal colours as brackets, since they often say where the player is: [] background, () letters, by _MARKS."""
+    """Terminal colours converted to brackets, as they often mark the player: [] background, () letters, by _MARKS."""
 
     def marked(match: re.Match[str]) -> str:
         codes = match[1].split(";")
@@ -68,18 +68,18 @@ def plain(text: str) -> str:
             mark = "[]" if any(code.startswith("4") and len(code) == 2 for code in codes) else "()"
         return f"{mark[0]}{match[2]}{mark[1]}"
 
-    while (found := _COLOURED.sub(marked, text)) != text:  # colours may lie inside one another
+    while (found := _COLOURED.sub(marked, text)) != text:  # colours may be nested
         text = found
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip("\n")
 
 
 def said(text: str) -> str:
-    """What follows the thought, where there is one."""
+    """Text after the thought, if there is one."""
     return text.rpartition("</think>")[2].strip()
 
 
 class GymnasiumEpisode(Episode):
-    """One episode. Its success is `info['is_success']` or `info['success']`, else a last reward above a threshold."""
+    """One episode; success is `info['is_success']` or `info['success']`, else a last reward above a threshold."""
 
     def __init__(self, environment: GymnasiumText, seed: int, level: str) -> None:
         super().__init__(seed, level)
@@ -88,7 +88,7 @@ class GymnasiumEpisode(Episode):
         self._steps = 0
 
     def reset(self) -> list[Message]:
-        """The task, what can be done, and the first observation."""
+        """Task text, available actions and the first observation."""
         environment = self._environment
         self._inner = environment.make_inner(self.level)
         value, _ = self._inner.reset(seed=self.seed)
@@ -96,7 +96,7 @@ class GymnasiumEpisode(Episode):
         return [Message(role="user", content=self.prompt)]
 
     def act(self, text: str) -> Step:
-        """Take the action that the last line names; one that names none is misuse, and nothing moves."""
+        """Execute the action named on the last line; an unknown action is misuse and leaves the state unchanged."""
         environment = self._environment
         action = environment.action_of(self._inner, text)
         if action is None:
@@ -120,7 +120,7 @@ class GymnasiumEpisode(Episode):
 
 
 class GymnasiumText(Environment):
-    """Episodes of one registered environment, or of a `gymnasium.Env` class at an import path."""
+    """Episodes of a registered environment id, or of a `gymnasium.Env` class at an import path."""
 
     name = "gymnasium"
 
@@ -139,21 +139,21 @@ class GymnasiumText(Environment):
         misuse_cost: float = 0.0,
         demonstration_steps: int = 20,
     ) -> None:
-        """What to play, and how it is read.
+        """Environment id and its text interface.
 
         Args:
             id: 'FrozenLake-v1', or 'package.module:Class'.
-            options: keyword arguments of every environment that is made.
-            levels: level -> further keyword arguments; left out: one level, 'default'.
-            actions: words for the actions 0, 1, ...; left out: known ones, else the numbers.
-            task: what the opening message says first.
-            observation: render = as `ansi`; value = what step returns; auto = render where that is possible.
-            max_steps: the episode is truncated after so many actions, beside the environment's own limit.
-            success_above: the last reward of a success is greater than this, where `info` does not tell; left out: 0,
-                or what is known of the environment (in CliffWalking every step costs 1, the last one too).
-            misuse_cost: taken off the reward for an action that is none.
-            demonstration_steps: actions of a demonstration at most; they are random, and show SFT the form alone.
-        Raises: SettingsError when the package is missing or the environment cannot be made or read as text.
+            options: keyword arguments of `gymnasium.make`.
+            levels: level -> additional keyword arguments; default: one level, 'default'.
+            actions: names of the actions 0, 1, ...; default: known names, else the numbers.
+            task: first line of the opening message.
+            observation: render = `ansi` rendering; value = observation value; auto = render if available.
+            max_steps: truncation after this many actions, in addition to the environment's own limit.
+            success_above: success threshold on the last reward if `info` does not report success; default: 0, or the
+                known threshold of the environment (in CliffWalking every step costs 1, the last one too).
+            misuse_cost: subtracted from the reward for an invalid action.
+            demonstration_steps: maximum actions of a demonstration; they are random and teach SFT only the format.
+        Raises: SettingsError if the package is missing or the environment cannot be constructed or shown as text.
         """
         super().__init__(data)
         self._gymnasium = require_module("gymnasium", self.name)
@@ -166,7 +166,7 @@ class GymnasiumText(Environment):
             if least is not None and least < 1:
                 raise SettingsError(f"options.{option}: {least} must be at least 1")
         self._known = _KNOWN.get(id.rpartition("-v")[0])
-        self.quick = self._known is not None  # of others nothing is known
+        self.blocking = self._known is None  # an unknown environment may wait
         default = self._known.success_above if self._known else 0.0
         self.success_above = default if success_above is None else success_above
         self._task = task if task is not None else self._known.task if self._known else ""
@@ -179,16 +179,16 @@ class GymnasiumText(Environment):
 
     @property
     def tools(self) -> Toolset:
-        """None: an action is the word itself."""
+        """No tools: an action is the word itself."""
         return Toolset([])
 
     def episode(self, seed: int, level: str) -> GymnasiumEpisode:
-        """The episode of that seed, which goes to `reset`."""
+        """Episode of a seed, which is passed to `reset`."""
         self.check_level(level)
         return GymnasiumEpisode(self, seed, level)
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
-        """Random actions; None where actions are free text."""
+        """Demonstration of random actions; None for free-text actions."""
         episode = self.episode(seed, level)
         messages = episode.reset()
         rng = random.Random(f"gymnasium/demonstrator/{level}/{seed}")
@@ -199,14 +199,14 @@ class GymnasiumText(Environment):
             messages += [Message(role="assistant", content=action), *step.messages]
             if step.terminated or step.truncated:
                 return Demonstration(messages, level, episode.kind, seed, bool(step.success))
-        while messages and messages[-1]["role"] != "assistant":  # a conversation ends in what the policy says
+        while messages and messages[-1]["role"] != "assistant":  # a conversation ends with the policy's message
             messages.pop()
         return Demonstration(messages, level, episode.kind, seed, False) if messages else None
 
-    # -- one environment of the package --------------------------------------------------------------------------------
+    # -- one Gymnasium environment -------------------------------------------------------------------------------------
 
     def make_inner(self, level: str, render: bool | None = None) -> Any:
-        """A new one."""
+        """New `gymnasium.Env` of a level."""
         options = {**self._options, **self._by_level[level]}
         if self._renders if render is None else render:
             options["render_mode"] = "ansi"
@@ -216,12 +216,12 @@ class GymnasiumText(Environment):
         return getattr(importlib.import_module(module), name)(**options)
 
     def task(self, inner: Any) -> str:
-        """The opening words."""
+        """Task text and available actions."""
         words = self.actions_of(inner)
         return " ".join(part for part in (self._task, f"Write one of: {', '.join(words)}" if words else "") if part)
 
     def text_of(self, inner: Any, value: Any) -> str:
-        """What the policy sees."""
+        """Observation as text."""
         if self._renders:
             return plain(str(inner.render()))
         if self._known is not None and self._known.describe is not None:
@@ -229,13 +229,13 @@ class GymnasiumText(Environment):
         return _value_text(value)
 
     def actions_of(self, inner: Any) -> list[str]:
-        """The words for a Discrete space; [] = free text."""
+        """Action names of a Discrete space; [] = free text."""
         if not _is_discrete(inner.action_space):
             return []
         return self._words or [str(number) for number in range(int(inner.action_space.n))]
 
     def action_of(self, inner: Any, text: str) -> Any:
-        """The action that a text names; None = none."""
+        """Action named by a text; None = invalid."""
         text = said(text)
         words = self.actions_of(inner)
         if not words:
@@ -247,7 +247,7 @@ class GymnasiumText(Environment):
         return int(getattr(inner.action_space, "start", 0)) + names.index(last)
 
     def _probe(self, level: str, observation: str) -> Any:
-        """One environment of that level, made to see whether it can be."""
+        """Construct one environment of a level to validate the options."""
         try:
             inner = self.make_inner(level, render=False)
             can_render = "ansi" in (inner.metadata or {}).get("render_modes", ())
@@ -280,7 +280,7 @@ def _is_discrete(space: Any) -> bool:
 
 
 def _value_text(value: Any) -> str:
-    """Numbers and arrays in few characters."""
+    """Compact text of numbers and arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, dict):
         return ", ".join(f"{key} {_value_text(part)}" for key, part in value.items())

@@ -1,4 +1,4 @@
-"""`maze`: find the treasure in a maze that is seen one cell at a time, with dead ends, and loops to go round in.
+"""`maze`: treasure search in a maze observed one cell at a time, with dead ends and loops.
 
     user    4 x 4 maze. you are at 1 1
     policy  move east
@@ -7,8 +7,8 @@
     tool    at 2 2 open north: treasure
     policy  answer 2 2
 
-Rows and columns count from 1, row first; north is up. Levels differ in size; some walls are taken out, so that there
-are loops. A move into a wall shows where the policy still is.
+Rows and columns count from 1, row first; north is up. Levels differ in size; some walls are removed to create loops.
+A move into a wall returns the unchanged position.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ DIRECTIONS: dict[str, Cell] = {"north": (-1, 0), "east": (0, 1), "south": (1, 0)
 LEVELS = {"easy": 3, "medium": 4, "hard": 5}  # cells of one side
 SKILL = {"easy": 0.5, "medium": 0.45, "hard": 0.4}
 MISTAKES = ("circles", "gives_up", "guesses")  # the main one first
-LOOPS = 0.15  # share of the inner walls that are taken out once everything is connected
+LOOPS = 0.15  # share of the inner walls that are removed from the spanning tree
 
 
 def carve(rng: random.Random, size: int, loops: float = LOOPS) -> dict[Cell, set[str]]:
-    """Open directions of every cell: a random spanning tree (depth first), then `loops` of the walls taken out."""
+    """Open directions of every cell: a random depth-first spanning tree with a share `loops` of the walls removed."""
     cells = [(row, column) for row in range(1, size + 1) for column in range(1, size + 1)]
     opened: dict[Cell, set[str]] = {cell: set() for cell in cells}
     stack, seen = [cells[0]], {cells[0]}
@@ -70,7 +70,7 @@ def _open(opened: dict[Cell, set[str]], cell: Cell, name: str) -> None:
 
 
 class MazeEpisode(QuestionEpisode):
-    """One maze. `opened`, `start` and `treasure` are for analysis; the policy sees only where it stands."""
+    """One maze; `opened`, `start` and `treasure` are for analysis, the policy observes only its own cell."""
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class MazeEpisode(QuestionEpisode):
 
     @staticmethod
     def seen_at(opened: dict[Cell, set[str]], cell: Cell, treasure: Cell) -> str:
-        """What is seen from a cell."""
+        """Observation at a cell."""
         ways = " ".join(name for name in DIRECTIONS if name in opened[cell])
         return f"at {cell[0]} {cell[1]} open {ways}" + (": treasure" if cell == treasure else "")
 
     def move(self, direction: str) -> str:
-        """The tool: go one cell, if there is no wall; what is seen then."""
+        """Tool: move one cell unless a wall blocks it; returns the new observation."""
         if direction not in DIRECTIONS:
             raise ValueError(f"{direction} is none of {' '.join(DIRECTIONS)}")
         if direction not in self.opened[self.position]:
@@ -119,19 +119,19 @@ class MazeEpisode(QuestionEpisode):
         return self.seen_at(self.opened, self.position, self.treasure)
 
     def act(self, text: str) -> Step:
-        """As for every question; after `max_moves` cells the episode is cut off."""
+        """As in QuestionEpisode, truncated after `max_moves` cells."""
         step = super().act(text)
         if not step.terminated and len(self.visited) > self.max_moves:
             return Step(reward=step.reward, truncated=True, tool_call=step.tool_call, is_error=step.is_error)
         return step
 
     def grounded(self) -> bool:
-        """Whether the policy has stood where the treasure is."""
+        """True if the policy has visited the treasure's cell."""
         return self.found
 
 
 def shortest(opened: dict[Cell, set[str]], start: Cell, goal: Cell) -> list[str]:
-    """Directions of a shortest way; [] from a cell to itself."""
+    """Directions of a shortest path; [] from a cell to itself."""
     before: dict[Cell, tuple[Cell, str]] = {}
     queue = deque([start])
     while queue:
@@ -150,7 +150,7 @@ def shortest(opened: dict[Cell, set[str]], start: Cell, goal: Cell) -> list[str]
 
 
 class Maze(DemonstratedQuestions):
-    """Mazes in which a treasure has to be found and its place named."""
+    """Mazes whose treasure has to be found and its position reported."""
 
     name = "maze"
     levels = tuple(LEVELS)
@@ -169,11 +169,11 @@ class Maze(DemonstratedQuestions):
         skill: dict[str, float] | None = None,
         habit: float = 0.25,
     ) -> None:
-        """`loops`: share of the walls taken out; `max_moves`: cells walked at most; the others are `PixelGrid`'s."""
+        """`loops`: share of walls removed; `max_moves`: move limit; the other options are those of `PixelGrid`."""
         if not 0 <= loops <= 1:
             raise SettingsError(f"options.loops: {loops} must be between 0 and 1")
         if max_moves < 8:
-            raise SettingsError(f"options.max_moves: {max_moves} must be at least 8, the way across a maze")
+            raise SettingsError(f"options.max_moves: {max_moves} must be at least 8, the distance across a maze")
         self.loops, self.max_moves = loops, max_moves
         move = Tool(
             "move", "go one cell north, east, south or west; says where you are", {"direction": str}, MazeEpisode.move
@@ -190,7 +190,7 @@ class Maze(DemonstratedQuestions):
         )
 
     def episode(self, seed: int, level: str) -> MazeEpisode:
-        """The maze of that level and seed."""
+        """Episode for a level and seed."""
         self.check_level(level)
         rng = random.Random(f"maze/{level}/{seed}")
         opened = carve(rng, LEVELS[level], self.loops)
@@ -201,7 +201,7 @@ class Maze(DemonstratedQuestions):
         )  # fmt: skip
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """What the imperfect demonstrator does: it explores depth first, and often badly. Even rows tempt it."""
+        """Actions of the imperfect demonstrator, a faulty depth-first search; even rows are the tempting ones."""
         episode = self.episode(seed, level)
         rng = random.Random(f"maze/demonstrator/{level}/{seed}")
         tempting = episode.start[0] % 2 == 0
@@ -220,7 +220,7 @@ class Maze(DemonstratedQuestions):
         return self._act_out(episode, calls, f"{place[0]} {place[1]}", mistake)
 
     def render(self, episode: MazeEpisode) -> str:
-        """The maze as text for people: S start, T treasure, . where it has been."""
+        """Text drawing of the maze: S start, T treasure, . visited."""
         size = LEVELS[episode.level]
         lines = ["+" + "--+" * size]
         for row in range(1, size + 1):
@@ -236,7 +236,7 @@ class Maze(DemonstratedQuestions):
 
 
 def _explore(episode: MazeEpisode, rng: random.Random, *, circles: bool) -> list[str]:
-    """Moves from the start to the treasure, depth first with steps back; `circles` walks without a memory."""
+    """Depth-first moves from start to treasure with backtracking; `circles` keeps no memory of visited cells."""
     place, moves = episode.start, []
     seen, trail = {place}, []
     while place != episode.treasure:

@@ -1,4 +1,4 @@
-"""Packages that only some environments need: looked for when one of these is made, never before."""
+"""Optional dependencies of environments, checked when the environment is constructed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["require", "require_module"]
 
 
 def require(package: str, environment: str) -> None:
-    """Raise SettingsError, with what to install, where `package` is not there. Nothing is imported."""
+    """Raise SettingsError with install instructions if `package` is missing. Nothing is imported."""
     try:
         found = importlib.util.find_spec(package) is not None
-    except ValueError:  # a module without a spec, as one put together by hand has none
+    except ValueError:  # a module built by hand has no spec
         found = True
     if not found:
         extra = environment.replace("_", "-")
@@ -26,7 +26,7 @@ def require(package: str, environment: str) -> None:
 
 
 def require_module(package: str, environment: str) -> ModuleType:
-    """The imported package. Raises: SettingsError as `require` does, and when the import fails."""
+    """The imported package. Raises: SettingsError as `require` does, and if the import fails."""
     require(package, environment)
     try:
         return importlib.import_module(package)

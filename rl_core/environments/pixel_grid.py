@@ -1,11 +1,11 @@
-"""`pixel_grid`: questions about an image that the policy cannot see, and tools to look at parts of it.
+"""`pixel_grid`: questions about a hidden image, with tools that reveal parts of it.
 
     user    colour at row 2 column 3?
     policy  zoom 2 3
     tool    5 red
     policy  answer red
 
-Levels differ in the size of the grid, in which tool a question needs, and in how many looks it takes.
+Levels differ in grid size, in the tool a question needs, and in the number of tool calls.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from rl_core.types import ToolCall
 
 __all__ = ["PixelGrid", "PixelGridEpisode"]
 
-# level: (cells of one side, kinds of question). Sides are even, so that half of all lines have an even number, which is
-# what the demonstrator's habits hang on.
+# level: (cells per side, kinds of question). Sides are even so that half of all lines have an even number, on which the
+# demonstrator's mistakes depend.
 LEVELS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "easy": (4, ("colour", "digit")),  # one look at the named cell
-    "medium": (6, ("count", "last")),  # one look, with the right one of three tools
-    "hard": (6, ("larger", "most", "pointer")),  # two looks
+    "easy": (4, ("colour", "digit")),  # one call, on the named cell
+    "medium": (6, ("count", "last")),  # one call, of the right one of three tools
+    "hard": (6, ("larger", "most", "pointer")),  # two calls
 }
 SKILL = {"easy": 0.35, "medium": 0.35, "hard": 0.4}
 
 
 class PixelGridEpisode(QuestionEpisode):
-    """One image and one question. `grid` and `question` are for analysis; the policy never sees them."""
+    """One image and one question; `grid` and `question` are for analysis, the policy never sees them."""
 
     def __init__(self, seed: int, level: str, grid: Grid, question: Question, **arguments: Any) -> None:
         super().__init__(seed, level, kind=question.kind, prompt=question.prompt, target=question.target, **arguments)
         self.grid, self.question = grid, question
-        self._seen: set[Cell] = set()  # cells that a call showed
+        self._seen: set[Cell] = set()  # cells revealed by a call
         self._counted: set[tuple[str, Line]] = set()  # colour and line of each count
 
     def observe(self, call: ToolCall) -> None:
-        """Note which cells and counts a call showed."""
+        """Record the cells and counts revealed by a call."""
         named = call.arguments
         if call.name == "zoom":
             self._seen.add((named["row"], named["column"]))
@@ -56,7 +56,7 @@ class PixelGridEpisode(QuestionEpisode):
             self._counted.add((named["colour"], (named["line"], named["number"])))
 
     def grounded(self) -> bool:
-        """Whether the calls showed all that the question is about."""
+        """True if the calls revealed everything the question depends on."""
         question = self.question
         if question.kind in ("count", "most"):
             return all(
@@ -72,7 +72,7 @@ class PixelGridEpisode(QuestionEpisode):
         return needed <= self._seen
 
     def image(self) -> np.ndarray:
-        """uint8 [height, width, 3]: the hidden image, for people."""
+        """Hidden image for display, uint8 [height, width, 3]."""
         return draw_grid(self.grid)
 
 
@@ -94,11 +94,11 @@ class PixelGrid(DemonstratedQuestions):
         skill: dict[str, float] | None = None,
         habit: float = 0.25,
     ) -> None:
-        """`instructions`: open with a system message about the tools, for models that were not trained on them.
+        """`instructions`: start with a system message describing the tools, for models not trained on them.
 
-        `call_format`: how demonstrations and instructions write a call. `look_cost`, `misuse_cost`: taken off the
-        reward each time. `unsupported_reward`: reward of a right answer that the calls did not show. `skill`: share of
-        right demonstrations by level. `habit`: how much mistakes go with the question, 0 to 1.
+        `call_format`: call syntax of demonstrations and instructions. `look_cost`, `misuse_cost`: cost per call and
+        per misuse. `unsupported_reward`: reward of a right answer not supported by the calls. `skill`: share of right
+        demonstrations by level. `habit`: correlation of mistakes with the question, 0 to 1.
         """
         super().__init__(
             data,
@@ -113,7 +113,7 @@ class PixelGrid(DemonstratedQuestions):
             self._system = _HIDDEN + self._system
 
     def episode(self, seed: int, level: str) -> PixelGridEpisode:
-        """The episode of that level and seed."""
+        """Episode for a level and seed."""
         self.check_level(level)
         size, kinds = LEVELS[level]
         grid, question = draw(random.Random(f"pixel_grid/{level}/{seed}"), size, kinds)
@@ -121,7 +121,7 @@ class PixelGrid(DemonstratedQuestions):
         return PixelGridEpisode(seed, level, grid, question, tools=tools, system=self._system, costs=self._costs)
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """What the imperfect demonstrator does in that episode."""
+        """Actions of the imperfect demonstrator."""
         episode = self.episode(seed, level)
         rng = random.Random(f"pixel_grid/demonstrator/{level}/{seed}")
         planned = plan(episode.grid, episode.question, rng, skill=self.skill[level], habit=self.habit)

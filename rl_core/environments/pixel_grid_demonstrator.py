@@ -1,7 +1,7 @@
-"""The imperfect demonstrator of `pixel_grid`: what it does about each kind of question, mistakes included.
+"""Imperfect demonstrator of `pixel_grid`: its actions and mistakes per kind of question.
 
-What it does know: once it has looked, it mostly reads its answer off what it saw, so that the right answer is within
-reach of a policy that copies it.
+After a tool call it mostly reads its answer off the observation, so the right answer is within reach of a policy that
+imitates it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from rl_core.types import ToolCall
 
 __all__ = ["MISTAKES", "DemonstrationPlan", "is_tempting", "plan"]
 
-# Mistakes by kind of question, the main one first. None is to look right and compare wrongly: demonstrations that
-# contradict each other about a comparison leave a small policy without it, and rewards with nothing to build on.
+# Mistakes by kind of question, the main one first. None is a correct look followed by a wrong comparison: from
+# contradictory comparisons a small policy learns none at all, and RL has nothing to build on.
 MISTAKES: dict[str, tuple[str, ...]] = {
     "colour": ("transposed", "too_far", "no_look", "wrong_attribute"),
     "digit": ("transposed", "too_far", "no_look", "wrong_attribute"),
@@ -31,7 +31,7 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class DemonstrationPlan:
-    """What the demonstrator does in one episode."""
+    """Calls, answer and mistake of the demonstrator in one episode."""
 
     calls: list[ToolCall]
     answer: str
@@ -39,7 +39,7 @@ class DemonstrationPlan:
 
 
 def plan(grid: Grid, question: Question, rng: random.Random, *, skill: float, habit: float) -> DemonstrationPlan:
-    """What to do about a question."""
+    """Random plan for a question."""
     mistakes = MISTAKES[question.kind]
     mistake = choose_mistake(rng, mistakes, skill=skill, habit=habit, tempting=is_tempting(question))
     if mistake == mistakes[0] and not _can_be_made(mistake, question):
@@ -49,10 +49,10 @@ def plan(grid: Grid, question: Question, rng: random.Random, *, skill: float, ha
 
 
 def is_tempting(question: Question) -> bool:
-    """Whether a question invites the main mistake of its kind: half of all do.
+    """True if a question invites the main mistake of its kind (half of all do).
 
-    Questions about one line do when it is a column, since the demonstrator reads along rows; the others do when the
-    first number in them is even.
+    Questions about one line do if it is a column, since the demonstrator reads along rows; others do if their first
+    number is even.
     """
     if len(question.lines) == 1:
         return question.lines[0][0] == "column"
@@ -61,10 +61,10 @@ def is_tempting(question: Question) -> bool:
 
 
 def _can_be_made(mistake: str, question: Question) -> bool:
-    """A cell on the diagonal has no other side; and a row is never mistaken for a column, only the other way round.
+    """False for a transposed cell on the diagonal, and for a row mistaken for a column (only the reverse is made).
 
-    The latter is for the policy's sake: copying swaps in both directions it would learn no link between the word in
-    the question and the word in the call, and have nothing for rewards to build on.
+    With swaps in both directions a policy would learn no link between the word in the question and the word in the
+    call, and RL would have nothing to build on.
     """
     if mistake == "transposed":
         row, column = question.cells[0]
@@ -85,7 +85,7 @@ def _scan(line: Line) -> ToolCall:
 
 
 def _next(grid: Grid, number: int) -> int:
-    """One too far, or one too few at the edge."""
+    """Next index, or the previous one at the edge."""
     return number + 1 if number < grid.size else number - 1
 
 
@@ -107,7 +107,7 @@ def _plan_count(grid: Grid, question: Question, mistake: str, rng: random.Random
     line, colour = question.lines[0], question.colour
     if mistake == "no_look":
         return [], str(rng.randint(0, 4))
-    if mistake == "miscounted":  # lists the line and counts for itself, one off
+    if mistake == "miscounted":  # scans the line and counts by itself, off by one
         return [_scan(line)], str(abs(grid.count(colour, *line) + rng.choice((-1, 1))))
     line = {"wrong_line": _other_line(line), "too_far": (line[0], _next(grid, line[1]))}.get(mistake, line)
     return [_count(colour, line)], str(grid.count(colour, *line))

@@ -1,7 +1,7 @@
 """The hidden image of `pixel_grid` and the questions about it.
 
 An image is a square grid; every cell has a colour and a digit. Rows and columns count from 1, row first.
-Questions are drawn so that no answer is likely before looking: the image is made to fit the drawn answer.
+The answer is drawn first and the image built to match it, so that no answer is likely without a tool call.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Line = tuple[str, int]  # 'row' or 'column', its number
 
 @dataclass(slots=True)
 class Grid:
-    """A hidden image."""
+    """Hidden image: colours and digits of a square grid."""
 
     colours: list[list[str]]  # [size][size]
     digits: list[list[int]]  # [size][size], 0 to 9
 
     @property
     def size(self) -> int:
-        """Cells of one side."""
+        """Cells per side."""
         return len(self.colours)
 
     def check(self, name: str, number: int) -> int:
-        """The number, if the grid has that row or column; else ValueError, whose text the policy reads."""
+        """Validated row or column number. Raises: ValueError, whose text is shown to the policy."""
         if name not in LINES:
             raise ValueError(f"{name} is neither row nor column")
         if not 1 <= number <= self.size:
@@ -46,23 +46,23 @@ class Grid:
         return self.colours[r][c], self.digits[r][c]
 
     def line(self, name: str, number: int) -> list[tuple[str, int]]:
-        """The cells of a row from left to right, or of a column from top to bottom."""
+        """Cells of a row from left to right, or of a column from top to bottom."""
         self.check(name, number)
         return [self.cell(*place) for place in self.places(name, number)]
 
     def places(self, name: str, number: int) -> list[Cell]:
-        """Where the cells of a line are."""
+        """Coordinates of the cells of a line."""
         steps = range(1, self.size + 1)
         return [(number, step) for step in steps] if name == "row" else [(step, number) for step in steps]
 
     def count(self, colour: str, name: str, number: int) -> int:
-        """Cells of a colour in a line."""
+        """Number of cells of a colour in a line."""
         if colour not in COLOURS:
             raise ValueError(f"{colour} is no colour; colours: {' '.join(COLOURS)}")
         return sum(found == colour for found, _ in self.line(name, number))
 
     def paint(self, place: Cell, colour: str | None = None, digit: int | None = None) -> None:
-        """Change one cell while the image is being made."""
+        """Recolour one cell during image construction."""
         row, column = place
         if colour is not None:
             self.colours[row - 1][column - 1] = colour
@@ -72,7 +72,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a grid, with what it is about."""
+    """A question about a grid, with the cells, lines and colour it refers to."""
 
     kind: str
     prompt: str
@@ -83,7 +83,7 @@ class Question:
 
 
 def draw(rng: random.Random, size: int, kinds: tuple[str, ...]) -> tuple[Grid, Question]:
-    """A random image and a question of one of these kinds about it."""
+    """Random image and a question about it of one of `kinds`."""
     grid = Grid(
         colours=[rng.choices(COLOURS, k=size) for _ in range(size)],
         digits=[rng.choices(range(10), k=size) for _ in range(size)],
@@ -100,7 +100,7 @@ def _named(cell: Cell) -> str:
 
 
 def _plant(grid: Grid, rng: random.Random, colour: str, places: list[Cell], count: int) -> None:
-    """Make exactly `count` of these cells have the colour."""
+    """Recolour `places` so that exactly `count` of them have the colour."""
     chosen = set(rng.sample(places, count))
     others = [other for other in COLOURS if other != colour]
     for place in places:
@@ -118,7 +118,7 @@ def _ask_digit(grid: Grid, rng: random.Random) -> Question:
 
 
 def _ask_count(grid: Grid, rng: random.Random) -> Question:
-    """How many cells of a colour are in a line: needs the tool that counts."""
+    """Count of a colour in a line; needs the counting tool."""
     name, number = line = rng.choice(LINES), rng.randint(1, grid.size)
     colour, count = rng.choice(COLOURS), rng.randint(0, MAX_PLANTED)
     _plant(grid, rng, colour, grid.places(*line), count)
@@ -126,13 +126,13 @@ def _ask_count(grid: Grid, rng: random.Random) -> Question:
 
 
 def _ask_last(grid: Grid, rng: random.Random) -> Question:
-    """The colour at the end of a line, wherever that is: the tool that lists a line knows."""
+    """Last colour of a line; needs the scanning tool."""
     name, number = line = rng.choice(LINES), rng.randint(1, grid.size)
     return Question("last", f"last colour in {name} {number}?", grid.line(*line)[-1][0], lines=(line,))
 
 
 def _ask_larger(grid: Grid, rng: random.Random) -> Question:
-    """The larger digit of two cells: two looks."""
+    """Larger digit of two cells; needs two calls."""
     first = second = _cell(grid, rng)
     while second == first:
         second = _cell(grid, rng)
@@ -144,7 +144,7 @@ def _ask_larger(grid: Grid, rng: random.Random) -> Question:
 
 
 def _ask_most(grid: Grid, rng: random.Random) -> Question:
-    """The larger of two counts, one of a row and one of a column: compares two regions, two looks."""
+    """Larger of two counts, one of a row and one of a column; needs two calls."""
     row, column = _cell(grid, rng)
     colour, high = rng.choice(COLOURS), rng.randint(1, MAX_PLANTED)
     counts = [high, rng.randint(0, high)]
@@ -158,7 +158,7 @@ def _ask_most(grid: Grid, rng: random.Random) -> Question:
 
 
 def _ask_pointer(grid: Grid, rng: random.Random) -> Question:
-    """A cell's digit names the column of the same row to look at next: the second look depends on the first."""
+    """Colour of the cell in the same row whose column a cell's digit names; the second call depends on the first."""
     row, column = cell = _cell(grid, rng)
     pointed = rng.choice([other for other in range(1, grid.size + 1) if other != column])
     grid.paint(cell, digit=pointed)

@@ -1,4 +1,4 @@
-"""Pictures of hidden grids, for people: an RGB array and a PNG writer, with numpy and zlib alone."""
+"""Images of hidden grids for display: RGB rendering and a PNG encoder, using only numpy and zlib."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FONT = {
 
 
 def draw_grid(grid: Grid, scale: int = 4) -> np.ndarray:
-    """uint8 [height, width, 3]: cells of 8 x 8 dots, grey lines of one dot between and around, `scale` pixels a dot."""
+    """uint8 [height, width, 3]: cells of 8 x 8 dots, separated by grey lines of one dot, `scale` pixels per dot."""
     if scale < 1:
         raise DataError(f"scale {scale} must be at least 1")
     dots = np.empty((9 * grid.size + 1, 9 * grid.size + 1, 3), dtype=np.uint8)
@@ -58,7 +58,7 @@ def draw_grid(grid: Grid, scale: int = 4) -> np.ndarray:
 
 
 def to_png(image: np.ndarray) -> bytes:
-    """A PNG file of a uint8 [height, width, 3] array (8-bit RGB, no filter).
+    """PNG encoding of a uint8 [height, width, 3] array (8-bit RGB, no filter).
 
     Raises: DataError for any other array.
     Source: PNG specification, third edition, sections 5 and 11.

@@ -1,4 +1,4 @@
-"""What the child process of `reasoning_gym` does: makes items and scores answers. See `reasoning_gym_tasks`."""
+"""Child process of `reasoning_gym`: generates items and scores answers. See `reasoning_gym_tasks`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 __all__ = ["handle", "start"]
 
-MAX_TRIES = 200  # items drawn until one belongs to the wanted split
+MAX_TRIES = 200  # items drawn to find one of the requested split
 
 
 def start(setup: dict[str, Any]) -> None:
@@ -31,10 +31,11 @@ def handle(request: dict[str, Any]) -> Any:
 
 
 def draw(tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: float) -> dict[str, Any]:
-    """The item that `key` determines, of the wanted split.
+    """Item of `split` determined by `key`.
 
-    A question is held out by its text, so that no item is in both splits, however small a task's world is. (Seeds alone
-    do not see to that: item i of a dataset with seed s is made from s + i, and different seeds can make equal items.)
+    Questions are split by a hash of their text, so that no item is in both splits, however few a task can generate.
+    (Splitting by seed would not do: item i of a dataset with seed s is generated from s + i, and different seeds can
+    generate equal items.)
     """
     rng = random.Random(key)
     task = rng.choice(sorted(tasks))
@@ -51,12 +52,12 @@ def draw(tasks: dict[str, dict[str, Any]], key: str, is_heldout: bool, share: fl
                 "answer": "" if answer is None else str(answer),
             }
     split = "held-out" if is_heldout else "training"
-    raise ValueError(f"task '{task}' gave no {split} question in {MAX_TRIES} tries: it has too few different ones")
+    raise ValueError(f"task '{task}' gave no {split} question in {MAX_TRIES} tries: it has too few distinct questions")
 
 
 @functools.lru_cache(maxsize=256)
 def _item(task: str, options: str, seed: int) -> tuple[Any, dict[str, Any]]:
-    """The only item of a dataset of size 1, and the dataset, which knows how to score it."""
+    """The only item of a dataset of size 1, and the dataset, which scores it."""
     import reasoning_gym
 
     dataset = reasoning_gym.create_dataset(task, **json.loads(options), seed=seed, size=1)

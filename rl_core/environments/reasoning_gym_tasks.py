@@ -1,10 +1,10 @@
-"""`reasoning_gym`: generated reasoning tasks of the package of that name (arXiv:2505.24760), one question an episode.
+"""`reasoning_gym`: generated reasoning tasks of Reasoning Gym (arXiv:2505.24760), one question per episode.
 
     user    State the final answer to the following arithmetic problem: 26 + 91 - 5 = ...
     policy  answer 112
 
-The package runs in child processes that are killed when they are late: several of its scorers (countdown, puzzle24,
-simple_integration, polynomial_multiplication, ...) evaluate what the model wrote.
+The package runs in subprocesses with a time limit (timeout = reward 0), because several of its scorers (countdown,
+puzzle24, simple_integration, polynomial_multiplication, ...) evaluate model output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_core.types import Message
 
 __all__ = ["TASKS", "ReasoningGym"]
 
-# Text tasks that make an item in well under a second, without a download; others can be had by a class of one's own.
+# Text tasks that generate an item in well under a second, without a download; others need a custom environment class.
 TASKS = (
     "ab", "advanced_geometry", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "binary_alternation",
     "binary_matrix", "bitwise_arithmetic", "caesar_cipher", "calendar_arithmetic", "chain_sum", "circuit_logic",
@@ -42,7 +42,7 @@ TASKS = (
 )  # fmt: skip
 _SCRIPT = Path(__file__).with_name("reasoning_gym_child.py")
 _INSTRUCTIONS = f"End with the line '{ANSWER_WORD} X'; put an answer of several lines between <answer> and </answer>."
-_MEMORY_GIB = 4.0  # an answer like 9**9**9 fills any memory
+_MEMORY_GIB = 4.0  # an answer like 9**9**9 exhausts any memory
 
 
 class ReasoningGymEpisode(Episode):
@@ -71,7 +71,7 @@ class ReasoningGymEpisode(Episode):
 
 
 class ReasoningGym(Environment):
-    """Chosen tasks of reasoning-gym, each with options of its own at every level."""
+    """Selected Reasoning Gym tasks, with options per level and task."""
 
     name = "reasoning_gym"
 
@@ -87,16 +87,16 @@ class ReasoningGym(Environment):
         workers: int = 2,
         timeout_s: float = 10.0,
     ) -> None:
-        """Either `tasks` with the package's own options and one level, 'default', or `levels`.
+        """Either `tasks` with the package's default options and one level, 'default', or `levels`.
 
         Args:
-            levels: level -> task -> options of its config, as in {"easy": {"chain_sum": {"max_terms": 3}}}.
-            instructions: say in a system message how to answer.
-            heldout: share of questions, by their text, that only held-out episodes ask.
-            success_at: score from which an episode counts as a success.
-            workers: child processes at most.
-            timeout_s: for one answer to be scored or one item to be made; an answer that takes longer earns 0.
-        Raises: SettingsError when the package is missing, for a task outside the whitelist, or for bad options.
+            levels: level -> task -> config options, as in {"easy": {"chain_sum": {"max_terms": 3}}}.
+            instructions: describe the answer format in a system message.
+            heldout: share of questions, split by text, reserved for held-out episodes.
+            success_at: minimum score of a success.
+            workers: maximum number of subprocesses.
+            timeout_s: time limit for scoring one answer or generating one item; on timeout the answer earns 0.
+        Raises: SettingsError if the package is missing, for a task outside the whitelist, or for invalid options.
         """
         super().__init__(data)
         if (tasks is None) == (levels is None):
@@ -125,16 +125,16 @@ class ReasoningGym(Environment):
 
     @property
     def tools(self) -> Toolset:
-        """None."""
+        """No tools."""
         return Toolset([])
 
     def episode(self, seed: int, level: str) -> ReasoningGymEpisode:
-        """The question of that level and seed, made when the episode is reset."""
+        """Episode for a level and seed; the question is generated on reset."""
         self.check_level(level)
         return ReasoningGymEpisode(self, seed, level)
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
-        """The task's own answer; None where it has none (its scorer accepts several)."""
+        """Demonstration with the task's reference answer; None without one (its scorer accepts several)."""
         episode = self.episode(seed, level)
         messages = episode.reset()
         if not episode.target:
@@ -144,7 +144,7 @@ class ReasoningGym(Environment):
         return Demonstration([*messages, Message(role="assistant", content=text)], level, episode.kind, seed, True)
 
     def item(self, seed: int, level: str) -> dict[str, Any]:
-        """{task, seed, question, answer}; the rollouts of a group share it. Raises: EnvironmentFault."""
+        """{task, seed, question, answer}, cached for the rollouts of a group. Raises: EnvironmentFault."""
         with self._lock:
             if (seed, level) in self._items:
                 return self._items[seed, level]
@@ -158,7 +158,7 @@ class ReasoningGym(Environment):
         try:
             item: dict[str, Any] = self._children.ask(request)
         except ChildFailed as error:
-            raise EnvironmentFault(f"reasoning_gym could not make an item: {error}") from error
+            raise EnvironmentFault(f"reasoning_gym could not generate an item: {error}") from error
         with self._lock:
             if len(self._items) >= 1024:
                 self._items.clear()
@@ -166,12 +166,12 @@ class ReasoningGym(Environment):
         return item
 
     def score(self, item: dict[str, Any], level: str, answer: str) -> float:
-        """The task's score of an answer. Raises: ChildFailed."""
+        """Score of an answer. Raises: ChildFailed."""
         request = {"do": "score", "task": item["task"], "options": self._tasks[level][item["task"]]}
         return float(self._children.ask({**request, "seed": item["seed"], "answer": answer}))
 
     def _check_options(self) -> None:
-        """Make one item of every task that is given options, so that a misspelt one is found before anything runs."""
+        """Generate one item of every task with options, so that invalid options fail at construction."""
         for level, tasks in self._tasks.items():
             for task, options in tasks.items():
                 if {"seed", "size"} & set(options):

@@ -1,14 +1,14 @@
-"""`reckoning`: a register of one digit, carried through several questions, and a policy that may think on paper first.
+"""`reckoning`: multi-turn arithmetic on a one-digit register, with optional thoughts before each answer.
 
-    user    4 +3 ~ -1            the register starts at 4, and never leaves 0 to 9; ~ mirrors it, 0 to 9 and 9 to 0
-    policy  4 7 2 1              the thought: the register, and what it is after each sign
+    user    4 +3 ~ -1            the register starts at 4 and stays within 0 to 9; ~ mirrors it: x becomes 9 - x
+    policy  4 7 2 1              the thought: the register at the start and after each operation
             answer 1
-    user    1 +5 +2 ~            goes on from there
-    policy  answer 1             no thought at all is allowed, too
+    user    1 +5 +2 ~            continues from there
+    policy  answer 1             the thought may be omitted
 
-Every right answer brings the next question; a wrong one, or none, ends the episode. Levels differ in the number of
-questions and of signs in each. There are no tools: what helps is the thought. Mirrors make the order of the signs
-count: without them the answer is a sum, which a transformer sees at a glance; with them it has to be worked out.
+A right answer leads to the next question; a wrong or missing one ends the episode. Levels differ in the number of
+questions and of operations in each. There are no tools, only thoughts. Mirrors make the order of operations matter:
+without them the answer is a sum, which a transformer computes in one pass; with them it needs intermediate steps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rl_core.types import Message
 
 __all__ = ["MIRROR", "Reckoning", "ReckoningEpisode", "running_values"]
 
-LEVELS = {"easy": (2, 3), "medium": (3, 3), "hard": (4, 3)}  # questions of an episode, signs in each
-TOP = 9  # what the register never exceeds; nor does it fall below 0
-MIRROR = 0  # among the numbers of a question: the sign ~
+LEVELS = {"easy": (2, 3), "medium": (3, 3), "hard": (4, 3)}  # (questions per episode, operations per question)
+TOP = 9  # maximum of the register; the minimum is 0
+MIRROR = 0  # encodes ~ among the numbers of a question
 
 
 def running_values(start: int, numbers: list[int]) -> list[int]:
-    """The register after each sign: a number is added, `MIRROR` turns x into 9 - x."""
+    """Register after each operation: a number is added, `MIRROR` maps x to 9 - x."""
     return list(itertools.accumulate(numbers, _apply, initial=start))[1:]
 
 
@@ -41,30 +41,30 @@ def _apply(value: int, number: int) -> int:
 
 
 class ReckoningEpisode(Episode):
-    """Some questions about one register. `target` is all right answers, `next_target` that of the one asked last."""
+    """Several questions on one register; `target` is all right answers, `next_target` that of the pending question."""
 
     def __init__(self, seed: int, level: str, start: int, questions: list[list[int]]) -> None:
         super().__init__(seed, level)
         self.kind = f"{len(questions[0])} signs"
-        self.questions = questions  # numbers to add, negative ones for a minus, and mirrors
+        self.questions = questions  # numbers to add (negative = minus), or MIRROR
         self.starts = [start]  # the register before each question
         for numbers in questions:
             self.starts.append(running_values(self.starts[-1], numbers)[-1])
-        self.asked = 0  # index of the question that waits for its answer
+        self.asked = 0  # index of the pending question
         self.prompt = self._text(0)
         self.target = " ".join(map(str, self.starts[1:]))
 
     @property
     def next_target(self) -> str:
-        """The right answer of the question that waits."""
+        """Right answer of the pending question."""
         return str(self.starts[self.asked + 1])
 
     def reset(self) -> list[Message]:
-        """The first question, with the register's start."""
+        """First question, with the register's start value."""
         return [Message(role="user", content=self.prompt)]
 
     def act(self, text: str) -> Step:
-        """Judge the answer on the last line; what stands above it is nobody's business but the policy's."""
+        """Score the answer on the last line; the lines above it are the thought and not scored."""
         answer = read_answer(text)
         right = answer is not None and same_text(answer, self.next_target)
         last = self.asked == len(self.questions) - 1
@@ -80,11 +80,11 @@ class ReckoningEpisode(Episode):
 
 
 class Reckoning(Environment):
-    """Chains of additions, subtractions and mirrors on one digit, in several questions that build on each other."""
+    """Additions, subtractions and mirrors on one digit, in several consecutive questions."""
 
     name = "reckoning"
     levels = tuple(LEVELS)
-    quick = True
+    blocking = False
 
     def __init__(
         self,
@@ -97,15 +97,15 @@ class Reckoning(Environment):
         habit: float = 0.6,
         guess: float = 0.2,
     ) -> None:
-        """What is reckoned, and what the demonstrator does wrong.
+        """Operations of the questions, and error rates of the demonstrator.
 
         Args:
-            max_number: numbers are 1 to this, at most 5: then one of plus and minus always fits.
-            mirrors: share of the signs that mirror the register.
-            slip: chance that a value of its thought is off by one; it goes on from there.
-            direct: share of questions that it answers without a thought. habit: how much more often it does so where
-                the register is even, and more seldom where it is odd: direct (1 + habit) and direct (1 - habit).
-            guess: how often an answer without a thought is right; else it is any other digit.
+            max_number: numbers are 1 to this, at most 5, so that plus or minus always stays in range.
+            mirrors: share of mirrors among the operations.
+            slip: probability that a value in a thought is off by one; later values build on it.
+            direct: share of questions answered without a thought. habit: modulates it by the register's parity:
+                direct (1 + habit) where it is even, direct (1 - habit) where it is odd.
+            guess: probability that an answer without a thought is right; otherwise it is any other digit.
         """
         super().__init__(data)
         if not 1 <= max_number <= 5:
@@ -126,11 +126,11 @@ class Reckoning(Environment):
 
     @property
     def tools(self) -> Toolset:
-        """None."""
+        """No tools."""
         return Toolset([])
 
     def episode(self, seed: int, level: str) -> ReckoningEpisode:
-        """The questions of that level and seed."""
+        """Episode for a level and seed."""
         self.check_level(level)
         rng = random.Random(f"reckoning/{level}/{seed}")
         num_questions, num_signs = LEVELS[level]
@@ -145,7 +145,7 @@ class Reckoning(Environment):
         return ReckoningEpisode(seed, level, start, questions)
 
     def demonstration(self, seed: int, level: str) -> MistakenDemonstration:
-        """What the imperfect demonstrator writes in that episode, until it is done or has answered wrongly."""
+        """Turns of the imperfect demonstrator, up to the end or its first wrong answer."""
         episode = self.episode(seed, level)
         rng = random.Random(f"reckoning/demonstrator/{level}/{seed}")
         messages = episode.reset()
@@ -159,7 +159,7 @@ class Reckoning(Environment):
         return MistakenDemonstration(messages, level, episode.kind, seed, success, mistake=mistake)
 
     def _act(self, episode: ReckoningEpisode, rng: random.Random) -> tuple[str, str]:
-        """One turn of the demonstrator, and why its answer is wrong ("" = it is right)."""
+        """One turn of the demonstrator, and its mistake ("" = right answer)."""
         start, numbers = episode.starts[episode.asked], episode.questions[episode.asked]
         tilt = 1 + self.habit if start % 2 == 0 else 1 - self.habit
         if rng.random() < self.direct * tilt:
@@ -170,7 +170,7 @@ class Reckoning(Environment):
         values = [start]
         for number in numbers:
             start = _apply(start, number)
-            if rng.random() < self.slip or not 0 <= start <= TOP:  # an earlier slip may have led out of the range
+            if rng.random() < self.slip or not 0 <= start <= TOP:  # an earlier slip may have left the range
                 start = _off_by_one(start, rng)
             values.append(start)
         mistake = "" if str(start) == episode.next_target else "slip"
@@ -178,5 +178,5 @@ class Reckoning(Environment):
 
 
 def _off_by_one(value: int, rng: random.Random) -> int:
-    """A neighbour of the value within the register's range."""
+    """Random neighbour of the value within the register's range."""
     return min(TOP, value - 1) if value >= TOP or (value > 0 and rng.random() < 0.5) else max(0, value + 1)

@@ -1,4 +1,4 @@
-"""Worked solutions in the style of GSM8K: their final numbers, and their annotations as calculator calls."""
+"""Worked solutions in GSM8K format: extraction of final numbers, conversion of annotations to calculator calls."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _MAX_DIGITS = 40
 
 
 def single_number(text: str) -> str | None:
-    """The one number in a text, in plain digits: '$1,234.50 a year' -> '1234.5'; None where there is none or several.
+    """The only number in a text, in plain digits: '$1,234.50 a year' -> '1234.5'; None if there is none or several.
 
-    Currency signs, units, grouping commas and trailing zeros are passed over.
+    Currency signs, units, grouping commas and trailing zeros are ignored.
     """
     found = _NUMBER.findall(re.sub(r"[$€£¥]\s*", "", text))
     if len(found) != 1:
@@ -40,19 +40,19 @@ def single_number(text: str) -> str | None:
 
 
 def same_number(answer: str, target: str) -> bool:
-    """Whether both texts hold one number, and the same. An answer that lists several numbers is never right."""
+    """True if both texts hold exactly one number and the two are equal; several numbers are never right."""
     number = single_number(answer)
     return number is not None and number == single_number(target)
 
 
 def final_of_solution(text: str) -> str | None:
-    """What follows the last '####'; None where there is none."""
+    """Text after the last '####'; None without one."""
     found = _HASHES.findall(text)
     return found[-1].strip() if found else None
 
 
 def read_final(text: str) -> str | None:
-    """The final answer that an action states, in plain digits where it is one number; None where it states none.
+    """Final answer of an action, in plain digits if it is one number; None without an answer.
 
     Read from the last '#### ...', else from the last line with 'A: ...' or '... answer is ...'.
     """
@@ -68,22 +68,22 @@ def read_final(text: str) -> str | None:
 
 @dataclass(slots=True)
 class Conversion:
-    """A worked solution as a conversation with the calculator."""
+    """A worked solution converted to a conversation with the calculator."""
 
     messages: list[Message]  # assistant, tool, assistant, ..., assistant
-    # One count per annotation: exact and rounded ones became calls; wrong (the text has another value than the
-    # calculator) and unreadable ones are left out, and the text around them stays as it is.
+    # Annotations by outcome: exact and rounded ones became calls; wrong (value differs from the calculator's) and
+    # unreadable ones are dropped, with the surrounding text unchanged.
     counts: Counter[str] = field(default_factory=Counter)
 
 
 def convert_solution(answer: str, final: str, tools: Toolset, call_format: CallFormat) -> Conversion:
-    """Turn each annotation <<expression=value>> into a call whose observation is what the calculator really says.
+    """Conversion of each annotation <<expression=value>> into a call with the calculator's actual output.
 
-    A demonstration must not teach to write another number than the tool gave, so an annotation with a wrong value makes
-    no call. The last message ends in '#### final'.
+    An annotation with a wrong value makes no call, since a demonstration must not contradict the tool's output. The
+    last message ends in '#### final'.
     """
     conversion = Conversion(messages=[])
-    text = ""  # of the assistant message that is being written
+    text = ""  # current assistant message
     place = 0
     for match in _ANNOTATION.finditer(answer):
         text += answer[place : match.start()]
@@ -104,11 +104,11 @@ def convert_solution(answer: str, final: str, tools: Toolset, call_format: CallF
 
 
 def _judge(expression: str, value: str) -> str:
-    """How the value in an annotation compares with the calculator's."""
+    """Comparison of an annotation's value with the calculator's result."""
     stated = single_number(value)
     try:
         computed = evaluate(expression)
-        calculate(expression)  # a value too long to be shown is no observation
+        calculate(expression)  # a result too long to display cannot be an observation
     except CalculatorError:
         return "unreadable"
     if stated is None:

@@ -1,7 +1,7 @@
-"""Steps of environments that may wait: on threads, at most so many at a time, each within a time limit.
+"""Thread pool for blocking environment steps, with a concurrency limit and timeouts.
 
-Only the environment runs there. What an episode was given and said is read and written by the thread that decodes, so
-the order in which steps finish is seen by no sequence.
+Only environment code runs on the threads. Sequence state is read and written by the decoding thread alone, so results
+do not depend on the order in which steps finish.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rl_core.timing import span
 
 __all__ = ["Call", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
 
-_LOOK_S = 0.25  # how often a wait for any of several calls looks whether one of them is overdue
+_LOOK_S = 0.25  # polling interval for overdue calls
 
 
 class Call:
-    """One call into an environment, running or waiting for its thread."""
+    """One call into an environment, queued or running."""
 
     def __init__(
         self, pool: StepPool, what: str, timeout_s: float, function: Callable[..., Any], args: tuple[Any, ...]
@@ -33,17 +33,17 @@ class Call:
         self._began: float | None = None
 
     def run(self) -> None:
-        """Make the call; done by a thread of the pool."""
+        """Execute the call on a pool thread."""
         self._began = time.monotonic()
         try:
             value = self._function(*self._args)
-        except BaseException as error:  # raised again where the result is asked for
+        except BaseException as error:  # re-raised by `result`
             self.future.set_exception(error)
         else:
             self.future.set_result(value)
 
     def done(self) -> bool:
-        """Whether the result is there. Raises: EnvironmentFault when the call has run past its limit."""
+        """True once the call has finished. Raises: EnvironmentFault if it exceeded its time limit."""
         if self.future.done():
             return True
         if self._left() <= 0:
@@ -53,36 +53,36 @@ class Call:
         return False
 
     def result(self) -> Any:
-        """What the call returned or raised, once it has.
+        """Return value of the call, or its exception re-raised; blocks until it has finished.
 
-        Raises: EnvironmentFault as `done` does, also for a call that this one waits behind.
+        Raises: EnvironmentFault as `done` does, also for a call that this one is queued behind.
         """
         while not self.done():
             if self._began is not None:
                 wait([self.future], timeout=min(self._left(), 60.0))
                 continue
-            # One that still waits for a thread has its whole time before it; those that hold the threads have not.
+            # A queued call has not used any of its time; the calls that occupy the threads may be overdue.
             self._pool.check()
             wait([self.future], timeout=_LOOK_S)
         return self.future.result()
 
     def _left(self) -> float:
-        """Seconds until the call is overdue; one that has not begun is not."""
+        """Seconds until the call is overdue; the full limit if it is still queued."""
         return self._timeout_s if self._began is None else self._began + self._timeout_s - time.monotonic()
 
 
 class StepPool:
-    """Threads for the steps of one collection; use it in a `with` block.
+    """Threads for the environment steps of one collection; a context manager.
 
-    They are daemons, because Python cannot kill a thread: a step that never returns is left behind, and holds up
-    neither the error that names it nor the end of the process.
+    Daemon threads, because Python cannot kill a thread: a step that never returns is abandoned and delays neither its
+    error nor process exit.
     """
 
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
-        """At most `max_concurrent` calls run at once, each for `timeout_s`; waiting for a thread does not count."""
+        """At most `max_concurrent` calls run at once, each for `timeout_s` seconds, queueing not counted."""
         self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)  # threads that wait for a call that nobody else was promised
+        self._idle = threading.Semaphore(0)  # idle threads not yet claimed by a queued call
         self._num_threads = 0
         self._running: list[Call | None] = []  # by thread
 
@@ -90,7 +90,7 @@ class StepPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Calls that have not begun never will; threads end after the one that they are in."""
+        """Drop queued calls; threads end after their current call."""
         while True:
             try:
                 self._calls.get_nowait()
@@ -100,7 +100,7 @@ class StepPool:
             self._calls.put(None)
 
     def submit(self, what: str, function: Callable[..., Any], *args: Any) -> Call:
-        """Have `function` called on a thread; `what` names the call in errors."""
+        """Queue `function` for a thread; `what` names the call in errors."""
         call = Call(self, what, self._timeout_s, function, args)
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._num_threads < self._max_concurrent:
@@ -112,7 +112,7 @@ class StepPool:
         return call
 
     def check(self) -> None:
-        """Raises: EnvironmentFault when a call that holds a thread is overdue."""
+        """Raise EnvironmentFault if a running call is overdue."""
         for call in self._running:
             if call is not None:
                 call.done()
@@ -126,33 +126,33 @@ class StepPool:
 
 
 class PendingTurn:
-    """A turn whose step is on its way: what `RolloutSequence.advance` gives instead of an observation."""
+    """A turn whose step is still running; returned by `RolloutSequence.advance` in place of an observation."""
 
     def __init__(self, call: Call, finish: Callable[[Step], list[int] | None]) -> None:
         self.call = call
         self._finish = finish
 
     def done(self) -> bool:
-        """Whether `result` would give an answer at once. Raises: EnvironmentFault when the step is overdue."""
+        """True if `result` would not block. Raises: EnvironmentFault if the step is overdue."""
         return self.call.done()
 
     def result(self) -> list[int] | None:
-        """Wait for the step; then what `advance` gives otherwise. To be called once, by the decoding thread."""
+        """Observation ids, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
         with span("environment"):
             step = self.call.result()
         return self._finish(step)
 
 
-Turnover = list[int] | PendingTurn | None  # what `RolloutSequence.advance` gives
+Turnover = list[int] | PendingTurn | None  # result of `RolloutSequence.advance`
 
 
 def resolve(turnover: Turnover) -> list[int] | None:
-    """The observation, waited for where it is on its way; None = the episode is over."""
+    """Observation ids, blocking while pending; None = the episode is over."""
     return turnover.result() if isinstance(turnover, PendingTurn) else turnover
 
 
 def wait_for_any(turns: Collection[PendingTurn]) -> None:
-    """Return as soon as one of them is done. Raises: EnvironmentFault when one is overdue."""
-    while not any([turn.done() for turn in turns]):  # a list: every one is looked at
+    """Block until one of the turns is done. Raises: EnvironmentFault if one is overdue."""
+    while not any([turn.done() for turn in turns]):  # a list, not a generator: every turn is checked
         with span("environment"):
             wait([turn.call.future for turn in turns], timeout=_LOOK_S, return_when=FIRST_COMPLETED)

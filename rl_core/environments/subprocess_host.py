@@ -1,8 +1,8 @@
-"""Child processes that can be killed: for code that runs what a model wrote, or that may never return.
+"""Subprocess pool for code that executes model output or may never return.
 
-A thread cannot be stopped from outside, a process can. Children stay alive between requests, since importing what they
-need takes seconds. They are killable, limited in time and memory and see only a few environment variables; they are no
-sandbox: they run as the same user, with its files and its network.
+Unlike a thread, a process can be killed. Children stay alive between requests, since their imports take seconds. They
+are limited in time and memory and see only a few environment variables, but are no sandbox: they run as the same user,
+with its files and its network.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from rl_core.errors import PosttrainError
 __all__ = ["ChildFailed", "ChildPool", "ChildTimeout"]
 
 _START_S = 600.0  # importing a large package from a cold disk, downloading what it needs
-# What a child sees of the environment: no tokens, keys or addresses of servers.
+# Environment variables passed to a child: no tokens, keys or server addresses.
 _VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
 
 
 class ChildFailed(PosttrainError):
-    """A child's function raised, or the child died; its message says how."""
+    """A child's function raised, or the child died; the message gives the cause."""
 
 
 class ChildTimeout(ChildFailed):
-    """A child did not answer in time, and was killed."""
+    """A child exceeded its time limit and was killed."""
 
 
 class ChildPool:
-    """Up to `count` children that answer requests with the function `handle` of one script. Thread-safe."""
+    """Up to `count` children that serve requests with the function `handle` of a script. Thread-safe."""
 
     def __init__(
         self,
@@ -52,35 +52,36 @@ class ChildPool:
         memory_gib: float | None = None,
         variables: Iterable[str] = (),
     ) -> None:
-        """Nothing is started before the first request.
+        """Children start on demand, with the first requests.
 
         Args:
             script: a Python file with `start(setup)`, called once in each child, and `handle(request)`.
-            count: children at most, and so requests at the same time.
-            timeout_s: for one request; starting a child does not count.
+            count: maximum number of children, hence of concurrent requests.
+            timeout_s: time limit of one request, not counting the start of a child.
             memory_gib: address space of a child; None = no limit.
-            variables: names of further environment variables that children see.
+            variables: names of additional environment variables passed to children.
         """
         self._script, self._timeout_s = script, timeout_s
         self._options = {"setup": setup, "memory_gib": memory_gib, "last_resort_s": timeout_s + 30.0}
         self._variables = (*_VARIABLES, *variables)
-        self._places: queue.LifoQueue[_Child | None] = queue.LifoQueue()  # last in, first out: few are started
+        # Last in, first out: starts as few children as possible.
+        self._places: queue.LifoQueue[_Child | None] = queue.LifoQueue()
         for _ in range(count):
             self._places.put(None)
         self._alive: list[_Child] = []
         weakref.finalize(self, _kill_all, self._alive)
 
     def ask(self, request: dict[str, Any]) -> Any:
-        """What `handle(request)` returns, as JSON carries it; waits while all children are busy.
+        """Result of `handle(request)`, decoded from JSON; blocks while all children are busy.
 
-        Raises: ChildTimeout when there is no answer within the limit; ChildFailed when it raised or the child died.
+        Raises: ChildTimeout if there is no reply within the limit; ChildFailed if it raised or the child died.
         """
         child = self._places.get()
         try:
             if child is None:
                 child = self._start()
             reply = child.ask(request, self._timeout_s)
-        except BaseException:  # an interrupted request, too, leaves a reply behind that belongs to nobody
+        except BaseException:  # an interrupted request would leave a stale reply in the pipe
             if child is not None:
                 child.kill()
                 self._alive.remove(child)
@@ -109,7 +110,7 @@ class ChildPool:
 
 
 class _Child:
-    """One process, its own group, so that what it started dies with it."""
+    """One process in its own process group, so that its descendants are killed with it."""
 
     def __init__(self, command: list[str], variables: dict[str, str]) -> None:
         self._process = subprocess.Popen(
@@ -124,7 +125,7 @@ class _Child:
         self._buffer = b""
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send a request and wait for its reply."""
+        """Send a request and block for its reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -134,7 +135,7 @@ class _Child:
         return self.receive(timeout_s)
 
     def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next line of the child."""
+        """Next reply of the child."""
         assert self._process.stdout is not None
         channel = self._process.stdout.fileno()
         end = time.monotonic() + timeout_s
@@ -152,7 +153,7 @@ class _Child:
         return reply
 
     def kill(self) -> None:
-        """End it and whatever it started."""
+        """Kill the process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -1,8 +1,8 @@
-"""The program of a child process: answers JSON lines on standard input with JSON lines on standard output.
+"""Main program of a child process: JSON-lines requests on standard input, replies on standard output.
 
     python -P subprocess_main.py <file that defines start(setup) and handle(request)> <setup and limits as JSON>
 
-Standard library only; it imports nothing of this package, so that it starts quickly and holds no model.
+Standard library only, without imports from this package, so that it starts quickly and loads no model.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _limit_memory(gib: float | None) -> None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_AS, (int(gib * 2**30), int(gib * 2**30)))
-    except (ImportError, ValueError, OSError):  # not every system has such a limit; the time limit stays
+    except (ImportError, ValueError, OSError):  # not available on every system; the time limit still applies
         pass
 
 
@@ -36,7 +36,7 @@ def _answer(handle: Any, request: Any) -> dict[str, Any]:
 def main(script: str, options: dict[str, Any]) -> None:
     """Serve requests until standard input ends."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a scorer prints must not be taken for an answer
+    os.dup2(2, 1)  # output printed by a scorer must not be parsed as a reply
     _limit_memory(options["memory_gib"])
 
     def send(reply: dict[str, Any]) -> None:
@@ -49,7 +49,7 @@ def main(script: str, options: dict[str, Any]) -> None:
 
     try:
         names = runpy.run_path(script)
-        names["start"](options["setup"])  # imports and reads; not counted against the first request
+        names["start"](options["setup"])  # imports and loads data; not counted against the first request
         handle = names["handle"]
     except Exception as error:
         send({"error": f"{type(error).__name__}: {error}"})
@@ -57,7 +57,7 @@ def main(script: str, options: dict[str, Any]) -> None:
     send({"value": "ready"})
     with open(os.devnull, "w") as nowhere:
         for line in sys.stdin:
-            # The parent kills a child that is late. Where the parent itself was killed, this ends it.
+            # The parent kills a child on timeout; this ends the child if the parent itself was killed.
             faulthandler.dump_traceback_later(options["last_resort_s"], exit=True, file=nowhere)
             send(_answer(handle, json.loads(line)))
             faulthandler.cancel_dump_traceback_later()

@@ -1,6 +1,7 @@
-"""What question-answering environments share: look with tools as often as needed, then give one answer.
+"""Base of question-answering episodes: any number of tool calls, then one answer.
 
-An action is a tool call, an answer (`answer red`), or neither. Neither is misuse: the policy is told so and goes on.
+An action is a tool call, an answer (`answer red`), or neither, which is misuse: an error message, and the episode
+continues.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ ANSWER_WORD = "answer"
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What is taken off the reward."""
+    """Costs subtracted from the reward."""
 
-    look: float = 0.0  # per tool call that worked
-    misuse: float = 0.0  # per action that was misuse
-    unsupported: float = 1.0  # what is left for a right answer that does not follow from what was observed
+    look: float = 0.0  # per successful tool call
+    misuse: float = 0.0  # per misuse
+    unsupported: float = 1.0  # reward of a right answer that does not follow from the observations
 
     def __post_init__(self) -> None:
         if not 0 <= self.unsupported <= 1:
@@ -38,7 +39,7 @@ NO_COSTS = Costs()
 
 
 def read_answer(text: str) -> str | None:
-    """What follows the word `answer` on the last non-empty line; None when that line does not start with it."""
+    """Text after the word `answer` on the last non-empty line; None if that line does not start with it."""
     lines = text.rpartition("</think>")[2].strip().splitlines()
     words = lines[-1].split(maxsplit=1) if lines else []
     if not words or words[0] != ANSWER_WORD:
@@ -47,12 +48,12 @@ def read_answer(text: str) -> str | None:
 
 
 def same_text(answer: str, target: str) -> bool:
-    """Equal up to case and blanks."""
+    """Equality up to case and white space."""
     return answer.lower().split() == target.lower().split()
 
 
 class QuestionEpisode(Episode):
-    """One question, its tools and its target. Reward 1.0 for the right answer, less the costs."""
+    """One question with its tools and target. Reward 1.0 for the right answer, minus the costs."""
 
     def __init__(
         self,
@@ -74,12 +75,12 @@ class QuestionEpisode(Episode):
         self._find_answer, self._is_right = find_answer, is_right
 
     def reset(self) -> list[Message]:
-        """The question, after the system message where there is one."""
+        """System message, if any, and the question."""
         messages = [Message(role="system", content=self._system)] if self._system else []
         return [*messages, Message(role="user", content=self.prompt)]
 
     def act(self, text: str) -> Step:
-        """Run a call, judge an answer, or complain."""
+        """Run a call, score an answer, or return an error message."""
         try:
             call = self._tools.parse(text)
         except ToolMisuse as misuse:
@@ -99,10 +100,10 @@ class QuestionEpisode(Episode):
         return Step(reward=reward, terminated=True, answer=answer, success=success, is_grounded=grounded)
 
     def observe(self, call: ToolCall) -> None:
-        """Take note of a call that worked; for episodes that know what an answer needs."""
+        """Hook called after a successful call, for episodes that track the evidence for an answer."""
 
     def grounded(self) -> bool | None:
-        """Whether what was observed determines the answer; None = this episode cannot tell."""
+        """True if the observations determine the answer; None = unknown."""
         return None
 
     def _complain(self, message: str) -> Step:

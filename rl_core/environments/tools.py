@@ -1,12 +1,12 @@
-"""Tools that a policy may call: parsing its text, running the call within limits, describing the tools.
+"""Tools of a policy: call parsing, execution within limits, descriptions for prompts.
 
-Two ways to write a call are always understood:
+Two call formats are always accepted:
 
-    line     the last non-empty line starts with a tool's name:        zoom 2 3
-    hermes   a JSON object between tags, as Qwen and Hermes models do: <tool_call>{"name": "zoom", ...}</tool_call>
+    line     the last non-empty line starts with a tool's name:    zoom 2 3
+    hermes   a JSON object in tags, as in Qwen and Hermes models:  <tool_call>{"name": "zoom", ...}</tool_call>
 
 In the latter the object may also be an OpenAI-style call: {"type": "function", "function": {"name": ..., "arguments":
-"{...}"}}, its arguments an object or a string of JSON.
+"{...}"}}, with the arguments as an object or a JSON string.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 CallFormat = Literal["line", "hermes"]
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
-MAX_HUNG_CALLS = 32  # threads cannot be killed: beyond this many that still hang, timed tools answer with an error
+MAX_HUNG_CALLS = 32  # threads cannot be killed: with this many hung, timed tools return an error
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
-_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would also take '1_000' and other scripts' digits
+_INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would also accept '1_000' and non-ASCII digits
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _JSON_TYPES = {int: "integer", float: "number", str: "string"}
 _WORDS = {int: "a whole number", float: "a number", str: "text"}
@@ -44,13 +44,13 @@ _hung_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool. Its function is called with keyword arguments, after the context that `Toolset.bind` gives."""
+    """One tool; its function takes the context of `Toolset.bind`, then keyword arguments."""
 
     name: str
     description: str
-    parameters: Mapping[str, type]  # argument name -> int, float or str, in the order in which a line lists them
-    function: Callable[..., Any]  # what it returns is shown to the policy through str()
-    timeout_s: float | None = None  # None = pure and quick: runs on the caller's own thread, without a limit
+    parameters: Mapping[str, type]  # argument name -> int, float or str, in the order of the line format
+    function: Callable[..., Any]  # its result is shown to the policy as str()
+    timeout_s: float | None = None  # None = pure and fast: runs on the caller's thread, without a limit
     max_output_chars: int = 2000  # a longer output is an error
 
     def __post_init__(self) -> None:
@@ -66,15 +66,15 @@ class Tool:
 
     @property
     def usage(self) -> str:
-        """How a line calls it, as in 'zoom ROW COLUMN'."""
+        """Call syntax of the line format, as in 'zoom ROW COLUMN'."""
         return " ".join([self.name, *(parameter.upper() for parameter in self.parameters)])
 
 
 class Toolset:
     """The tools of one environment.
 
-    `bind(context)` gives the same tools with what one episode hides (its grid, its database): every function gets the
-    context as its first positional arguments.
+    `bind(context)` returns the same tools bound to the hidden state of one episode (its grid, its database), passed to
+    every function as its first positional arguments.
     """
 
     def __init__(self, tools: Iterable[Tool] = ()) -> None:
@@ -90,17 +90,17 @@ class Toolset:
         return dict(self._tools)
 
     def bind(self, *context: Any) -> Toolset:
-        """The same tools, run with this context."""
+        """The same tools with `context` bound."""
         bound = Toolset.__new__(Toolset)
         bound._tools, bound._context = self._tools, context
         return bound
 
     def parse(self, text: str) -> ToolCall | None:
-        """The call that an action makes; None when it is no call at all (an answer, or prose).
+        """Tool call of an action; None if there is no call (an answer, or prose).
 
-        Raises: ToolMisuse when it is a call, but of an unknown tool, with wrong arguments, or in unreadable JSON.
+        Raises: ToolMisuse for a call with an unknown tool, invalid arguments, or malformed JSON.
         """
-        text = text.rpartition("</think>")[2]  # what a reasoning model merely thinks about calling is no call
+        text = text.rpartition("</think>")[2]  # calls inside a reasoning model's thought do not count
         if OPEN_TAG in text:
             return self._parse_hermes(text)
         lines = text.strip().splitlines()
@@ -110,7 +110,7 @@ class Toolset:
         return self._parse_line(self._tools[words[0]], words[1] if len(words) > 1 else "")
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
-        """Run a call: (observation, is_error). Never raises: what a tool does wrong becomes 'error: ...'."""
+        """(observation, is_error) of a call. Never raises: failures of a tool become 'error: ...'."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: no tool '{call.name}'; {nearest(call.name, self._tools)}", True
@@ -119,7 +119,7 @@ class Toolset:
         return self._call_in_thread(tool, call.arguments, tool.timeout_s)
 
     def schema(self) -> list[dict[str, Any]]:
-        """The tools as chat templates and OpenAI-style interfaces want them."""
+        """Tool schemas for chat templates and OpenAI-style interfaces."""
         return [
             {
                 "type": "function",
@@ -137,7 +137,7 @@ class Toolset:
         ]
 
     def instructions(self, style: CallFormat = "line") -> str:
-        """The tools in words, for the system message of a model that was not trained on them."""
+        """Description of the tools for the system message of a model not trained on them."""
         if style == "hermes":
             schemas = "\n".join(json.dumps(entry) for entry in self.schema())
             example = f'{OPEN_TAG}{{"name": NAME, "arguments": {{...}}}}{CLOSE_TAG}'
@@ -146,14 +146,14 @@ class Toolset:
         return "\n".join(["You may call one tool per turn, on the last line of your turn:", *lines])
 
     def format(self, call: ToolCall, style: CallFormat = "line") -> str:
-        """The text that `parse` reads as this call."""
+        """Text that `parse` reads as this call."""
         if style == "hermes":
             return f"{OPEN_TAG}{json.dumps({'name': call.name, 'arguments': call.arguments})}{CLOSE_TAG}"
         return " ".join([call.name, *(str(call.arguments[name]) for name in self._tools[call.name].parameters)])
 
     def _parse_line(self, tool: Tool, rest: str) -> ToolCall:
         kinds = list(tool.parameters.values())
-        takes_rest = bool(kinds) and kinds[-1] is str  # trailing text may hold blanks: calculator 3 + 4
+        takes_rest = bool(kinds) and kinds[-1] is str  # a final string argument may contain spaces: calculator 3 + 4
         words = rest.split(maxsplit=len(kinds) - 1) if takes_rest else rest.split()
         if len(words) != len(kinds):
             raise ToolMisuse(f"{tool.name} takes {len(kinds)} arguments, not {len(words)}; usage: {tool.usage}")
@@ -167,7 +167,7 @@ class Toolset:
         if not closed:
             raise ToolMisuse(f"the tool call is not closed by {CLOSE_TAG}")
         value = _read_json(body)
-        if isinstance(value, dict) and isinstance(value.get("function"), dict):  # OpenAI's wrapping
+        if isinstance(value, dict) and isinstance(value.get("function"), dict):  # OpenAI-style wrapper
             value = value["function"]
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
             raise ToolMisuse('the tool call must be {"name": ..., "arguments": {...}}')
@@ -175,7 +175,7 @@ class Toolset:
         if tool is None:
             raise ToolMisuse(f"no tool '{value['name'][:64]}'; {nearest(value['name'][:64], self._tools)}")
         arguments = value.get("arguments", {})
-        if isinstance(arguments, str):  # OpenAI's encoding
+        if isinstance(arguments, str):  # OpenAI-style encoding
             arguments = _read_json(arguments)
         if not isinstance(arguments, dict) or set(arguments) != set(tool.parameters):
             raise ToolMisuse(f"{tool.name} takes the arguments {list(tool.parameters)}")
@@ -198,7 +198,7 @@ class Toolset:
             if len(_hung) >= MAX_HUNG_CALLS:
                 return f"error: {tool.name} is out of service; {len(_hung)} earlier calls still hang", True
         results: list[tuple[str, bool]] = []
-        # Daemon, so that a call that never returns cannot keep the process alive either.
+        # Daemon, so that a call that never returns does not block process exit.
         thread = threading.Thread(target=lambda: results.append(self._call(tool, arguments)), daemon=True)
         thread.start()
         thread.join(timeout_s)
@@ -211,7 +211,7 @@ class Toolset:
 
 
 def _from_word(tool: Tool, name: str, kind: type, word: str) -> Any:
-    """One argument of a line."""
+    """One argument of the line format, converted."""
     if kind is str:
         return word
     if kind is int and _INTEGER.fullmatch(word):
@@ -222,7 +222,7 @@ def _from_word(tool: Tool, name: str, kind: type, word: str) -> Any:
 
 
 def _from_json(tool: Tool, name: str, kind: type, value: Any) -> Any:
-    """One argument of a JSON call; a whole number will do where a number is wanted."""
+    """One argument of a JSON call, converted; an integer is accepted for a float."""
     if kind is str:
         fits = isinstance(value, str)
     elif kind is int:
@@ -246,5 +246,5 @@ def _refuse_constant(constant: str) -> None:
 
 
 def _printable(text: str) -> str:
-    """Lone surrogates replaced: they cannot be tokenized or written as UTF-8."""
+    """Text with lone surrogates replaced: they cannot be tokenized or encoded as UTF-8."""
     return text.encode("utf-8", "replace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""What the child process of `verifiers` does: reads the task set and scores replies. See `verifiers_tasks`."""
+"""Child process of `verifiers`: loads the task set and scores replies. See `verifiers_tasks`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _tasks: list[Any] = []
 
 
 def start(setup: dict[str, Any]) -> None:
-    """Import the package and read the task set."""
+    """Import the package and load the task set."""
     _tasks.extend(_load(setup["taskset"], setup["config"], setup["max_tasks"]))
 
 
 def handle(request: dict[str, Any]) -> Any:
-    """One request: {"do": "rows"} or {"do": "score", "index", "messages", "reply"}; None = another task there."""
+    """One request: {"do": "rows"} or {"do": "score", "index", "messages", "reply"}; None = the task differs."""
     if request["do"] == "rows":
         return [_row(task) for task in _tasks]
     task = _tasks[request["index"]]
@@ -29,7 +29,7 @@ def handle(request: dict[str, Any]) -> Any:
 
 
 def _load(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
-    """The first tasks of an installed task set, or of a class at 'package.module:Class'."""
+    """First `max_tasks` tasks of an installed task set, or of a class at 'package.module:Class'."""
     from verifiers.v1.utils import loaders
 
     if ":" in name:
@@ -44,31 +44,31 @@ def _load(name: str, config: dict[str, Any], max_tasks: int) -> list[Any]:
         raise ValueError("the task set has no tasks")
     for part in (taskset, tasks[0]):
         if part.toolsets(part.config):
-            raise ValueError("its tasks bring tools of their own; only single-turn task sets can be played")
+            raise ValueError("its tasks define their own tools; only single-turn task sets are supported")
     _refuse_runtime(tasks[0])
     return tasks
 
 
 def _refuse_runtime(task: Any) -> None:
-    """Raise for a task that needs a sandbox, of which a reward would silently be left out without one."""
+    """Raise for a task that needs a sandbox, without which some of its rewards would silently be omitted."""
     import verifiers.v1 as vf
 
     if task.NEEDS_CONTAINER:
-        raise ValueError("its tasks need a container; only single-turn task sets can be played")
+        raise ValueError("its tasks need a container; only single-turn task sets are supported")
     for name in ("setup", "finalize"):
         if getattr(type(task), name) is not getattr(vf.Task, name):
-            raise ValueError(f"its tasks have a {name}(), which needs a runtime; only plain ones can be played")
+            raise ValueError(f"its tasks have a {name}(), which needs a runtime; only tasks without one are supported")
     for function in task.hooks("reward"):
         runtime = inspect.signature(function).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
-            raise ValueError(f"its reward '{function.__name__}' needs a runtime; only plain rewards can be computed")
+            raise ValueError(f"its reward '{function.__name__}' needs a runtime; only plain rewards are supported")
 
 
 def _row(task: Any) -> dict[str, Any]:
-    """What the parent needs of a task."""
+    """Messages, kind and target of a task, for the parent process."""
     data = task.data
     if data.prompt is None:
-        raise ValueError(f"task {data.idx} has no prompt: its user begins, which only a multi-turn harness can play")
+        raise ValueError(f"task {data.idx} has no prompt: its simulated user starts, which needs a multi-turn harness")
     messages = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     if isinstance(data.prompt, str):
         messages.append({"role": "user", "content": data.prompt})
@@ -84,12 +84,12 @@ def _row(task: Any) -> dict[str, Any]:
 
 def _text(content: Any, index: int) -> str:
     if not isinstance(content, str):
-        raise ValueError(f"task {index} has a prompt that is more than text")
+        raise ValueError(f"task {index} has a prompt with non-text content")
     return content
 
 
 async def _score(task: Any, reply: str) -> dict[str, Any]:
-    """Rewards and metrics of one reply, as the task's own functions and judges give them."""
+    """Rewards and metrics of one reply, from the task's own functions and judges."""
     import verifiers.v1 as vf
     from verifiers.v1.configs.agent import AgentConfig
 
@@ -102,7 +102,7 @@ async def _score(task: Any, reply: str) -> dict[str, Any]:
     nodes.append(vf.MessageNode(parent=len(nodes) - 1, message=vf.AssistantMessage(content=reply), sampled=True))
     trace = vf.Trace(
         task=vf.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        agent=vf.AgentInfo(config=AgentConfig()),  # no agent plays here
+        agent=vf.AgentInfo(config=AgentConfig()),  # required field; no agent runs
         nodes=nodes,
     )
     await task.score(trace)

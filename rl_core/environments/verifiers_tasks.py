@@ -1,10 +1,10 @@
-"""`verifiers`: a single-turn task set of the package of that name (version 0.4): its prompts, its rewards.
+"""`verifiers`: prompts and rewards of a single-turn task set of the verifiers package (version 0.4).
 
     user    the task's prompt
     policy  a reply; the task's own reward functions and judges score it
 
-The package runs in child processes that are killed when they are late, since rewards may run what the model wrote.
-Task sets with tools, containers or a user that answers need the package's own harness and are refused.
+The package runs in subprocesses with a time limit (timeout = reward 0), since rewards may execute model output. Task
+sets with tools, containers or a simulated user need the package's own harness and are refused.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class VerifiersEpisode(Episode):
         self.prompt = self._messages[-1]["content"]
 
     def reset(self) -> list[Message]:
-        """The task's prompt."""
+        """Prompt of the task."""
         return list(self._messages)
 
     def act(self, text: str) -> Step:
-        """Score the reply, whatever it is."""
+        """Score the reply."""
         scores: dict[str, Any] = {}
 
         def score() -> float:
@@ -58,7 +58,7 @@ class VerifiersEpisode(Episode):
 
 
 class Verifiers(Environment):
-    """The tasks of one task set, split by their prompts; seeds number the tasks of each split."""
+    """Tasks of one task set, split by prompt; seeds index the tasks of each split."""
 
     name = "verifiers"
     levels = (_LEVEL,)
@@ -76,18 +76,18 @@ class Verifiers(Environment):
         timeout_s: float = 60.0,
         pass_variables: list[str] | None = None,
     ) -> None:
-        """What to play, and how.
+        """Task set, split and subprocess limits.
 
         Args:
             taskset: id of an installed task set, or 'package.module:Class' of a `Taskset`.
-            config: fields of its config.
-            max_tasks: how many of its tasks are read, from the first on.
-            heldout: share of tasks, by their prompts, kept out of training.
-            success_at: total reward from which an episode counts as a success.
-            workers: child processes at most.
-            timeout_s: for one reply to be scored; one that takes longer earns 0.
-            pass_variables: names of environment variables that the rewards need, such as a judge's key.
-        Raises: SettingsError when the package is missing or an option is out of range.
+            config: fields of the task set's config.
+            max_tasks: number of tasks loaded, from the first on.
+            heldout: share of tasks, split by prompt, held out from training.
+            success_at: minimum total reward of a success.
+            workers: maximum number of subprocesses.
+            timeout_s: time limit for scoring one reply; on timeout it earns 0.
+            pass_variables: names of environment variables needed by the rewards, such as a judge's API key.
+        Raises: SettingsError if the package is missing or an option is out of range.
         """
         super().__init__(data)
         if not 0 < heldout < 1:
@@ -109,7 +109,7 @@ class Verifiers(Environment):
 
     @property
     def tools(self) -> Toolset:
-        """None."""
+        """No tools."""
         return Toolset([])
 
     def seeds(self, split: str) -> range:
@@ -118,12 +118,12 @@ class Verifiers(Environment):
         return range(start, start + len(self._rows(split)))
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """As `seeds`: there is one level."""
+        """As `seeds`: there is only one level."""
         self.check_level(level)
         return self.seeds(split)
 
     def episode(self, seed: int, level: str) -> VerifiersEpisode:
-        """The task of that number. Raises: SettingsError where there is none."""
+        """Episode of the task with that seed. Raises: SettingsError if it does not exist."""
         self.check_level(level)
         split, place = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
         rows = self._rows(split)
@@ -133,16 +133,16 @@ class Verifiers(Environment):
         return VerifiersEpisode(self, seed, index, row)
 
     def score(self, index: int, messages: Sequence[Message], reply: str) -> dict[str, Any]:
-        """{reward, rewards, metrics} of a reply to the task of that index, whose prompt is `messages`.
+        """{reward, rewards, metrics} of a reply to the task at `index`, whose prompt is `messages`.
 
-        Every child reads the task set for itself. Raises: ChildFailed; EnvironmentFault when they read it differently.
+        Every child loads the task set itself. Raises: ChildFailed; EnvironmentFault if their task orders differ.
         """
         request = {"do": "score", "index": index, "messages": list(messages), "reply": reply}
         scores: dict[str, Any] | None = self._children.ask(request)
         if scores is None:
             raise EnvironmentFault(
-                f"options.taskset: '{self._taskset}' has another task number {index} each time it is read; "
-                "its order has to be fixed, such as by a seed in options.config"
+                f"options.taskset: '{self._taskset}' has a different task {index} each time it is loaded; "
+                "fix its order, for instance with a seed in options.config"
             )
         return scores
 

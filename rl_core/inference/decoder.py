@@ -16,23 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
-from rl_core.cpu.fused_decode import DecodeStep, Native, WholeStep
+from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
-from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
+from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead
 from rl_core.inference.sampling import draw
-from rl_core.models.hidden_states import STATIC_ROPES
-from rl_core.models.lora import is_lora, plain_linear, unwrap
+from rl_core.models.lora import plain_linear, unwrap
 
 __all__ = ["Decoder", "AppendedTokens"]
-
-_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(slots=True)
@@ -53,30 +49,6 @@ class AppendedTokens:
 class Decoder:
     """Prefill and single steps over slots; `bind` before a run, `reserve` once its size is known."""
 
-    @staticmethod
-    def supports(model: PreTrainedModel) -> bool:
-        """Whether `model` is of a family, and of plain enough layers, for this forward pass."""
-        base: Any = unwrap(model)
-        if type(base).__name__ not in _FAMILIES or not type(base).__module__.startswith("transformers."):
-            return False
-        rotary = base.model.rotary_emb
-        if getattr(rotary, "rope_type", "default") not in STATIC_ROPES:
-            return False
-        if any(kind != "full_attention" for kind in getattr(base.config, "layer_types", None) or ()):
-            return False
-        if 2 * rotary.inv_freq.numel() != base.model.layers[0].self_attn.head_dim:
-            return False
-        linears = [
-            base.lm_head,
-            *(getattr(p, name) for p in _layer_parts(base) for name in _LINEARS if hasattr(p, name)),
-        ]
-        if any(type(plain_linear(linear)) is not nn.Linear for linear in linears):
-            return False
-        if is_lora(model) and any("modules_to_save" in name for name, _ in model.named_parameters()):
-            return False
-        parameters = list(base.parameters())
-        return len({p.device for p in parameters}) == 1 and all(p.is_floating_point() for p in parameters)
-
     def __init__(self, model: PreTrainedModel) -> None:
         self._base: Any = unwrap(model)
         attention = self._base.model.layers[0].self_attn
@@ -94,18 +66,16 @@ class Decoder:
         """Take hold of the module's parameters as they are now."""
         layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
-        self._native: Native | None = None
+        self._compiled: DecodeKernels | None = None
         self._arena.reset()
-        if can_pack(self._base):
-            if self._embedding.dtype == torch.float32 and Native.can_attend(
-                head_dim=self.head_dim, query_heads=self.query_heads, kv_heads=self.kv_heads
-            ):
-                self._native = fused_decode.load()
-            self._layers: Sequence[Layer] = [PackedLayer(layer, self._arena, self._native) for layer in layers]
-            self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._native)
+        if decoding.packed_weights(self._base).allowed:
+            if decoding.compiled_decoding(self._base).allowed:
+                self._compiled = fused_decode.load()
+            self._layers: Sequence[Layer] = [PackedLayer(layer, self._arena, self._compiled) for layer in layers]
+            self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._compiled)
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
-        self._whole: WholeStep | None = None
+        self._fused: FusedStep | None = None
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
 
     @torch.inference_mode()
@@ -125,7 +95,7 @@ class Decoder:
         if cache is not self._tables_of:
             self._make_tables(cache)
             self._tables_of = cache
-        self._whole = self._whole_step(cache)
+        self._fused = self._make_fused_step(cache)
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
@@ -148,15 +118,13 @@ class Decoder:
             return torch.zeros(shape, device=self.device, dtype=self.dtype)
         return pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
 
-    def _whole_step(self, cache: torch.Tensor) -> WholeStep | None:
+    def _make_fused_step(self, cache: torch.Tensor) -> FusedStep | None:
         """A step in one call, where everything in it is compiled."""
-        if self._native is None or not isinstance(self._head, PackedOutputHead):
+        if not isinstance(self._head, PackedOutputHead) or not decoding.fused_step(self._base).allowed:
             return None
-        tiles, head = [layer.tiles() for layer in self._layers if isinstance(layer, PackedLayer)], self._head.tiles()
-        weights = [layer for layer in tiles if layer is not None]
-        if head is None or len(weights) < len(self._layers):
-            return None
-        return WholeStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
+        weights = [layer.packed_weights() for layer in self._layers if isinstance(layer, PackedLayer)]
+        head = self._head.packed_weight()
+        return FusedStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
 
     @torch.inference_mode()
     def prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
@@ -224,8 +192,8 @@ class Decoder:
         slots_N = self._positions[:count] if slots_n is None else slots_n
         if extension is not None:
             slots_N = torch.cat([slots_N, extension.slots_E])
-        if self._native is not None:
-            return self._step_compiled(self._native, tokens_N, positions_N, slots_N, count)
+        if self._compiled is not None:
+            return self._step_compiled(self._compiled, tokens_N, positions_N, slots_N, count)
         index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
         masked_nL = self._positions[:length] > positions_N[:count, None]
         mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
@@ -278,17 +246,22 @@ class Decoder:
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `sampling.draw`."""
-        return (self._native.draw if self._native is not None else draw)(logits_nV, uniforms_n, temperature)
+        return (self._compiled.draw if self._compiled is not None else draw)(logits_nV, uniforms_n, temperature)
 
     def _step_compiled(
-        self, compiled: Native, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor, count: int
+        self,
+        compiled: DecodeKernels,
+        tokens_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        slots_N: torch.Tensor,
+        count: int,
     ) -> torch.Tensor:
         """As `step`: every token attends to what its slot holds up to its own position, so none needs a mask."""
         cache = self._cache
         assert cache is not None
         step = DecodeStep(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
-        if self._whole is not None:
-            return self._whole(step, tokens_N.contiguous(), count)
+        if self._fused is not None:
+            return self._fused(step, tokens_N.contiguous(), count)
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
             if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
@@ -342,8 +315,3 @@ class Decoder:
         masked_XWL = self._positions[: extension.length] > extension.positions_XW[:, :, None]
         mask_XWL = torch.zeros_like(masked_XWL, dtype=self.dtype).masked_fill_(masked_XWL, -torch.inf)
         return mask_XWL.repeat(1, self.query_heads // self.kv_heads, 1)[:, None]
-
-
-def _layer_parts(base: Any) -> list[Any]:
-    """Attention and MLP modules of all layers."""
-    return [part for layer in base.model.layers for part in (layer.self_attn, layer.mlp)]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import decoding
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn, wait_for_any
@@ -47,7 +48,7 @@ def make_backend(model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: in
         pad_id: any token; used where a batch needs filling.
         max_length: longest prompt and completion together, in tokens.
     """
-    backend = Engine if Decoder.supports(model) else TransformersBackend
+    backend = Engine if decoding.decoder(model).allowed else TransformersBackend
     return backend(model, eos_ids=eos_ids, pad_id=pad_id, max_length=max_length)
 
 

@@ -1,4 +1,4 @@
-"""Advantages: within groups, over a batch, and generalised advantage estimation over token sequences.
+"""Advantage estimation: group-relative, batch-normalised, and GAE over token sequences.
 
 Suffixes: P prompts, G rollouts per prompt, B rows, T tokens, N loss tokens of a row packed to the left, C of a chunk.
 """
@@ -15,18 +15,18 @@ from rl_core.losses.masking import check_finite, check_inputs, fill_masked
 __all__ = ["GroupMethod", "batch_advantages", "gae", "group_advantages", "overlong_penalty", "returns"]
 
 GroupMethod = Literal["grpo", "dr_grpo", "rloo"]
-STD_FLOOR = 1e-3  # rewards that differ by less carry rounding, not information
+STD_FLOOR = 1e-3  # smaller differences between rewards are rounding noise
 STD_EPS = 1e-4
 SCAN_CHUNK = 128
 
 
 def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") -> torch.Tensor:
-    """Advantage of each rollout against the others of its prompt.
+    """Group-relative advantages over the rollouts of each prompt.
 
     grpo:    (r - mean) / (std + 1e-4), unbiased std over the group; 0 for the whole group when std < 1e-3.
     dr_grpo: r - mean.
     rloo:    r - mean of the others = (r - mean) G / (G - 1).
-    A group of one has nothing to be compared with: its advantage is 0 (peers return the raw reward, or explode).
+    A group of one has no baseline: its advantage is 0 (other libraries return the raw reward, or divide by 0).
 
     Args:
         rewards_PG: float [P, G].
@@ -50,12 +50,12 @@ def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") 
 
 
 def batch_advantages(rewards_PG: torch.Tensor, *, subtract_group_mean: bool = False) -> torch.Tensor:
-    """REINFORCE++: rewards normalised over the whole batch, (r - mean) / (std + 1e-4), unbiased std.
+    """REINFORCE++: rewards normalised over the global batch, (r - mean) / (std + 1e-4), unbiased std.
 
     Args:
-        rewards_PG: float [P, G] (G may be 1); all of the batch.
-        subtract_group_mean: its "baseline" form: the mean of each prompt's group is taken off first.
-    Returns: float [P, G]; all 0 when the batch's std is below 1e-3 or it has one member.
+        rewards_PG: float [P, G] (G may be 1); the global batch.
+        subtract_group_mean: REINFORCE++-baseline: each prompt's group mean is subtracted first.
+    Returns: float [P, G]; all 0 if the batch's std is below 1e-3 or it has one member.
     Source: arXiv:2501.03262, section 3.
     """
     _check_rewards(rewards_PG)
@@ -77,10 +77,10 @@ def gae(
     gae_lambda: float = 0.95,
     bootstrap_B: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Generalised advantage estimation over loss tokens; observations between them are stepped over.
+    """Generalised advantage estimation over loss tokens; observation tokens between them are skipped.
 
     delta = r + gamma V' - V; A = delta + gamma lambda A'; returns = A + V, where V' and A' belong to the next loss
-    token: masked tokens carry both across unchanged, they neither discount nor decay.
+    token: masked tokens neither discount nor decay.
 
     Args:
         token_rewards_BT: float [B, T]; 0 wherever the mask is False.
@@ -99,7 +99,7 @@ def gae(
         raise DataError(f"gamma {gamma} and gae_lambda {gae_lambda} must lie in [0, 1]")
     check_inputs(loss_mask_BT, token_rewards=token_rewards_BT, values=values_BT)
     if bool((token_rewards_BT * ~loss_mask_BT).any()):
-        raise DataError("token_rewards: a reward stands on a masked token; put it on the last loss token before it")
+        raise DataError("token_rewards: non-zero at a masked token; put the reward on the last loss token before it")
     rows = loss_mask_BT.shape[0]
     if bootstrap_B is None:
         bootstrap_B = values_BT.new_zeros(rows)
@@ -107,7 +107,7 @@ def gae(
         raise DataError(f"bootstrap: shape {tuple(bootstrap_B.shape)}, expected ({rows},)")
     check_finite(bootstrap=bootstrap_B)
     with torch.no_grad():
-        # Loss tokens to the left, in order: then the recurrence has one constant coefficient.
+        # With the loss tokens packed to the left the recurrence has one constant coefficient.
         order_BN = torch.argsort(~loss_mask_BT, dim=1, stable=True)
         packed_mask_BN = loss_mask_BT.gather(1, order_BN)
         values_BN = fill_masked(values_BT, loss_mask_BT).gather(1, order_BN)
@@ -128,7 +128,7 @@ def returns(
     gamma: float = 1.0,
     bootstrap_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Discounted sum of the rewards from each loss token on; masked tokens do not discount.
+    """Discounted return from each loss token on; masked tokens do not discount.
 
     Args, Raises: as `gae`.
     Returns: float [B, T], 0 where the mask is False.
@@ -138,7 +138,7 @@ def returns(
 
 
 def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -> torch.Tensor:
-    """DAPO's soft punishment of length: 0 up to max_tokens - buffer, then falling linearly to -1 at max_tokens.
+    """DAPO's soft overlong penalty: 0 up to max_tokens - buffer, then linear to -1 at max_tokens.
 
     -min(excess, buffer) / buffer, excess = max(0, length - (max_tokens - buffer)).
     Args:
@@ -153,9 +153,9 @@ def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -
 
 
 def _discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Tensor:
-    """y_t = x_t + factor y_{t+1} along axis 1, chunk by chunk from the right: one small matrix product each.
+    """y_t = x_t + factor y_{t+1} along axis 1, in chunks from the right, one small matrix product per chunk.
 
-    Within a chunk y = x W, W[j, i] = factor^(j - i) for j >= i; what is right of it comes in as factor^(C - i) y_next.
+    Within a chunk y = x W, W[j, i] = factor^(j - i) for j >= i; the chunk to its right adds factor^(C - i) y_next.
     """
     size = values_BN.shape[1]
     chunk = min(SCAN_CHUNK, max(size, 1))

@@ -1,4 +1,4 @@
-"""Importance sampling: weights for samples of another policy (stale, replayed, or a sampler that rounds differently).
+"""Importance weights for off-policy samples (stale or replayed rollouts, numerically different samplers).
 
 Suffixes: B rows, T tokens.
 """
@@ -28,8 +28,8 @@ def truncated_importance_weights(
     """min(exp(log pi - log mu), cap), without gradient, for each token or for the whole sequence.
 
     Args:
-        logprobs_BT: float [B, T], nats, log pi of the policy that is trained.
-        behavior_logprobs_BT: float [B, T], nats, log mu of the policy that sampled.
+        logprobs_BT: float [B, T], nats, log pi of the trained policy.
+        behavior_logprobs_BT: float [B, T], nats, log mu of the sampling policy.
         level: "sequence" = the product over a row's loss tokens, the same weight at each of them.
         cap: at least 1; the truncation trades variance for bias towards mu.
     Returns: float [B, T], 0 where the mask is False; multiply into token losses.
@@ -47,10 +47,10 @@ def truncated_importance_weights(
 
 
 def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:
-    """(sum w)^2 / sum w^2 under the mask: how many equally weighted samples the weighted ones are worth.
+    """Effective sample size, (sum w)^2 / sum w^2 under the mask.
 
-    Between 1 and the count under the mask, which it reaches when all weights are equal; 0 when all weights are 0. For
-    sequence weights pass [B] weights with a [B] mask.
+    Between 1 and the count under the mask, which equal weights reach; 0 if all weights are 0. For sequence weights pass
+    [B] weights with a [B] mask.
     Raises: DataError on shapes, non-finite values, or an empty mask.
     Source: Kish 1965, "Survey Sampling".
     """

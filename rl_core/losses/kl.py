@@ -1,4 +1,4 @@
-"""Kullback-Leibler divergence: estimators from samples, the exact value, and coefficient controllers.
+"""Kullback-Leibler divergence: sample-based estimators, exact value, coefficient controllers.
 
 Suffixes: B rows, T tokens, N positions, V vocabulary. All values in nats.
 """
@@ -25,11 +25,11 @@ __all__ = [
 ]
 
 KLEstimator = Literal["k1", "k2", "k3"]
-K3_LIMIT = 10.0  # exp(10) = 22,026: beyond it one token would outweigh a batch
+K3_LIMIT = 10.0  # exp(10) = 22,026: beyond it a single token would dominate the batch
 
 
 def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """k1 = d, d = logprobs - ref_logprobs, at samples of the first: unbiased for KL(policy || ref), of either sign.
+    """k1 = d = logprobs - ref_logprobs at samples of the policy: unbiased for KL(policy || ref), of either sign.
 
     Source: Schulman 2020, "Approximating KL divergence".
     """
@@ -37,7 +37,7 @@ def kl_k1(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def kl_k2(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
-    """k2 = d^2 / 2: biased, low variance, never negative; its gradient is an unbiased one of KL(policy || ref).
+    """k2 = d^2 / 2: biased, low variance, never negative; its gradient is unbiased for that of KL(policy || ref).
 
     Source: Schulman 2020.
     """
@@ -79,7 +79,7 @@ def kl_penalty(
         raise DataError(f"estimator: '{estimator}' is none of {', '.join(_ESTIMATORS)}")
     count = check_count("num_loss_tokens", num_loss_tokens)
     kl_BT = _ESTIMATORS[estimator](fill_masked(logprobs_BT, loss_mask_BT), fill_masked(ref_logprobs_BT, loss_mask_BT))
-    kl = kl_BT.sum() / count  # both are 0 outside the mask, and so is every estimator there
+    kl = kl_BT.sum() / count  # log-probs are 0 outside the mask, hence every estimator too
     return kl, {"ref_kl": kl.detach()}
 
 
@@ -87,8 +87,8 @@ def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -
     """KL(old || new) = sum_v p_old (log p_old - log p_new) at every position, in at least float32.
 
     Args:
-        old_logits_NV, new_logits_NV: float [N, V] (any leading axes); -inf logits mean tokens that cannot be drawn.
-    Returns: float [N], gradient to both; infinite where the new policy rules out what the old one allows.
+        old_logits_NV, new_logits_NV: float [N, V] (any leading axes); -inf = token cannot be sampled.
+    Returns: float [N], gradient to both; infinite where the new policy excludes a token that the old one allows.
     Raises: DataError if shapes differ or a value is NaN or +inf.
     """
     if old_logits_NV.shape != new_logits_NV.shape:
@@ -110,8 +110,8 @@ def adaptive_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: float
     """Next KL coefficient: kl_coef (1 + clip(kl / target - 1, +-0.2) num_samples / horizon).
 
     Args:
-        kl: measured, nats, in the unit of `target`.
-        horizon, num_samples: samples after which the full correction has been made, and samples since the last call.
+        kl: measured KL in nats, same normalisation as `target`.
+        horizon: samples over which the full correction is applied. num_samples: samples since the last call.
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
     """
     if target <= 0 or horizon <= 0:
@@ -131,8 +131,8 @@ def banded_kl_coef(
     minimum: float = 1e-4,
     maximum: float = 1.0,
 ) -> float:
-    """Next KL coefficient: times increase_factor above target + tolerance, divided by decrease_factor below
-    target - tolerance, unchanged between, always within [minimum, maximum].
+    """Next KL coefficient: multiplied by increase_factor above target + tolerance, divided by decrease_factor below
+    target - tolerance, unchanged between, clamped to [minimum, maximum].
     """
     if tolerance < 0 or increase_factor < 1 or decrease_factor < 1 or not 0 < minimum <= maximum:
         raise DataError("tolerance must be at least 0, factors at least 1, and 0 < minimum <= maximum")

@@ -1,4 +1,4 @@
-"""Masked sums and means, whitening, and the input checks that all losses share.
+"""Masked sums, means and whitening, and the input checks shared by all losses.
 
 Suffixes: B rows, T tokens. A mask is True where a token counts.
 """
@@ -26,9 +26,9 @@ __all__ = [
 
 
 def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> None:
-    """Raise DataError unless every tensor has the mask's shape and is finite wherever the mask is True.
+    """Raise DataError unless every tensor has the mask's shape and is finite where the mask is True.
 
-    Values outside the mask may be anything, NaN included: losses replace them before use. None is passed over.
+    Values outside the mask may be anything, NaN included: losses replace them before use. None is skipped.
     """
     if loss_mask.dtype != torch.bool:
         raise DataError(f"loss_mask: dtype {loss_mask.dtype}, expected torch.bool (True = token counts)")
@@ -42,8 +42,8 @@ def check_inputs(loss_mask: torch.Tensor, **tensors: torch.Tensor | None) -> Non
 
 
 def check_finite(**tensors: torch.Tensor) -> None:
-    """Raise NonFiniteTensor (a DataError) naming the first tensor that holds NaN or infinity, and where."""
-    # One read for all tensors, so that an accelerator is waited for once.
+    """Raise NonFiniteTensor (a DataError) naming the first tensor with NaN or infinity, and the position."""
+    # One reduction over all tensors, hence one device synchronisation.
     if not tensors or bool(torch.stack([torch.isfinite(tensor).all() for tensor in tensors.values()]).all()):
         return
     for name, tensor in tensors.items():
@@ -56,22 +56,22 @@ def check_finite(**tensors: torch.Tensor) -> None:
 
 
 def check_count(name: str, count: float) -> float:
-    """A global denominator, which must be finite and above 0. Raises DataError: nothing would count."""
+    """Validated global denominator: finite and above 0. Raises: DataError."""
     if not math.isfinite(count) or count <= 0:
         raise DataError(f"{name}: {count}; a loss needs at least one loss token, sequence or pair (is the mask empty?)")
     return float(count)
 
 
 def count_loss_tokens(loss_masks: Iterable[torch.Tensor]) -> int:
-    """True entries of all masks together: the denominator of an optimizer step.
+    """Number of True entries over all masks: the denominator of an optimizer step.
 
-    Raises: DataError when there is none.
+    Raises: DataError if there is none.
     """
     return int(check_count("num_loss_tokens", sum(int(mask.sum()) for mask in loss_masks)))
 
 
 def fill_masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Values with 0 wherever the mask is False; what stood there, NaN included, reaches neither value nor gradient."""
+    """Values with 0 where the mask is False; masked entries, NaN included, affect neither value nor gradient."""
     return torch.where(mask_BT, values_BT, values_BT.new_zeros(()))
 
 
@@ -83,16 +83,16 @@ def masked_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 def masked_mean(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, *, num_loss_tokens: float | None = None
 ) -> torch.Tensor:
-    """Sum over True entries divided by `num_loss_tokens`, or by their own count where none is given.
+    """Sum over True entries divided by `num_loss_tokens`, by default their own count.
 
-    Raises: DataError when the denominator is 0.
+    Raises: DataError if the denominator is 0.
     """
     count = num_loss_tokens if num_loss_tokens is not None else int(mask_BT.sum())
     return masked_sum(values_BT, mask_BT) / check_count("num_loss_tokens", count)
 
 
 def masked_max(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Largest value under the mask; 0 for an empty one (metrics alone use it)."""
+    """Largest value under the mask, 0 for an empty mask; for metrics."""
     if not mask_BT.numel():
         return values_BT.new_zeros(())
     largest = values_BT.masked_fill(~mask_BT, -math.inf).max()
@@ -104,12 +104,12 @@ def masked_whiten(
 ) -> torch.Tensor:
     """(values - mean) rsqrt(var + eps) under the mask, 0 elsewhere; unbiased variance.
 
-    Call it once over the whole optimizer step: whitening each micro-batch by itself gives another loss.
+    Call it once per optimizer step: whitening each micro-batch separately changes the loss.
 
     Args:
         values_BT: float [B, T].
         shift_mean: False adds the mean back (for rewards, whose sign matters).
-    Returns: float [B, T]. A single value has no variance: it becomes 0 (or stays, without the shift).
+    Returns: float [B, T]. A single value has no variance: it becomes 0 (unchanged with shift_mean=False).
     Raises: DataError on shapes, an empty mask, or non-finite values.
     """
     check_inputs(mask_BT, values=values_BT)

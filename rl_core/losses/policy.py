@@ -42,9 +42,9 @@ def clipped_policy_loss(
         num_loss_tokens: loss tokens of the whole optimizer step.
         clip_eps_high: None = clip_eps.
         dual_clip: above 1; None = off.
-        loss_denominator: what the loss alone is divided by (dr_grpo: B max_completion_tokens); None = num_loss_tokens.
+        loss_denominator: divisor of the loss only (dr_grpo: B max_completion_tokens); None = num_loss_tokens.
     Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max", "kl" (k3)
-        and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped when the clip takes its gradient.
+        and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped if the clip zeroes its gradient.
     Raises: DataError on shapes, non-finite values, an empty step, or limits out of range.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; DAPO, arXiv:2503.14476 (clip_eps_high); Ye et al. 2019,
         arXiv:1912.09729, eq. 5 (dual clip).
@@ -87,7 +87,7 @@ def cispo_loss(
     """CISPO: L = -stopgrad(min(r, 1 + clip_eps_high)) A logprobs / num_loss_tokens; no token loses its gradient.
 
     Args, Raises: as `clipped_policy_loss`.
-    Returns: scalar loss; {"loss", "clip_fraction" (weights that were cut), "ratio_mean", "ratio_max", "kl", "kl_k1"}.
+    Returns: scalar loss; {"loss", "clip_fraction" (truncated weights), "ratio_mean", "ratio_max", "kl", "kl_k1"}.
     Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
     """
     if clip_eps_high <= 0:
@@ -115,13 +115,13 @@ def gspo_loss(
     clip_eps: float = 3e-4,
     clip_eps_high: float = 4e-4,
 ) -> tuple[torch.Tensor, Metrics]:
-    """GSPO: one ratio for each sequence, s = exp(mean of its tokens' log-ratios), clipped; mean over sequences.
+    """GSPO: one ratio per sequence, s = exp(mean of its tokens' log-ratios), clipped; mean over sequences.
 
     Args:
-        advantages_B: float [B], one for each sequence.
+        advantages_B: float [B], one per sequence.
         num_sequences: sequences with loss tokens in the whole optimizer step.
-    Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max"} per sequence. A
-        row without loss tokens counts nowhere.
+    Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max"} per sequence.
+        Rows without loss tokens are ignored.
     Raises: DataError as `clipped_policy_loss`.
     Source: Zheng et al. 2025, arXiv:2507.18071, eq. 5 to 7.
     """
@@ -155,7 +155,7 @@ def gspo_loss(
 def reinforce_loss(
     logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """REINFORCE: L = -A logprobs / num_loss_tokens, A = return minus baseline, without gradient.
+    """REINFORCE: L = -A logprobs / num_loss_tokens, A = return - baseline, detached.
 
     Args, Raises: as `clipped_policy_loss`.
     Returns: scalar loss; {"loss"}.
@@ -171,7 +171,7 @@ def reinforce_loss(
 def _ratio(
     logprobs_BT: torch.Tensor, old_logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, loss_mask_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Checked: ratio (1 where the mask is False) and advantages (0 there), both [B, T]."""
+    """Validated ratio (1 where the mask is False) and advantages (0 there), both [B, T]."""
     check_inputs(loss_mask_BT, logprobs=logprobs_BT, old_logprobs=old_logprobs_BT, advantages=advantages_BT)
     log_ratio_BT = fill_masked(logprobs_BT - old_logprobs_BT.detach(), loss_mask_BT)
     ratio_BT = log_ratio_BT.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
@@ -185,7 +185,7 @@ def _ratio_metrics(
     loss_mask_BT: torch.Tensor,
     count: float,
 ) -> Metrics:
-    """Ratio and KL(old || current) at samples of the old policy, per token."""
+    """Metrics of the ratio and of KL(old || current) at samples of the old policy, per token."""
     return {
         "ratio_mean": masked_sum(ratio_BT, loss_mask_BT) / count,
         "ratio_max": masked_max(ratio_BT, loss_mask_BT),

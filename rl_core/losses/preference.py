@@ -1,6 +1,6 @@
-"""Losses on pairs: Bradley-Terry reward models, DPO, cDPO, IPO, the chosen side's likelihood; calibration.
+"""Pairwise losses: Bradley-Terry reward model, DPO, cDPO, IPO, NLL of the chosen completion; calibration error.
 
-Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the whole optimizer step, so that they add up.
+Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the optimizer step, so that micro-batches add up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def bradley_terry_loss(
     Args:
         chosen_B, rejected_B: float [B], scores, with gradient.
         num_pairs: pairs of the whole optimizer step.
-        margin_B: float [B], how much better the chosen one has to score (arXiv:2307.09288, eq. 2); None = 0.
-        center_coef: keeps scores near 0, which ranking alone leaves free (arXiv:2312.09244).
+        margin_B: float [B], required score margin (arXiv:2307.09288, eq. 2); None = 0.
+        center_coef: centers scores near 0, as ranking leaves their offset free (arXiv:2312.09244).
     Returns: scalar loss; {"ranking_loss", "accuracy" (a tie counts half), "margin" (mean r_c - r_r), "reward_mean"}.
     Raises: DataError on shapes, non-finite scores, or no pairs.
     """
@@ -89,7 +89,7 @@ def ipo_loss(
     """Identity preference optimisation: L = (h - 1 / (2 beta))^2.
 
     Args:
-        *_logprobs_B: float [B], nats, MEAN over each completion's tokens, so that long answers weigh as short ones.
+        *_logprobs_B: float [B], nats, MEAN over each completion's tokens, so that length does not matter.
     Returns, Raises: as `dpo_loss`.
     Source: Azar et al. 2023, arXiv:2310.12036, eq. 17.
     """
@@ -104,19 +104,19 @@ def ipo_loss(
 def chosen_nll(
     chosen_logprobs_B: torch.Tensor, num_tokens_B: torch.Tensor, *, num_pairs: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Cross-entropy of the chosen completions: mean over pairs of -log p(chosen) / tokens of it.
+    """Cross-entropy of the chosen completions: mean over pairs of -log p(chosen) / number of its tokens.
 
-    DPO alone may lower both sides as long as the rejected one falls faster; this term holds the chosen one up.
+    DPO alone may lower both likelihoods as long as the rejected one falls faster; this term counteracts that.
     Args:
         chosen_logprobs_B: float [B], nats, SUMMED over the completion tokens, with gradient.
-        num_tokens_B: [B], how many tokens that is, at least 1.
+        num_tokens_B: [B], number of completion tokens, at least 1.
     Returns: scalar loss, nats per token; {"chosen_nll"}.
     Raises: DataError on shapes, non-finite values, no pairs, or a completion without tokens.
     Source: Pang et al. 2024, arXiv:2404.19733, eq. 2.
     """
     _check_pairs(chosen_logprobs=chosen_logprobs_B, num_tokens=num_tokens_B)
     if bool((num_tokens_B < 1).any()):
-        raise DataError("num_tokens: a completion without tokens has no likelihood per token")
+        raise DataError("num_tokens: every completion needs at least one token")
     loss = -(chosen_logprobs_B / num_tokens_B).sum() / check_count("num_pairs", num_pairs)
     return loss, {"chosen_nll": loss.detach()}
 
@@ -124,8 +124,8 @@ def chosen_nll(
 def calibration_error(margin_B: torch.Tensor, *, num_bins: int = 10) -> float:
     """Expected calibration error of a reward model, from margins r_c - r_r.
 
-    The model is sure with probability c = sigmoid(|margin|) of the order that it gives; bins of equal width over
-    [0.5, 1]: sum over bins of share |mean c - share of right orders|. A tie is half right.
+    Confidence of a predicted order is c = sigmoid(|margin|); over equal-width bins on [0.5, 1]: sum of
+    bin share x |mean c - accuracy|. A tie counts half.
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 3.
     """
     _check_pairs(margin=margin_B)
@@ -156,7 +156,7 @@ def _implicit_rewards(
     ref_rejected_B: torch.Tensor,
     beta: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """beta (policy - reference) log-probability of each side."""
+    """Implicit rewards beta (policy - reference log-probability) of chosen and rejected."""
     _check_pairs(
         chosen_logprobs=chosen_B,
         rejected_logprobs=rejected_B,

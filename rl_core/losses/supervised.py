@@ -36,10 +36,10 @@ def supervised_loss(
 def entropy_bonus(
     entropy_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Minus the mean entropy per loss token: adding entropy_coef times it to a loss raises the entropy.
+    """Negative mean entropy per loss token; add entropy_coef times this to a loss to raise the entropy.
 
     Args:
-        entropy_BT: float [B, T], nats, entropy of the distribution that each token was drawn from, with gradient.
+        entropy_BT: float [B, T], nats, entropy of each token's distribution, with gradient.
     Returns: scalar loss; {"entropy"}: mean entropy, nats per token.
     Raises: DataError on shapes, non-finite values, or an empty step.
     """
@@ -56,9 +56,9 @@ def entropy_coef_at(count: int, *, start: float, decay: float = 0.9995, floor: f
 
 
 def entropy_from_logits(logits_NV: torch.Tensor, *, chunk_tokens: int = 1024) -> torch.Tensor:
-    """Entropy logsumexp(z) - sum p z at every position, nats, in at least float32, with gradient.
+    """Entropy logsumexp(z) - sum p z at every position, nats, at least float32, differentiable.
 
-    At most one chunk of [chunk_tokens, V] is held in float32, in backward too, where softmax is computed again.
+    At most one chunk [chunk_tokens, V] is held in float32, in backward too, where softmax is recomputed.
 
     Args:
         logits_NV: float [N, V], finite.

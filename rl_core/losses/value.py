@@ -22,17 +22,17 @@ def value_loss(
     old_values_BT: torch.Tensor | None = None,
     value_clip_eps: float | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Squared error of the critic, clipped around the old values where value_clip_eps is given.
+    """Squared error of the critic, optionally clipped around the old values.
 
     L = 1/2 max((v - R)^2, (v_old + clip(v - v_old, +-value_clip_eps) - R)^2) / num_loss_tokens, summed over tokens.
 
     Args:
         values_BT: float [B, T], with gradient.
         returns_BT: float [B, T], advantages + values before any whitening.
-        old_values_BT: float [B, T], values when the rollout was made; needed with value_clip_eps alone.
-    Returns: scalar loss; {"loss", "clip_fraction" (tokens whose gradient the clip takes away)}.
+        old_values_BT: float [B, T], values at rollout time; required with value_clip_eps.
+    Returns: scalar loss; {"loss", "clip_fraction" (tokens whose gradient the clip zeroes)}.
     Raises: DataError on shapes, non-finite values, an empty step, or a clip without old values.
-    Source: Schulman et al. 2017, arXiv:1707.06347; the clip is that of its reference implementation.
+    Source: Schulman et al. 2017, arXiv:1707.06347; clipping as in its reference implementation.
     """
     check_inputs(loss_mask_BT, values=values_BT, returns=returns_BT, old_values=old_values_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
@@ -52,7 +52,7 @@ def value_loss(
 
 
 def explained_variance(values_BT: torch.Tensor, returns_BT: torch.Tensor, loss_mask_BT: torch.Tensor) -> float:
-    """1 - Var(R - V) / max(Var R, 1e-8) over all loss tokens of a step: 1 = perfect, 0 = no better than the mean.
+    """1 - Var(R - V) / max(Var R, 1e-8) over the loss tokens of a step: 1 = perfect, 0 = no better than the mean.
 
     Raises: DataError on shapes, non-finite values, or an empty mask.
     """

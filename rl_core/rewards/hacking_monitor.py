@@ -13,7 +13,7 @@ from typing import Any
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.types import Rollout
 
-__all__ = ["RewardWatch", "point_biserial", "rise"]
+__all__ = ["HackingMonitor", "point_biserial", "rise"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class _Iteration:
     split: dict[str, tuple[RunningNorm, RunningNorm]] = field(default_factory=dict)  # part -> of failures, of successes
 
 
-class RewardWatch:
+class HackingMonitor:
     """Correlations and the alarm, over the last `window` iterations of the present phase.
 
     reward/correlation/<part>: point-biserial correlation of a raw part (and of the `total`) with success, over all

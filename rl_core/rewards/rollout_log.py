@@ -78,7 +78,7 @@ class RecentRollouts:
         played = list(rollouts)
         count = min(self.per_iteration, len(played))
         kept = [played[index * len(played) // count] for index in range(count)]
-        rows = [{"iteration": iteration, **rollout.trajectory.to_json(), "reward": rollout.reward} for rollout in kept]
+        rows = [{"iteration": iteration, **rollout.trajectory.to_json()} for rollout in kept]
         self._blocks.append("".join(json.dumps(row) + "\n" for row in rows))
         write_text_unsynced(self.path, "".join(self._blocks))
 

@@ -56,21 +56,21 @@ def collect(
     """Play every requested episode `group_size` times and record everything.
 
     Sample g of an episode is drawn from numbers that (seed, environment, level, episode seed, g) determine, whatever
-    else is played beside it; an episode that is requested twice gets new samples the second time. Steps of an
-    environment that is not `quick` run on threads; what comes out, and in which order, does not depend on when they
+    else is played beside it; an episode that is requested twice gets new samples the second time. Steps of a
+    `blocking` environment run on threads; what comes out, and in which order, does not depend on when they
     finish, except as `sampling.rejoin` says.
 
     Args:
         seed: of the sampling; give another one at every iteration.
-        policy_version: kept in each rollout: optimizer steps behind the sampling weights.
-        workers: processes that each play a share of the requests; all of them get all groups.
-    Returns: one group per request, in order; its reward is the episode's.
+        policy_version: kept in each trajectory: optimizer steps behind the sampling weights.
+        process_group: processes that each play a share of the requests; all of them get all groups.
+    Returns: one group per request, in order; a rollout's reward is the sum of its episode's.
     Raises: EnvironmentFault naming environment, level and seed when an environment raises, hangs or breaks its
         protocol; DataError when a prompt leaves no room in the context.
     """
     with ExitStack() as stack:
         pool = None
-        if not environment.quick:
+        if environment.blocking:
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
         groups: list[list[_EpisodeSequence]] = []
         times_seen: dict[EpisodeRequest, int] = {}
@@ -200,6 +200,7 @@ class _EpisodeSequence:
             answer=self._last.answer,
             success=bool(self._last.success),
             is_grounded=self._last.is_grounded,
+            temperature=self._temperature,
             reward=self._reward,
             rewards={"task": self._reward},
             stop_reason=self._stop_reason,
@@ -215,11 +216,8 @@ class _EpisodeSequence:
             completion_ids=self._completion_ids,
             loss_mask=self._loss_mask,
             sampler_logprobs=self._logprobs,
-            reward=self._reward,
             trajectory=trajectory,
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
-            policy_version=policy_version,
-            temperature=self._temperature,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:

@@ -15,7 +15,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
     """Success, length, truncation and tool use of one iteration, all as means over its rollouts.
 
     completion_tokens counts sampled and observed tokens, action_tokens the sampled ones; tool/misuse_rate is the share
-    of turns that misused a tool; policy/mean_logprob is per sampled token, under the sampler, in nats.
+    of turns that misused a tool; policy/mean_logprob is per sampled token, in nats, under the distribution that it was
+    drawn from, softmax(logits / temperature).
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:

@@ -60,7 +60,6 @@ def read_rollouts(trajectories: Path, limit: int) -> list[Rollout]:
                 completion_ids=completion,
                 loss_mask=mask,
                 sampler_logprobs=[0.0] * len(completion),
-                reward=trajectory.reward,
                 trajectory=trajectory,
             )
         )

@@ -1,4 +1,4 @@
-"""What all settings are made of: a field with its meaning and range, and a base class that checks them."""
+"""Base class of settings with range checks, and the field declaration `setting`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.settings.defaults import ModelDefault
 
 __all__ = ["Settings", "setting"]
 
@@ -21,9 +22,14 @@ def setting(
     lt: float | None = None,
     le: float | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and its range."""
+    """Dataclass field with documentation and an allowed range; a `ModelDefault` is a default by kind of model."""
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
-    metadata = {"doc": doc, **{name: limit for name, limit in limits.items() if limit is not None}}
+    metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
+    if isinstance(default, ModelDefault):
+        metadata["by_model"] = default
+        doc = f"{doc}; left out: {default.words()}"
+        default = default.placeholder()
+    metadata["doc"] = doc
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, kw_only=True)
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
@@ -39,7 +45,7 @@ _CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of every settings class: checks each field's declared range."""
+    """Base of every settings class; validates each field's declared range."""
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -55,4 +61,4 @@ class Settings:
         self.check()
 
     def check(self) -> None:
-        """Raise SettingsError for combinations of settings that cannot work; overridden where there are any."""
+        """Hook: raise SettingsError for invalid combinations of settings."""

@@ -1,4 +1,4 @@
-"""Settings of policy optimisation: algorithms, critic, replay; and of learning to think."""
+"""Settings of policy optimisation (algorithms, critic, replay) and of learned thoughts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
+from rl_core.settings.defaults import DEFAULTS, is_open
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
@@ -25,109 +26,121 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class CriticSettings(Settings):
-    """The value function of PPO, and of REINFORCE with a learned baseline."""
+    """Value function of PPO and of REINFORCE with a learned baseline."""
 
     kind: Literal["separate", "shared"] = setting(
         "separate", doc="separate: a copy of the starting model; shared: a head on the policy's own hidden states"
     )
-    learning_rate: float | None = setting(None, gt=0, le=1, doc="of a separate critic; left out: the policy's")
-    value_coef: float = setting(0.5, gt=0, doc="weight of a shared head's loss in the policy's (arXiv:1707.06347)")
-    value_clip_eps: float | None = setting(None, gt=0, doc="clip of the value around its old one; left out: none")
-    warmup_iterations: int = setting(0, ge=0, doc="iterations at the start in which the critic alone learns")
+    learning_rate: float | None = setting(
+        None,
+        gt=0,
+        le=1,
+        doc="of a separate critic; left out: the policy's where that is set, else "
+        + DEFAULTS["CriticSettings.learning_rate"].words(),
+    )
+    value_coef: float = setting(0.5, gt=0, doc="weight of a shared head's value loss (arXiv:1707.06347)")
+    value_clip_eps: float | None = setting(None, gt=0, doc="value clipping around the old values; default: none")
+    warmup_iterations: int = setting(0, ge=0, doc="initial iterations that train only the critic")
     bootstrap_limits: bool = setting(
         False,
-        doc="a rollout cut by the limits of `sampling` is worth the critic's value from there on, as one that its "
-        "environment truncates is; false: it ends there. True lets a policy earn by running into the limit",
+        doc="true: a rollout cut by the limits of `sampling` bootstraps from the critic, as one truncated by the "
+        "environment does; false: it is terminal. True lets a policy gain reward by running into the limit",
     )
 
     def check(self) -> None:
-        """A shared head learns with the policy or not at all."""
+        """Critic warm-up needs a separate critic."""
         if self.kind == "shared" and self.warmup_iterations:
-            raise SettingsError("warmup_iterations: needs a separate critic; a shared head learns with the policy")
+            raise SettingsError("warmup_iterations: needs a separate critic; a shared head trains with the policy")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplaySettings(Settings):
-    """Rollouts of past iterations, used again with importance weights."""
+    """Replay of past rollouts with importance weights."""
 
-    iterations: int = setting(4, ge=1, doc="how many past iterations are kept")
-    share: float = setting(0.5, gt=0, le=4, doc="replayed groups for each fresh one")
+    iterations: int = setting(4, ge=1, doc="past iterations kept")
+    share: float = setting(0.5, gt=0, le=4, doc="replayed groups per fresh group")
 
 
 Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"]
-GROUP_ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")  # those that compare within a group
+GROUP_ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")  # group-relative advantages
 _CLIPS = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}  # arXiv:2507.18071; arXiv:2503.14476
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(OptimizerSettings, LoopSettings):
-    """Policy optimisation from rewards."""
+    """Policy optimisation."""
 
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate")
+    learning_rate: float = setting(DEFAULTS["PolicySettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
-    algorithm: Algorithm = setting("grpo", doc="how credit is assigned and the loss is formed")
-    iterations: int = setting(200, ge=1, doc="rollout + update rounds at most")
+    algorithm: Algorithm = setting("grpo", doc="advantage estimator and loss")
+    iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
     prompts_per_iteration: int = setting(16, ge=1, doc="P")
-    group_size: int = setting(8, ge=1, doc="G, rollouts of one prompt (arXiv:2402.03300)")
+    group_size: int = setting(8, ge=1, doc="G, rollouts per prompt (arXiv:2402.03300)")
     epochs: int = setting(1, ge=1, doc="passes over each iteration's rollouts")
-    minibatches: int = setting(1, ge=1, doc="optimizer steps of one pass")
+    minibatches: int = setting(1, ge=1, doc="optimizer steps per pass")
     clip_eps: float | None = setting(
-        None, gt=0, lt=1, doc="lower clip of the ratio; left out: 0.2 (arXiv:1707.06347), gspo 3e-4"
+        None, gt=0, lt=1, doc="lower clip of the ratio; default: 0.2 (arXiv:1707.06347), gspo 3e-4"
     )
     clip_eps_high: float | None = setting(
-        None, gt=0, doc="upper clip of the ratio; left out: as clip_eps, dapo 0.28, gspo 4e-4"
+        None, gt=0, doc="upper clip of the ratio; default: as clip_eps, dapo 0.28, gspo 4e-4"
     )
-    dual_clip: float | None = setting(None, gt=1, doc="cap of the ratio at A < 0 (arXiv:1912.09729); left out: none")
-    gamma: float = setting(1.0, ge=0, le=1, doc="discount per token, with a critic")
-    gae_lambda: float = setting(0.95, ge=0, le=1, doc="of generalised advantage estimation, with a critic")
+    dual_clip: float | None = setting(None, gt=1, doc="cap of the ratio at A < 0 (arXiv:1912.09729); default: none")
+    gamma: float = setting(1.0, ge=0, le=1, doc="discount per token, used with a critic")
+    gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE, used with a critic")
     whiten_advantages: bool | None = setting(
-        None, doc="mean 0, variance 1 over the iteration's loss tokens; left out: with a critic alone"
+        None, doc="mean 0, variance 1 over the iteration's loss tokens; default: only with a critic"
     )
     critic: CriticSettings | None = setting(
-        None, doc="value function; left out: ppo has one, reinforce takes the batch's mean instead"
+        None, doc="value function; default: for ppo, while reinforce uses the batch mean"
     )
-    kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's starting model")
-    kl_in: Literal["loss", "reward"] = setting("loss", doc="where it is added; in the reward it is k1, per token")
-    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", doc="of the KL in the loss (Schulman 2020)")
+    kl_coef: float = setting(0.0, ge=0, doc="weight of the KL to the stage's initial model")
+    kl_in: Literal["loss", "reward"] = setting(
+        "loss", doc="placement of the KL penalty; in the reward it is k1 per token"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = setting("k3", doc="KL estimator in the loss (Schulman 2020)")
     kl_controller: Literal["fixed", "adaptive", "banded"] = setting(
         "fixed", doc="adaptive: kl_coef follows kl_target (arXiv:1909.08593); banded: steps in and out of a band"
     )
-    kl_target: float = setting(0.05, gt=0, doc="nats per token that the controller aims at; the band is +-20% of it")
-    kl_horizon: int = setting(10_000, ge=1, doc="rollouts in which the adaptive controller corrects in full")
+    kl_target: float = setting(0.05, gt=0, doc="target of the controllers, nats per token; the band is +-20% of it")
+    kl_horizon: int = setting(10_000, ge=1, doc="rollouts over which the adaptive controller corrects in full")
     kl_max: float | None = setting(
-        None, gt=0, doc="hard limit of KL(old || new), nats per token: a step beyond it is taken back"
+        None, gt=0, doc="hard limit of KL(old || new), nats per token: a step beyond it is rolled back"
     )
     trust_region_coef: float = setting(0.0, ge=0, doc="weight of KL(old || new) in the loss")
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
-    entropy_decay: float = setting(1.0, gt=0, le=1, doc="factor of entropy_coef after each rollout")
-    entropy_floor: float = setting(0.0, ge=0, doc="below which entropy_coef does not fall")
+    entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
+    entropy_floor: float = setting(0.0, ge=0, doc="lower bound of entropy_coef")
     importance: Literal["none", "token", "sequence"] = setting(
-        "none", doc="weigh by trainer over sampler probability, which corrects stale or rounded rollouts"
+        "none", doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts"
     )
-    importance_cap: float = setting(2.0, ge=1, doc="truncation of these weights")
-    replay: ReplaySettings | None = setting(None, doc="learn again from past rollouts; needs importance weights")
+    importance_cap: float = setting(2.0, ge=1, doc="truncation of the importance weights")
+    replay: ReplaySettings | None = setting(None, doc="train on past rollouts too; needs importance weights")
     dynamic_sampling_tries: int | None = setting(
-        None, ge=0, doc="refills of groups whose rewards are all equal (arXiv:2503.14476); left out: dapo 2, others 0"
+        None, ge=0, doc="resampling rounds for groups of equal rewards (arXiv:2503.14476); default: dapo 2, others 0"
     )
     overlong_buffer: int | None = setting(
-        None, ge=0, doc="last tokens before the limit that are punished; left out: dapo a fifth of it, others 0"
+        None, ge=0, doc="penalised tokens before the length limit; default: dapo a fifth of it, others 0"
     )
-    filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| carry no loss")
+    filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| are masked")
     rewards: dict[str, float] = setting({"task": 1.0}, doc="reward components and their weights")
-    reward_options: RewardSettings = setting(RewardSettings(), doc="how the components work and are combined")
-    sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
-    curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels at once, equally")
-    rollback: RollbackSettings | None = setting(
-        None, doc="go back to how a curriculum stage was entered when it loses what it could do; left out: never"
+    reward_options: RewardSettings = setting(
+        RewardSettings(), doc="options of the reward components and their combination"
     )
-    early_stop: ExitCondition | None = setting(None, doc="end the stage when this holds in the last curriculum stage")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
+    curriculum: tuple[CurriculumStage, ...] = setting((), doc="() = all levels, equally weighted")
+    rollback: RollbackSettings | None = setting(
+        None, doc="restore a stage's entry snapshot after a performance drop; default: never"
+    )
+    early_stop: ExitCondition | None = setting(
+        None, doc="end the training when this holds in the last curriculum stage"
+    )
     eval_episodes: int = setting(
-        100, ge=2, doc="validation episodes of one evaluation (eval_every), neither trained nor reported on"
+        100, ge=2, doc="validation episodes per evaluation (eval_every), disjoint from training and reported episodes"
     )
 
     @property
     def clip(self) -> tuple[float, float]:
-        """Lower and upper clip of the ratio: what is set, else the algorithm's own."""
+        """Lower and upper clip of the ratio, with the algorithm's defaults."""
         low, high = _CLIPS.get(self.algorithm, (0.2, 0.2))
         if self.clip_eps is not None:
             low, high = self.clip_eps, self.clip_eps if self.algorithm not in _CLIPS else high
@@ -135,28 +148,28 @@ class PolicySettings(OptimizerSettings, LoopSettings):
 
     @property
     def value_function(self) -> CriticSettings | None:
-        """The critic's settings; None for algorithms that have none."""
+        """Settings of the critic; None for algorithms without one."""
         return self.critic if self.critic is not None or self.algorithm != "ppo" else CriticSettings()
 
     @property
-    def whitens(self) -> bool:
-        """Whether advantages are whitened over the iteration."""
+    def uses_whitening(self) -> bool:
+        """True if advantages are whitened over the iteration: as set, else only with a critic."""
         return self.value_function is not None if self.whiten_advantages is None else self.whiten_advantages
 
     @property
     def sampling_tries(self) -> int:
-        """How often groups without a difference are refilled."""
+        """Resampling rounds for groups with equal rewards."""
         own = 2 if self.algorithm == "dapo" else 0
         return own if self.dynamic_sampling_tries is None else self.dynamic_sampling_tries
 
     @property
     def overlong_tokens(self) -> int:
-        """Tokens before the limit that cost reward; 0 = none."""
+        """Penalised tokens before the length limit; 0 = none."""
         own = max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
         return own if self.overlong_buffer is None else self.overlong_buffer
 
-    def within(self, stage: CurriculumStage) -> PolicySettings:
-        """These settings with what a curriculum stage overrides; the very same object where it overrides nothing."""
+    def for_stage(self, stage: CurriculumStage) -> PolicySettings:
+        """Settings with a curriculum stage's overrides applied; `self` if there are none."""
         changes: dict[str, Any] = {}
         if stage.group_size is not None:
             changes["group_size"] = stage.group_size
@@ -165,7 +178,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return dataclasses.replace(self, **changes, curriculum=()) if changes else self
 
     def check(self) -> None:
-        """Combinations that cannot learn, or of which one part would be ignored."""
+        """Combinations that cannot learn or would be partly ignored."""
         self.sampling.check_trainable()
         if self.group_size == 1 and self.algorithm in GROUP_ALGORITHMS:
             raise SettingsError(
@@ -174,14 +187,14 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.minibatches > self.prompts_per_iteration * self.group_size:
             raise SettingsError(f"minibatches: {self.minibatches} is more than the rollouts of one iteration")
         if self.critic is not None and self.algorithm in GROUP_ALGORITHMS:
-            raise SettingsError(f"critic: {self.algorithm} has no use for one; it compares within groups")
+            raise SettingsError(f"critic: not used by {self.algorithm}, whose advantages are group-relative; remove it")
         if self.algorithm == "reinforce" and self.epochs * self.minibatches > 1 and self.importance == "none":
             raise SettingsError(
-                "importance: reinforce has no ratio, so its 2nd and later steps on the same rollouts need weights; "
+                "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "
                 "set token or sequence, or epochs and minibatches to 1"
             )
         if self.replay is not None and self.importance == "none":
-            raise SettingsError("importance: replay learns from rollouts of older policies; set token or sequence")
+            raise SettingsError("importance: replay uses rollouts of older policies; set token or sequence")
         if self.replay is not None and self.critic is not None and self.critic.kind == "shared":
             raise SettingsError("replay: needs a separate critic")
         if self.kl_coef == 0 and self.kl_controller != "fixed":
@@ -189,72 +202,75 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")
         if self.sampling_tries and self.algorithm not in GROUP_ALGORITHMS:
-            raise SettingsError(f"dynamic_sampling_tries: {self.algorithm} does not compare within groups")
+            raise SettingsError(
+                f"dynamic_sampling_tries: not used by {self.algorithm}, which has no group-relative advantages"
+            )
         for index, stage in enumerate(self.curriculum):
             for name in stage.rewards:
                 if name not in self.rewards:
                     raise SettingsError(
-                        f"curriculum.{index}.rewards.{name}: the policy's rewards have no such component; "
-                        f"{nearest(name, self.rewards)} (one that only later stages use stands there with weight 0)"
+                        f"curriculum.{index}.rewards.{name}: no such component in the policy's rewards; "
+                        f"{nearest(name, self.rewards)} (list a component of later stages alone with weight 0)"
                     )
         for name in self.reward_options.normalise:
             if name not in self.rewards:
                 raise SettingsError(f"reward_options.normalise: '{name}' is no component of rewards")
-        if self.overlong_tokens > self.sampling.max_completion_tokens:
+        limit = self.sampling.max_completion_tokens
+        if not is_open(limit) and self.overlong_tokens > limit:
             raise SettingsError(
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
         for stage in self.curriculum:
             try:
-                self.within(stage)
+                self.for_stage(stage)
             except SettingsError as error:
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThoughtsSettings(OptimizerSettings, LoopSettings):
-    """Thoughts before answers, learned by REINFORCE from what they add (in the manner of arXiv:2403.09629)."""
+    """Thoughts before answers, trained by REINFORCE on their likelihood gain (similar to arXiv:2403.09629)."""
 
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate")
+    learning_rate: float = setting(DEFAULTS["ThoughtsSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = setting("cosine", doc="shape after the warm-up")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     eval_every: int = setting(20, ge=0, doc="iterations between validations; 0 = only at the end")
     patience: int | None = setting(5, ge=1, doc="validations without improvement before stopping; none = never stop")
-    iterations: int = setting(200, ge=1, doc="rounds of playing and updating at most")
+    iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
     episodes_per_iteration: int = setting(32, ge=1, doc="episodes of one round")
-    levels: tuple[str, ...] = setting((), doc="levels of the episodes, drawn equally often; () = all")
+    levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
     reward: Literal["logprob_gain", "correctness_gain"] = setting(
         "logprob_gain",
-        doc="what a thought adds to the right answer's log-probability (nats), or to its probability, over no thought",
+        doc="gain of a thought: in the right answer's log-probability (nats) or probability, compared with no thought",
     )
-    gain_clip: float = setting(3.0, gt=0, doc="a gain lies within +-this; a turn without an answer earns minus this")
-    max_thought_tokens: int = setting(64, ge=1, doc="a longer thought counts as a turn without an answer")
+    gain_clip: float = setting(3.0, gt=0, doc="gains are clipped to +-this; a turn without an answer gets minus this")
+    max_thought_tokens: int = setting(
+        DEFAULTS["ThoughtsSettings.max_thought_tokens"], ge=1, doc="a longer thought counts as a turn without an answer"
+    )
     gamma: float = setting(0.99, ge=0, le=1, doc="discount from one question of an episode to the next")
-    gae_lambda: float = setting(
-        0.95, ge=0, le=1, doc="of the advantages over an episode's questions (arXiv:1506.02438)"
-    )
-    baseline_learning_rate: float = setting(0.05, gt=0, le=1, doc="AdamW of the value head; constant")
-    entropy_coef: float = setting(0.01, ge=0, doc="weight of the entropy bonus on thought tokens, at the start")
-    entropy_decay: float = setting(0.9995, gt=0, le=1, doc="factor of that weight with every episode played")
-    entropy_floor: float = setting(0.001, ge=0, doc="what that weight never falls below")
+    gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE over an episode's questions (arXiv:1506.02438)")
+    baseline_learning_rate: float = setting(0.05, gt=0, le=1, doc="constant AdamW learning rate of the value head")
+    entropy_coef: float = setting(0.01, ge=0, doc="initial weight of the entropy bonus on thought tokens")
+    entropy_decay: float = setting(0.9995, gt=0, le=1, doc="decay factor of entropy_coef per episode")
+    entropy_floor: float = setting(0.001, ge=0, doc="lower bound of entropy_coef")
     answer_coef: float = setting(
         1.0, ge=0, doc="weight of the right answers' negative log-likelihood, with and without the thought"
     )
-    validation_episodes: int = setting(100, ge=2, doc="held-out episodes of one validation")
+    validation_episodes: int = setting(100, ge=2, doc="held-out episodes per validation")
     select_by: Literal["success_rate", "thought_gain"] = setting(
-        "success_rate", doc="validation metric that picks the best model and counts for patience"
+        "success_rate", doc="validation metric for model selection and patience"
     )
-    check_episodes: int = setting(200, ge=2, doc="held-out episodes on which thoughts are tested for being genuine")
+    check_episodes: int = setting(200, ge=2, doc="held-out episodes of the test for genuine thoughts")
     min_dependence: float = setting(
-        0.5, ge=0, le=1, doc="share of the gain that has to go when thoughts are shuffled or replaced by filler"
+        0.5, ge=0, le=1, doc="share of the gain that must vanish if thoughts are shuffled or replaced by filler"
     )
-    bootstrap_samples: int = setting(2000, ge=100, doc="resamples of the test's intervals")
-    require_genuine: bool = setting(True, doc="fail the stage when the test says that thoughts are not genuine")
+    bootstrap_samples: int = setting(2000, ge=100, doc="bootstrap resamples of the test's intervals")
+    require_genuine: bool = setting(True, doc="fail the stage if the test finds thoughts not genuine")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
 
     def check(self) -> None:
-        """The entropy weight falls towards its floor; rollouts are drawn, not greedy."""
+        """entropy_floor must not exceed entropy_coef; sampling must not be greedy."""
         self.sampling.check_trainable()
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

@@ -1,4 +1,4 @@
-"""Settings of the reward's components and of the orchestrator that weighs them."""
+"""Settings of the reward components and of the orchestrator that combines them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.defaults import DEFAULTS, is_open
 
 __all__ = [
     "CoherenceSettings",
@@ -21,94 +22,100 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class CuriositySettings(Settings):
-    """The forward model over the policy's states whose error is the reward."""
+    """Curiosity reward: prediction error of a forward model over the policy's states."""
 
     hidden: int = setting(64, ge=1, doc="width of the forward model's hidden layer")
-    learning_rate: float = setting(1e-3, gt=0, le=1, doc="Adam of the forward model; constant")
-    steps: int = setting(4, ge=1, doc="Adam steps on each batch of transitions, after it was scored")
+    learning_rate: float = setting(1e-3, gt=0, le=1, doc="constant Adam learning rate of the forward model")
+    steps: int = setting(4, ge=1, doc="Adam steps per batch of transitions, after scoring it")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoherenceSettings(Settings):
-    """How alike consecutive turns should be, and what repetition and contradiction cost."""
+    """Coherence reward: similarity band of consecutive turns, penalties for repetition and contradiction."""
 
-    low: float = setting(0.2, ge=-1, le=1, doc="cosine similarity below which turns do not follow from each other")
-    high: float = setting(0.98, ge=-1, le=1, doc="cosine similarity above which a turn says the same again")
-    repetition: float = setting(0.5, ge=0, doc="off for each turn whose action was written before")
-    contradiction: float = setting(0.5, ge=0, doc="off for each answer that differs from the one stated before it")
+    low: float = setting(0.2, ge=-1, le=1, doc="cosine similarity below which turns count as unrelated")
+    high: float = setting(0.98, ge=-1, le=1, doc="cosine similarity above which a turn counts as repetition")
+    repetition: float = setting(0.5, ge=0, doc="penalty per turn that repeats an earlier action")
+    contradiction: float = setting(0.5, ge=0, doc="penalty per answer that differs from the one stated before")
 
     def check(self) -> None:
-        """A band has a width."""
+        """The band must not be empty."""
         if self.low >= self.high:
             raise SettingsError(f"low: {self.low} must be below high {self.high}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolUseSettings(Settings):
-    """What tool calls cost and bring."""
+    """Tool-use reward: penalties and bonuses of tool calls."""
 
-    misuse: float = setting(1.0, ge=0, doc="off for each turn that misused a tool")
-    max_calls: int | None = setting(None, ge=0, doc="calls that are free; left out: any number")
-    excess: float = setting(0.5, ge=0, doc="off for each call beyond max_calls")
-    bonus: float = setting(0.0, ge=0, doc="for each different call that worked")
-    max_bonus: float = setting(1.0, ge=0, doc="what these add up to at most")
+    misuse: float = setting(1.0, ge=0, doc="penalty per turn with misuse of a tool")
+    max_calls: int | None = setting(None, ge=0, doc="calls without penalty; default: any number")
+    excess: float = setting(0.5, ge=0, doc="penalty per call beyond max_calls")
+    bonus: float = setting(0.0, ge=0, doc="bonus per distinct successful call")
+    max_bonus: float = setting(1.0, ge=0, doc="maximum total bonus")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FormatSettings(Settings):
-    """What a well-formed turn is, besides one that the environment could read."""
+    """Format reward: well-formed turns, beyond being parsed by the environment."""
 
     pattern: str | None = setting(
-        None, doc="regular expression that the whole text of every action has to match ('.' takes line breaks too)"
+        None, doc="regular expression for the full text of every action ('.' matches line breaks)"
     )
 
     def check(self) -> None:
-        """The pattern has to be one."""
+        """The pattern must compile."""
         try:
             re.compile(self.pattern or "")
         except re.error as error:
-            raise SettingsError(f"pattern: {self.pattern!r} is no regular expression: {error}") from None
+            raise SettingsError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthSettings(Settings):
-    """Where length begins to cost."""
+    """Length penalty."""
 
-    free: int = setting(32, ge=0, doc="sampled tokens of an episode that cost nothing")
-    limit: int = setting(64, ge=1, doc="sampled tokens from which on the reward is -1; linear in between")
+    free: int = setting(DEFAULTS["LengthSettings.free"], ge=0, doc="sampled tokens per episode without penalty")
+    limit: int = setting(
+        DEFAULTS["LengthSettings.limit"], ge=1, doc="sampled tokens at which the reward reaches -1; linear in between"
+    )
 
     def check(self) -> None:
-        """The reward falls over some distance."""
+        """`free` must be below `limit`."""
+        if is_open(self.free) or is_open(self.limit):
+            return
         if self.free >= self.limit:
             raise SettingsError(f"free: {self.free} must be below limit {self.limit}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings(Settings):
-    """How components are normalised and clipped, what a failing function leads to, and each component's own."""
+    """Normalisation and clipping of components, failure handling of user functions, options per component."""
 
     normalise: tuple[str, ...] = setting(
-        (), doc="components brought to mean 0 and deviation 1 by what they gave so far (learned and curiosity always)"
+        (), doc="components normalised to mean 0, std 1 by running statistics (learned and curiosity always are)"
     )
-    clip: float | None = setting(None, gt=0, doc="every part lies within +-this before it is weighed; left out: none")
+    clip: float | None = setting(None, gt=0, doc="components are clipped to +-this before weighting; default: none")
     on_error: Literal["stop", "mask"] = setting(
-        "stop", doc="when your function fails on a sample. mask: that sample carries no loss"
+        "stop", doc="reaction to a user function failing on a sample; mask: exclude the sample from the loss"
     )
     max_masked_rate: float = setting(
         0.1,
         gt=0,
         le=0.5,
-        doc="with mask: share of the rollouts scored at once beyond which the stage stops",
+        doc="with mask: failed share of the rollouts scored together beyond which the stage stops",
     )
     timeout_s: float | None = setting(
-        120.0, gt=0, doc="seconds that one call of your function may take; none: no limit, and a hang is never noticed"
+        120.0, gt=0, doc="timeout in seconds of one call of a user function; none: no limit, hangs go undetected"
     )
-    window: int = setting(20, ge=3, doc="iterations over which rewards are compared with true success")
+    window: int = setting(20, ge=3, doc="iterations over which reward and true success are compared")
     alarm_margin: float = setting(
-        0.05, gt=0, doc="alarm: success fell by this over the window, the reward rose by this many of its deviations"
+        0.05,
+        gt=0,
+        doc="alarm: over the window success fell by this and the reward rose by this many standard deviations",
     )
-    curiosity: CuriositySettings = setting(CuriositySettings(), doc="of the component curiosity")
-    coherence: CoherenceSettings = setting(CoherenceSettings(), doc="of the component coherence")
-    tool_use: ToolUseSettings = setting(ToolUseSettings(), doc="of the component tool_use")
+    curiosity: CuriositySettings = setting(CuriositySettings(), doc="options of component curiosity")
+    coherence: CoherenceSettings = setting(CoherenceSettings(), doc="options of component coherence")
+    tool_use: ToolUseSettings = setting(ToolUseSettings(), doc="options of component tool_use")
     format: FormatSettings = setting(FormatSettings(), doc="of the component format")
     length: LengthSettings = setting(LengthSettings(), doc="of the component length")

@@ -1,4 +1,4 @@
-"""Settings that trainers share, and those of the supervised and preference trainers."""
+"""Settings shared by all trainers, and those of the supervised and preference trainers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.defaults import DEFAULTS
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.parts import SamplingSettings
 
@@ -15,7 +16,7 @@ __all__ = ["LoopSettings", "OptimizerSettings", "PreferenceSettings", "RewardMod
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings(Settings):
-    """The optimizer, its schedule, and in which precision and memory the model computes."""
+    """Optimizer, learning-rate schedule, precision and memory."""
 
     optimizer: Literal["adamw", "muon"] = setting(
         "adamw", doc="muon: for hidden matrices (arXiv:2502.16982) and adapters; AdamW for embeddings, heads, vectors"
@@ -23,25 +24,30 @@ class OptimizerSettings(Settings):
     learning_rate: float = setting(1e-3, gt=0, le=1, doc="peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = setting("constant", doc="shape after the warm-up")
     warmup_steps: int = setting(10, ge=0, doc="optimizer steps of linear warm-up from 0")
-    min_lr_ratio: float = setting(0.1, ge=0, le=1, doc="floor of the schedule, as a share of the peak")
+    min_lr_ratio: float = setting(0.1, ge=0, le=1, doc="final learning rate as a share of the peak")
     weight_decay: float = setting(0.01, ge=0, doc="decoupled, on matrices only (arXiv:1711.05101)")
     betas: tuple[float, float] = setting((0.9, 0.95), ge=0, lt=1, doc="AdamW moments")
     eps: float = setting(1e-8, gt=0, doc="AdamW epsilon")
     muon_momentum: float = setting(0.95, ge=0, lt=1, doc="Muon's momentum (Nesterov)")
     max_grad_norm: float = setting(1.0, gt=0, doc="clip by global norm")
     grokfast_lambda: float = setting(
-        0.0, ge=0, doc="weight of the average gradient that is added to each gradient; 0 = off, arXiv:2405.20233 uses 2"
+        0.0, ge=0, doc="weight of the averaged gradient added to each gradient; 0 = off, arXiv:2405.20233 uses 2"
     )
     grokfast_alpha: float = setting(0.98, ge=0, lt=1, doc="decay of that average (arXiv:2405.20233)")
     ema_decay: float | None = setting(
-        None, gt=0, lt=1, doc="evaluate and keep a moving average of the weights, of about 1 / (1 - ema_decay) steps"
+        None,
+        gt=0,
+        lt=1,
+        doc="evaluate and save a moving average of the weights, over about 1 / (1 - ema_decay) steps",
     )
-    micro_batch_tokens: int = setting(16384, ge=1, doc="padded tokens of one forward pass; larger batches accumulate")
+    micro_batch_tokens: int = setting(
+        16384, ge=1, doc="padded tokens per forward pass; larger batches accumulate gradients"
+    )
     autocast: Literal["none", "bfloat16"] = setting(
-        "none", doc="bfloat16: the model computes in it (faster, less memory); weights and losses stay as they are"
+        "none", doc="bfloat16: compute dtype of the model (faster, less memory); weights and losses keep theirs"
     )
     activation_checkpointing: bool = setting(
-        False, doc="compute activations again in backward: less memory, about a third slower"
+        False, doc="recompute activations in backward: less memory, about a third slower"
     )
 
 
@@ -53,21 +59,22 @@ class LoopSettings(Settings):
     checkpoint_every: int = setting(50, ge=0, doc="iterations between checkpoints; 0 = only when stopped")
     keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
     patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
-    min_improvement: float = setting(0.0, ge=0, doc="what counts as an improvement")
-    max_nonfinite: int = setting(5, ge=1, doc="non-finite steps in a row that stop the run")
-    launch: LaunchSettings = setting(LaunchSettings(), doc="in which processes; no part of the stage's key")
+    min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
+    max_nonfinite: int = setting(5, ge=1, doc="consecutive non-finite steps that stop the run")
+    launch: LaunchSettings = setting(LaunchSettings(), doc="process launch; not part of the stage's key")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTSettings(OptimizerSettings, LoopSettings):
     """Supervised fine-tuning on completions."""
 
+    learning_rate: float = setting(DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
-    batch_size: int = setting(64, ge=1, doc="demonstrations of one optimizer step")
-    # On a CPU no faster than length-sorted micro-batches (tests/benchmarks/RESULTS.md), hence off.
+    batch_size: int = setting(64, ge=1, doc="demonstrations per optimizer step")
+    # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
     packing: bool = setting(
-        False, doc="several demonstrations in one row, each attending to itself alone; saves padding of unequal lengths"
+        False, doc="pack several demonstrations into one row with separate attention; saves padding"
     )
 
 
@@ -75,7 +82,8 @@ class SFTSettings(OptimizerSettings, LoopSettings):
 class RewardModelSettings(OptimizerSettings, LoopSettings):
     """Bradley-Terry reward model on preference pairs."""
 
-    epochs: float = setting(3.0, gt=0, doc="passes over the pairs")
+    learning_rate: float = setting(DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
+    epochs: float = setting(DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
     center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
@@ -83,24 +91,28 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
     group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
+    def check(self) -> None:
+        """Pairs need rollouts that differ."""
+        self.sampling.check_trainable()
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings(OptimizerSettings, LoopSettings):
     """Direct preference optimisation on pairs; the reference is the stage's starting model."""
 
-    # As in the policy stage: both move a model that SFT has made, and presets of 0.04M to 3M parameters take about a
-    # tenth of SFT's rate. Pretrained models need far less: 5e-7 at 7B (arXiv:2310.16944), about 5e-6 below 1B.
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate; 5e-6 to 5e-7 for pretrained models")
+    # As in the policy stage: both start from an SFT model, and presets of 0.04M to 3M parameters need about a tenth of
+    # SFT's rate.
+    learning_rate: float = setting(DEFAULTS["PreferenceSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     loss: Literal["dpo", "ipo"] = setting("dpo", doc="dpo (arXiv:2305.18290), or ipo (arXiv:2310.12036)")
-    beta: float = setting(0.1, gt=0, doc="how much leaving the reference costs (arXiv:2305.18290)")
+    beta: float = setting(0.1, gt=0, doc="strength of the KL constraint to the reference (arXiv:2305.18290)")
     label_smoothing: float = setting(
-        0.0, ge=0, lt=0.5, doc="share of pairs taken to be the wrong way round; above 0 is conservative DPO"
+        0.0, ge=0, lt=0.5, doc="assumed share of mislabelled pairs; above 0: conservative DPO"
     )
     sft_coef: float = setting(
         0.0, ge=0, doc="weight of the chosen completions' cross-entropy per token (RPO, arXiv:2404.19733)"
     )
-    epochs: float = setting(1.0, gt=0, doc="passes over the pairs; more than a few only fit the pairs themselves")
+    epochs: float = setting(1.0, gt=0, doc="passes over the pairs; more than a few overfit")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
     num_pairs: int = setting(2000, ge=10, doc="pairs made from scored rollouts, when no preference file is given")
@@ -108,9 +120,10 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
     def check(self) -> None:
-        """Smoothing belongs to the sigmoid loss."""
+        """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
+        self.sampling.check_trainable()
         if self.loss == "ipo" and self.label_smoothing > 0:
             raise SettingsError(
-                f"label_smoothing: {self.label_smoothing} has no place in ipo, which bounds the margin itself; "
+                f"label_smoothing: {self.label_smoothing} is not defined for ipo, which bounds the margin itself; "
                 "use loss dpo, or remove it"
             )

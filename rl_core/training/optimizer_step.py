@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from rl_core.capabilities import plain_head
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, Shards, gather_state, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic
-from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
@@ -78,7 +78,7 @@ class Updater:
         self._shards: Shards | None = None
         if process_group.size > 1:
             policy = model.policy if isinstance(model, PolicyWithCritic) else model
-            probe_head(policy)  # runs the model, which has to be whole for that
+            plain_head(policy)  # its trial runs the model, which has to be whole for that
             self._shards = Shards(model, process_group)
         self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]

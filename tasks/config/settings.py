@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from rl_core.errors import SettingsError, nearest
@@ -25,6 +25,7 @@ from rl_core.settings import (
     ThoughtsSettings,
     setting,
 )
+from tasks import stage_registry
 
 __all__ = [
     "STAGES",
@@ -37,10 +38,11 @@ __all__ = [
     "TrackingSettings",
 ]
 
-StageName = Literal[
-    "prepare_data", "sft", "preference", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote"
-]
-STAGES: tuple[StageName, ...] = get_args(StageName)  # in the order in which they run
+STAGES = stage_registry.names()  # in the order in which they run; later ones: `stage_registry.names()`
+if TYPE_CHECKING:
+    StageName = str
+else:
+    StageName = Literal[STAGES]  # a choice in Prefect's form
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
@@ -140,7 +142,7 @@ class StagesSettings(Settings):
     @property
     def active(self) -> tuple[StageName, ...]:
         """The stages that run, in order."""
-        return tuple(name for name in STAGES if getattr(self, name) is not None)
+        return tuple(name for name in stage_registry.names() if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +162,8 @@ class RunSettings(Settings):
     def check(self) -> None:
         """Timeouts are positive and name stages."""
         for stage, seconds in self.timeouts.items():
-            if stage not in STAGES:
-                raise SettingsError(f"timeouts.{stage}: no such stage; {nearest(stage, STAGES)}")
+            if stage not in stage_registry.names():
+                raise SettingsError(f"timeouts.{stage}: no such stage; {nearest(stage, stage_registry.names())}")
             if seconds <= 0:
                 raise SettingsError(f"timeouts.{stage}: {seconds} must be greater than 0")
 
@@ -188,7 +190,8 @@ class PipelineSettings(Settings):
             raise SettingsError(f"output: {self.output!r} must name a folder")
         if not self.stages.active:
             raise SettingsError(
-                f"stages: none is given; name at least one of {', '.join(STAGES)} (`sft: {{}}` = defaults)"
+                f"stages: none is given; name at least one of {', '.join(stage_registry.names())} "
+                "(`sft: {}` = defaults)"
             )
 
     @property

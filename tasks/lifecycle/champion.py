@@ -11,8 +11,7 @@ from pathlib import Path
 
 from rl_core.analysis.statistics import Difference, Rate, rate_difference
 from rl_core.evaluation import Evaluation
-from rl_core.settings import EvaluationSettings
-from tasks.config import PipelineSettings, StagesSettings
+from tasks.config import PipelineSettings, StagesSettings, evaluation_settings
 from tasks.tracking import ModelVersion
 
 __all__ = ["ChampionVerdict", "count_checks", "figure_of", "judge", "note_check", "settings_of_check"]
@@ -73,7 +72,7 @@ def settings_of_check(settings: PipelineSettings, champion: ModelVersion, number
     """
     text = f"{settings.seed}:check:{champion.version}:{number}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-    evaluation = dataclasses.replace(settings.stages.evaluate or EvaluationSettings(), episodes_seed=seed)
+    evaluation = dataclasses.replace(evaluation_settings(settings), episodes_seed=seed)
     return dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, path=champion.reference),

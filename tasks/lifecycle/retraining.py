@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.storage.folders import write_json_atomic
+from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import expire, read
 from tasks.lifecycle.data_lineage import NewData, Records, new_since, records_from_tags, tags_of_records
@@ -34,9 +35,6 @@ __all__ = [
 ]
 
 Start = Literal["champion", "base"]
-
-_TRAINING = ("sft", "preference", "policy", "thoughts")
-_FILE_OF = {"sft": "demonstrations", "preference": "preferences"}  # what a stage learns from, where it is a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +113,8 @@ def check(settings: PipelineSettings) -> None:
         raise SettingsError(
             f"stages.{missing[0]}: is missing; retraining promotes what passes the gate, so add `{missing[0]}: {{}}`"
         )
-    if not any(getattr(settings.stages, name) for name in _TRAINING):
-        raise SettingsError(f"stages: nothing trains a policy; add one of {', '.join(_TRAINING)}")
+    if not any(getattr(settings.stages, name) for name in stage_registry.policy_stages()):
+        raise SettingsError(f"stages: nothing trains a policy; add one of {', '.join(stage_registry.policy_stages())}")
 
 
 def reason_to_train(
@@ -242,13 +240,17 @@ def _nothing_new(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:
         return ()
     stages, data = settings.stages, settings.stages.prepare_data
     dropped = []
-    for stage, source in _FILE_OF.items():
+    for stage, source in ((known.name, known.learns_from) for known in stage_registry.stages() if known.learns_from):
         from_file = data is not None and getattr(data, source) is not None
-        fixed = from_file or stage == "sft"  # a demonstrator writes the same demonstrations again
-        changed = source in new.sources or (stage == "sft" and "environment" in new.sources and not from_file)
+        fixed = from_file or source == "demonstrations"  # a demonstrator writes the same demonstrations again
+        changed = source in new.sources or (
+            source == "demonstrations" and "environment" in new.sources and not from_file
+        )
         if getattr(stages, stage) is not None and fixed and not changed:
             dropped.append(stage)
-    left = [name for name in _TRAINING if getattr(stages, name) is not None and name not in dropped]
+    left = [
+        name for name in stage_registry.policy_stages() if getattr(stages, name) is not None and name not in dropped
+    ]
     return tuple(dropped) if left else ()
 
 

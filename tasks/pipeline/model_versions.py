@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.storage.folders import digest_folder
+from tasks import stage_registry
 from tasks.config import PipelineSettings, settings_digest
 from tasks.pipeline.key import code_version
 from tasks.pipeline.result import StageResult
 from tasks.tracking import Registry, RunTracker, is_registered_reference
 
 __all__ = ["ModelVersions", "registered_name"]
-
-_TRAINED = ("sft", "preference", "policy", "thoughts")  # stages whose model the next one starts from
 
 
 def registered_name(settings: PipelineSettings) -> str:
@@ -60,7 +60,7 @@ class ModelVersions:
 
     def register(self, tracker: RunTracker, folder: Path, stage: str, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Register a stage's model as a new version; returns the fields that this adds to the stage's summary."""
-        kind: Literal["policy", "reward_model"] = "reward_model" if stage == "reward_model" else "policy"
+        kind: Literal["policy", "reward_model"] = stage_registry.entry(stage).trains or "policy"
         name = f"{self.name}-reward-model" if kind == "reward_model" else self.name
         numbers = {key: value for key, value in (summary.get("metrics") or {}).items() if isinstance(value, float)}
         tags = {
@@ -90,7 +90,7 @@ class ModelVersions:
 
     def parent_tags(self, stage: str) -> dict[str, str]:
         """Tag with the model that a training stage starts from: a version, a path, a hub name or a preset."""
-        if stage not in (*_TRAINED, "reward_model"):
+        if stage_registry.entry(stage).trains is None:
             return {}
         parent = self._start_of(stage)
         version = parent.summary.get("model_version") if parent is not None else None
@@ -98,5 +98,6 @@ class ModelVersions:
 
     def _start_of(self, stage: str) -> StageResult | None:
         """The stage of this run whose model `stage` starts from; None = the pipeline's base model."""
-        before = _TRAINED[: _TRAINED.index(stage)] if stage in _TRAINED else _TRAINED
-        return next((self._results[name] for name in reversed(before) if name in self._results), None)
+        before = itertools.takewhile(lambda name: name != stage, stage_registry.names())
+        earlier = [name for name in before if name in stage_registry.policy_stages() and name in self._results]
+        return self._results[earlier[-1]] if earlier else None

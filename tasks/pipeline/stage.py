@@ -7,9 +7,10 @@
         <key>.tracking/   the journal of metrics and what was shipped of it
         <key>.lock        held while the stage runs
 
-The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version). The same
-key is not run twice; a changed one is. In how many processes a stage runs (`launch`) is no part of its key. A finished
-folder is verified against its manifest before it is used.
+The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version, content of
+the user's modules that settings name and of those that they import). The same key is not run twice; a changed one is.
+In how many processes a stage runs (`launch`) is no part of its key, nor are files that the user's code opens by itself.
+A finished folder is verified against its manifest before it is used.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
 from tasks.processes.launch import WORKERS, recover_events, run_in_workers
+from tasks.stage_registry import entry
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
@@ -220,7 +222,7 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
     )
     with _closed_by_outcome(tracker, stage.folder):
         summary = _run_body(context, body)
-        if (stage.folder / "model").is_dir() and stage.name != "prepare_data":
+        if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(time.monotonic() - started, 2)

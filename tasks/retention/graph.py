@@ -21,6 +21,7 @@ from rl_core.errors import CorruptError
 from rl_core.storage.folders import digest_bytes, read_manifest
 from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
 from tasks.pipeline.result import content_digest
+from tasks.stage_registry import result_stages
 from tasks.tracking import ModelVersion, Tracking
 from tasks.tracking.journal import events_path, read_lines
 from tasks.tracking.removal import StoredRun, stored_runs
@@ -29,7 +30,6 @@ __all__ = ["KEY", "RetentionGraph", "model_digest"]
 
 logger = logging.getLogger(__name__)
 
-_LOOKED = ("evaluate", "analyze", "promote")  # stages that nothing is made from
 KEY = re.compile(r"[0-9a-f]{16}")
 _VERSION = re.compile(r"models:/(.+)/(\d+)")
 
@@ -156,7 +156,7 @@ class RetentionGraph:
 
     def _follow_folder(self, folder: _Folder) -> None:
         self._need_run(folder.run_id)
-        if folder.stage in _LOOKED:  # at models of other runs, the champion of that time among them
+        if folder.stage in result_stages():  # at models of other runs, the champion of that time among them
             return
         for path, other in self.folders.items():
             if folder.inputs is None or other.digests & folder.inputs:

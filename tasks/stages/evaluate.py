@@ -14,7 +14,7 @@ from rl_core.evaluation import Evaluation, evaluate, heldout_requests
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.folders import write_json_atomic
-from tasks.config import PipelineSettings
+from tasks.config import PipelineSettings, evaluation_settings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy, make_environment, model_folder
@@ -32,7 +32,7 @@ def evaluate_models(
     label: str | None = None,
 ) -> StageResult:
     """Run the stage. `models`: what to evaluate, by the name that tables and pictures show."""
-    settings = pipeline_run.settings.stages.evaluate or EvaluationSettings()
+    settings = evaluation_settings(pipeline_run.settings)
     inputs: dict[str, StageResult | Path | str] = {f"model.{name}": model for name, model in models.items()}
     if data is not None:
         inputs["data"] = data

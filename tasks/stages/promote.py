@@ -37,23 +37,23 @@ class ChampionChanged(PosttrainError):
 
 
 def promote(
-    pipeline_run: PipelineRun, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun, evaluation: StageResult, challenger: StageResult, data: StageResult | None
 ) -> StageResult:
-    """Run the stage. `evaluation` holds the challenger's episodes under `name`; `challenger` is its stage.
+    """Run the stage. `evaluation` holds the challenger's episodes under the name of its stage.
 
     A champion that came while the comparison was made is compared with in turn: none is replaced unseen.
     Raises: ChampionChanged where that happens again and again.
     """
     for _ in range(CHAMPIONS_MET - 1):
         try:
-            return _promote(pipeline_run, evaluation, name, challenger, data)
+            return _promote(pipeline_run, evaluation, challenger, data)
         except ChampionChanged as changed:
             logger.warning("promotion: %s; comparing with it", changed)
-    return _promote(pipeline_run, evaluation, name, challenger, data)
+    return _promote(pipeline_run, evaluation, challenger, data)
 
 
 def _promote(
-    pipeline_run: PipelineRun, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun, evaluation: StageResult, challenger: StageResult, data: StageResult | None
 ) -> StageResult:
     settings = pipeline_run.settings.stages.promote or PromotionSettings()
     registered = pipeline_run.registered_model
@@ -70,7 +70,7 @@ def _promote(
         inputs["champion"] = champion_evaluation
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _gate(context, name, challenger, champion, champion_evaluation)
+        return _gate(context, challenger.stage, challenger, champion, champion_evaluation)
 
     result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
     return _asked(pipeline_run, result, champion.version if champion else None)

@@ -20,6 +20,7 @@ from rl_core.settings import AnalysisSettings
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
 from tasks.pipeline.result import StageResult
+from tasks.stage_registry import training_stages
 from tasks.stages.evaluate import read_evaluation, trajectories_path
 from tasks.tracking import read_metrics
 
@@ -241,7 +242,7 @@ def _cell(text: str) -> str:
 
 
 def _trained(result: StageResult) -> bool:
-    return result.stage in ("sft", "preference", "reward_model", "policy", "thoughts")
+    return result.stage in training_stages()
 
 
 def _curves(results: Mapping[str, StageResult]) -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.errors import BackendError, DataError, SettingsError
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
+from tasks.stage_registry import policy_stages
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,7 +54,7 @@ _REFUSED = {
 # What the table of runs shows, as MLflow keeps a view that someone shares: in a tag of the experiment, found by the
 # link's `viewStateShareKey`. Columns that no run has are left out by the page.
 VIEW = "posttrain"
-_MODELS = ("base", "sft", "preference", "policy", "thoughts", "champion")
+_MODELS = ("base", *policy_stages(), "champion")
 _SUCCESS = [f"metrics.`success_rate/{name}`" for name in _MODELS]
 _RESULT, _NAME = "tags.`result`", "attributes.`Run Name`"
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"

@@ -11,9 +11,9 @@ import pytest
 from helpers import ROOT
 
 from flows.cli import main as cli
-from flows.cli.parser import STAGE_NAMES, build_parser
+from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, DataError, SettingsError, Stopped
-from tasks.config import STAGES, from_dict
+from tasks.config import from_dict
 
 GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
 
@@ -63,13 +63,9 @@ def test_help_imports_nothing_heavy():
         assert done.stdout.splitlines()[-1] == "HEAVY []"
 
 
-def test_stage_names_are_the_pipeline_s():
-    assert STAGE_NAMES == STAGES
-
-
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:5] == ["run", "retrain", "validate", "stage", "profile"]
+    assert names[:5] == ["init", "run", "retrain", "validate", "stage"]
     assert names[5:10] == ["evaluate", "analyze", "promote", "approve", "resume"]
     assert names[10:] == ["up", "down", "status", "ui", "monitor", "runs", "gc", "doctor"]
     with pytest.raises(SystemExit):
@@ -122,6 +118,17 @@ def test_validate(config, capsys):
     assert cli.main(["validate", config]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
+
+
+def test_validate_warns_of_a_reward_model_that_no_reward_uses(config, capsys):
+    with open(config, "a") as file:
+        file.write("  reward_model: {}\n")
+    assert cli.main(["validate", config]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"posttrain: warning: {config}:5: stages.reward_model: is trained, but no reward")
+    assert "set stages.policy.rewards.learned to a weight" in captured.err and captured.out.startswith(config)
+    assert cli.main(["validate", config, "-s", "stages.policy.rewards={task: 1.0, learned: 0.1}"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):

@@ -50,10 +50,10 @@ BAD_PREFERENCES = [
     (b'{"prompt": "a", "chosen": "b"}', "rejected", "is missing"),
     (b'{"prompt": "", "chosen": "b", "rejected": "c"}', "prompt", "is empty"),
     (b'{"prompt": "a", "chosen": " \\n", "rejected": "c"}', "chosen", "is empty"),
-    (b'{"prompt": 3, "chosen": "b", "rejected": "c"}', "prompt", "has to be text, found a number (3)"),
-    (b'{"prompt": "a", "chosen": null, "rejected": "c"}', "chosen", "has to be text, found null"),
-    (b'{"prompt": "a", "chosen": true, "rejected": "c"}', "chosen", "has to be text, found a truth value (True)"),
-    (b'{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "chosen", "has to be text, found a list (['b'])"),
+    (b'{"prompt": 3, "chosen": "b", "rejected": "c"}', "prompt", "must be text, found a number (3)"),
+    (b'{"prompt": "a", "chosen": null, "rejected": "c"}', "chosen", "must be text, found null"),
+    (b'{"prompt": "a", "chosen": true, "rejected": "c"}', "chosen", "must be text, found a truth value (True)"),
+    (b'{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "chosen", "must be text, found a list (['b'])"),
     (b'{"prompt": "a", "chosen": "b", "rejected": "b "}', "chosen", "is equal to rejected, so nothing is preferred"),
     (b'{"prompt": NaN, "chosen": "b", "rejected": "c"}', "prompt", "nan is not a number that JSON has"),
     (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": {"y": [-Infinity]}}', "x.y[0]", "-inf is not a number"),
@@ -64,12 +64,12 @@ BAD_PREFERENCES = [
         "half of a surrogate pair (\\ud800 at character",
     ),
     (b'{"prompt": "a", "prompt": "z", "chosen": "b", "rejected": "c"}', "prompt", "appears twice in one object"),
-    (b'["a", "b", "c"]', "", "has to be an object, found a list (['a', 'b', 'c'])"),
-    (b"null", "", "has to be an object, found null"),
+    (b'["a", "b", "c"]', "", "must be an object, found a list (['a', 'b', 'c'])"),
+    (b"null", "", "must be an object, found null"),
     (b"[" * 100_000, "", "is nested too deeply"),
-    (b'{"x": ' + b"9" * 5000 + b"}", "", "is not JSON that can be read"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "seed": "7"}', "seed", "has to be an integer, found text ('7')"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "level": 7}', "level", "has to be text, found a number (7)"),
+    (b'{"x": ' + b"9" * 5000 + b"}", "", "is not readable as JSON"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "seed": "7"}', "seed", "must be an integer, found text ('7')"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "level": 7}', "level", "must be text, found a number (7)"),
 ]
 
 
@@ -223,14 +223,14 @@ USER = {"role": "user", "content": "u"}
     [
         ({"x": 1}, "messages", "is missing, and so are prompt and completion"),
         ({"prompt": "p"}, "completion", "is missing"),
-        ({"messages": "hi"}, "messages", "has to be a list of objects, found text ('hi')"),
+        ({"messages": "hi"}, "messages", "must be a list of objects, found text ('hi')"),
         ({"messages": []}, "messages", "is empty"),
-        ({"messages": ["hi"]}, "messages[0]", "has to be an object with role and content, found text ('hi')"),
+        ({"messages": ["hi"]}, "messages[0]", "must be an object with role and content, found text ('hi')"),
         ({"messages": [USER, {"content": "a"}]}, "messages[1].role", "is missing"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "has to be one of"),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "messages[0].role", "must be one of"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "messages[1].content", "found null"),
         ({"messages": [USER, {"role": "assistant", "content": ""}]}, "messages[1].content", "is empty"),
-        ({"messages": [USER]}, "messages[0].role", "has to be assistant at the end, found 'user'"),
+        ({"messages": [USER]}, "messages[0].role", "must be assistant at the end, found 'user'"),
     ],
 )
 def test_bad_demonstrations(tmp_path: Path, row: dict[str, Any], field: str, reason: str) -> None:
@@ -242,7 +242,7 @@ def test_bad_demonstrations(tmp_path: Path, row: dict[str, Any], field: str, rea
 def test_questions(tmp_path: Path) -> None:
     row = {"question": "1+1?", "answer": "2\n#### 2", "final": "2"}
     path = written(tmp_path, [row, {**row, "final": 2}])
-    assert problem_of(path, read_questions) == (2, "final", "has to be text, found a number (2)")
+    assert problem_of(path, read_questions) == (2, "final", "must be text, found a number (2)")
     assert read_questions(path, max_rows=1).rows == [row]
 
 
@@ -267,7 +267,7 @@ def test_parquet_is_read_with_row_numbers(tmp_path: Path) -> None:
         {"prompt": "d", "chosen": "4", "rejected": "z"},
     ]
     assert [(problem.line, problem.field) for problem in records.problems] == [(2, "chosen"), (3, "prompt")]
-    assert records.problems[1].reason == "has to be text, found null"
+    assert records.problems[1].reason == "must be text, found null"
     assert records.digest == hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -276,7 +276,7 @@ def test_parquet_holds_messages_and_wrong_types(tmp_path: Path) -> None:
     records = read_demonstrations(parquet(tmp_path, {"messages": messages, "level": [None]}))
     assert records.rows == [{"messages": messages[0]}]
     path = parquet(tmp_path, {"prompt": ["a", "b"], "chosen": [float("nan"), 1.0], "rejected": ["x", "y"]})
-    with pytest.raises(RecordsError, match=r"rows.parquet:1: chosen: has to be text, found a number \(nan\)"):
+    with pytest.raises(RecordsError, match=r"rows.parquet:1: chosen: must be text, found a number \(nan\)"):
         read_preferences(path)
 
 
@@ -288,7 +288,7 @@ def test_parquet_with_broken_text_loses_one_row(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_parquet(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not Parquet, whatever its name says"):
+    with pytest.raises(DataError, match="is not Parquet despite its name"):
         read_preferences(written(tmp_path, GOOD_LINE, "rows.parquet"))
     whole = parquet(tmp_path, {"prompt": ["a"] * 100}, "whole.parquet").read_bytes()
     with pytest.raises(DataError, match="cannot be read as Parquet"):

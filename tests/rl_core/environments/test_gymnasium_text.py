@@ -108,7 +108,7 @@ def test_demonstrations_show_the_form(fake: None) -> None:
 def test_a_class_by_import_path_may_wait(fake: None) -> None:
     environment = make("gymnasium", {"id": "gymnasium:Line", "options": {"length": 1}})
     assert environment.episode(0, "default").reset()[0]["content"].endswith("[.]G")
-    assert environment.quick is False
+    assert environment.blocking is True
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_with_the_package() -> None:
     assert episode.reset()[0]["content"].endswith("left, down, right, up\n[S]FFF\nFHFH\nFFFH\nHFFG")
     steps = [episode.step(word) for word in ("down", "down", "right", "right", "down", "right")]
     assert [step.terminated for step in steps] == [False] * 5 + [True] and steps[-1].success and steps[-1].reward == 1
-    assert steps[0].messages[0]["content"].endswith("SFFF\n[F]HFH\nFFFH\nHFFG") and lake.quick
+    assert steps[0].messages[0]["content"].endswith("SFFF\n[F]HFH\nFFFH\nHFFG") and not lake.blocking
     card = make("gymnasium", {"id": "Blackjack-v1"})
     assert card.episode(3, "default").reset()[0]["content"].endswith("you have 7, the dealer shows 10")
     slippery = make("gymnasium", {"id": "FrozenLake-v1", "options": {"map_name": "8x8"}})

@@ -115,7 +115,7 @@ def test_a_task_with_too_few_questions(fake: None) -> None:
         try:
             splits.append(begun(environment, seed).prompt)
         except EnvironmentFault as error:
-            assert "in 200 tries: it has too few different ones" in str(error)
+            assert "in 200 tries: it has too few distinct questions" in str(error)
     assert len(splits) == 1, "one question is of one split"
 
 

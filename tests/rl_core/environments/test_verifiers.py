@@ -68,7 +68,7 @@ def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> Non
     (child,) = environment._children._alive
     os.kill(child._process.pid, signal.SIGKILL)
     assert environment.episode(1, "all").step("x").info["scoring"].startswith("scoring failed: a child process died")
-    with pytest.raises(EnvironmentFault, match=r"has another task number .* each time it is read"):
+    with pytest.raises(EnvironmentFault, match=r"has a different task .* each time it is loaded"):
         environment.episode(1, "all").step("x")
 
 
@@ -79,7 +79,7 @@ def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> Non
         ({"taskset": "adding_tasks:Adder2"}, "AttributeError"),
         ({"taskset": "adding_tasks", "config": {"size": 3}}, "extra inputs are not permitted: ['size']"),
         ({"taskset": "adding_tasks:OfContainers"}, "its tasks need a container"),
-        ({"taskset": "adding_tasks:OfTools"}, "its tasks bring tools of their own"),
+        ({"taskset": "adding_tasks:OfTools"}, "its tasks define their own tools"),
         ({"taskset": "adding_tasks:OfSetups"}, "have a setup(), which needs a runtime"),
         ({"taskset": "adding_tasks:OfRuntimes"}, "its reward 'right' needs a runtime"),
         ({"taskset": "adding_tasks:OfUsers"}, "task 1 has no prompt"),

@@ -148,7 +148,7 @@ def test_returns_by_hand():
 
 def test_gae_refuses_what_it_cannot_use():
     mask, zeros = torch.tensor([[True, False]]), torch.zeros(1, 2)
-    with pytest.raises(DataError, match="reward stands on a masked token"):
+    with pytest.raises(DataError, match="non-zero at a masked token"):
         gae(torch.tensor([[0.0, 1.0]]), zeros, mask)
     with pytest.raises(DataError, match="values: nan"):
         gae(zeros, torch.full((1, 2), math.nan), mask)

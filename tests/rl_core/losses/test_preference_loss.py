@@ -70,7 +70,7 @@ def test_gradcheck(loss_fn):
 def test_chosen_nll_by_hand():
     loss, metrics = chosen_nll(t(-6.0, -2.0), t(3, 4), num_pairs=4)  # 2 and 0.5 nats per token
     assert loss.item() == metrics["chosen_nll"].item() == pytest.approx(2.5 / 4)
-    with pytest.raises(DataError, match="without tokens"):
+    with pytest.raises(DataError, match="needs at least one token"):
         chosen_nll(t(-6.0), t(0), num_pairs=1)
 
 

@@ -29,7 +29,6 @@ def rollout(task, *, errors=(), seed=0, ids=(1, 2)):
         completion_ids=list(ids),
         loss_mask=[True] * len(ids),
         sampler_logprobs=[-1.0] * len(ids),
-        reward=task,
         trajectory=trajectory,
     )
 

@@ -214,10 +214,10 @@ def test_ready_sessions_play_to_their_end_while_one_still_waits(slots: int) -> N
 class Scripted(Looking):
     """LookThenAnswer whose reset or step does something first."""
 
-    def __init__(self, on: str, work: Callable[[], object], quick: bool = False) -> None:
+    def __init__(self, on: str, work: Callable[[], object], blocking: bool = True) -> None:
         super().__init__()
         self.on, self.work, self.looks = on, work, False
-        self.quick = quick  # type: ignore[misc]
+        self.blocking = blocking  # type: ignore[misc]
 
     def episode(self, seed: int, level: str) -> Episode:
         environment = self
@@ -252,29 +252,29 @@ def test_resets_happen_side_by_side_too() -> None:
     assert [rollout.trajectory.seed for rollout in rollouts] == [1, 1, 2, 2, 3, 3, 4, 4]
 
 
-def test_quick_environments_stay_on_the_callers_thread() -> None:
+def test_non_blocking_environments_stay_on_the_callers_thread() -> None:
     threads: list[threading.Thread] = []
-    for quick in (True, False):
-        environment = Scripted("step", lambda: threads.append(threading.current_thread()), quick)
+    for blocking in (False, True):
+        environment = Scripted("step", lambda: threads.append(threading.current_thread()), blocking)
         play(environment, Typist(lambda sequence, turn: "A"), count=1, group_size=1)
     assert threads[0] is threading.current_thread() and threads[1] is not threads[0] and threads[1].daemon
 
 
-def test_slow_episodes_are_the_same_rollouts_as_quick_ones() -> None:
-    """Same tokens; whole rollouts equal to the last bit between two slow runs."""
+def test_blocking_episodes_give_the_same_rollouts_as_non_blocking_ones() -> None:
+    """Same tokens; whole rollouts bit-identical between two blocking runs."""
     backend = backend_of(Engine, [EOS, *range(2, VOCAB, 7)])
 
-    def run(quick: bool, **options: object) -> list:
-        environment = Scripted("step", lambda: time.sleep(0.0005), quick)
+    def run(blocking: bool, **options: object) -> list:
+        environment = Scripted("step", lambda: time.sleep(0.0005), blocking)
         environment.looks = True
         return play(environment, backend, count=8, group_size=3, **options)
 
-    quick, slow, again, ready = run(True), run(False), run(False), run(False, rejoin="ready")
-    assert sum(len(rollout.trajectory.turns) > 1 for rollout in quick) > 2
-    for other in (slow, ready):
-        assert [r.completion_ids for r in other] == [r.completion_ids for r in quick]
-        assert [r.reward for r in other] == [r.reward for r in quick]
-    assert slow == again
+    direct, threaded, again, ready = run(False), run(True), run(True), run(True, rejoin="ready")
+    assert sum(len(rollout.trajectory.turns) > 1 for rollout in direct) > 2
+    for other in (threaded, ready):
+        assert [r.completion_ids for r in other] == [r.completion_ids for r in direct]
+        assert [r.reward for r in other] == [r.reward for r in direct]
+    assert threaded == again
 
 
 @pytest.mark.parametrize(("on", "what"), [("step", "a step"), ("reset", "its reset")])

@@ -164,7 +164,7 @@ def test_micro_batches_change_neither_loss_nor_gradient():
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
     trainer = trainer_of(train=8, batch_size=8)
     trainer.model.load_state_dict(nano(seed=5).state_dict())
-    (batch,) = trainer._batches(pairs_of(8), trainer.references["train"])
+    (batch,) = trainer._batches(trainer._train)
     whole = float(trainer._loss(batch, 8, 1)[0].detach())
     halves = halve(batch)
     assert [len(half.ref_chosen_B) for half in halves] == [4, 4]
@@ -234,7 +234,7 @@ def test_bad_input_is_named():
 
 
 def test_settings_refuse_what_cannot_be():
-    with pytest.raises(SettingsError, match=r"label_smoothing: 0\.1 has no place in ipo"):
+    with pytest.raises(SettingsError, match=r"label_smoothing: 0\.1 is not defined for ipo"):
         PreferenceSettings(loss="ipo", label_smoothing=0.1)
     with pytest.raises(SettingsError, match="beta"):
         PreferenceSettings(beta=0.0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 
+from rl_core.capabilities import Decision
 from rl_core.errors import CheckpointError, DataError, NonFiniteError
 from rl_core.settings import SFTSettings
 from rl_core.storage import faults
@@ -151,7 +152,8 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens):
 
 
 def test_a_model_that_would_mix_packed_rows_gets_padded_ones(monkeypatch, caplog):
-    monkeypatch.setattr("rl_core.trainers.sft.can_pack", lambda model: False)
+    refused = Decision("sequence packing", False, "it mixes them")
+    monkeypatch.setattr("rl_core.trainers.sft.sequence_packing", lambda model: refused)
     trainer = trainer_of(packing=True, train=4)
     assert "LlamaForCausalLM with attention 'sdpa' mixes the sequences of a row" in caplog.text
     expected = mean_nll(trainer.model, rows_of(4))

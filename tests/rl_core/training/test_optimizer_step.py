@@ -253,7 +253,7 @@ def test_halves_of_a_train_batch_keep_every_field():
         input_ids_BS=torch.arange(15).reshape(5, 3),
         attention_mask_BS=torch.ones(5, 3, dtype=torch.bool),
         loss_mask_BS=torch.ones(5, 3, dtype=torch.bool),
-        advantages_BS=torch.arange(15.0).reshape(5, 3),
+        sampler_logprobs_BS=torch.arange(15.0).reshape(5, 3),
         position_ids_BS=torch.tensor([[0, 1, 2], [0, 1, 0], [0, 0, 0], [0, 1, 2], [0, 0, 1]]),
         rows=[4, 3, 2, 1, 0],
     )
@@ -262,7 +262,7 @@ def test_halves_of_a_train_batch_keep_every_field():
     assert second.to("cpu").position_ids_BS.tolist() == second.position_ids_BS.tolist()
     assert first.rows == [4, 3] and second.rows == [2, 1, 0]
     assert first.input_ids_BS.tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert second.advantages_BS.tolist()[0] == [6.0, 7.0, 8.0]
+    assert second.sampler_logprobs_BS.tolist()[0] == [6.0, 7.0, 8.0]
     assert second.old_logprobs_BS is None
     assert halve(halve(first)[0]) is None
     with pytest.raises(DataError, match="dataclass"):

@@ -224,13 +224,12 @@ def test_schema_has_every_field_with_its_meaning_and_range():
     policy = schema["$defs"]["PolicySettings"]
     assert policy["additionalProperties"] is False
     assert policy["properties"]["learning_rate"] == {
-        "default": 3e-4,
-        "description": "peak learning rate",
-        "exclusiveMinimum": 0,
-        "maximum": 1,
+        "anyOf": [{"exclusiveMinimum": 0, "maximum": 1, "type": "number"}, {"type": "null"}],
+        "default": None,  # a form that filled it in would set it, whatever the model
+        "description": "peak learning rate; left out: 1e-6, with LoRA 1e-5, presets 3e-4",
         "title": "Learning Rate",
-        "type": "number",
     }
+    assert policy["properties"]["sampling"]["default"]["max_completion_tokens"] is None
     assert policy["properties"]["betas"]["prefixItems"][0] == {"minimum": 0, "exclusiveMaximum": 1, "type": "number"}
     assert schema["properties"]["environment"]["default"] == {"name": "pixel_grid", "options": {}}
     assert schema["required"] == ["name", "stages"]

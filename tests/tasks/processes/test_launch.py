@@ -31,8 +31,8 @@ TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "torchrun", "nodes": 2}, "rdzv_endpoint: 2 nodes need a place to meet"),
-        ({"kind": "torchrun", "rdzv_endpoint": "node-1"}, "rdzv_endpoint: 'node-1' must read host:port"),
+        ({"kind": "torchrun", "nodes": 2}, "rdzv_endpoint: 2 nodes need a rendezvous"),
+        ({"kind": "torchrun", "rdzv_endpoint": "node-1"}, "rdzv_endpoint: 'node-1' must be host:port"),
         ({"processes": 2}, "kind: in_process is one process, but 2"),
     ],
 )

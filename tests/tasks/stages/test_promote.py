@@ -166,7 +166,7 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
         settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
         tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))),
     )  # fmt: skip
-    found = promote.promote(pipeline_run, stage_result(tmp_path), "policy", stage_result(tmp_path), None)
+    found = promote.promote(pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None)
     assert found.summary["note"] == "version 3 of m is the champion already" and cached == [("promote", "r")]
     assert registry.done == []
 
@@ -181,8 +181,8 @@ def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
         return "promoted"
 
     monkeypatch.setattr(promote, "_promote", once)
-    assert promote.promote("session", "evaluation", "sft", "challenger", None) == "promoted"
-    assert met == [("session", "evaluation", "sft", "challenger", None)] * 3
+    assert promote.promote("session", "evaluation", "challenger", None) == "promoted"
+    assert met == [("session", "evaluation", "challenger", None)] * 3
 
 
 def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
@@ -194,5 +194,5 @@ def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
 
     monkeypatch.setattr(promote, "_promote", never)
     with pytest.raises(ChampionChanged):
-        promote.promote("session", "evaluation", "sft", "challenger", None)
+        promote.promote("session", "evaluation", "challenger", None)
     assert len(met) == promote.CHAMPIONS_MET

@@ -1,4 +1,4 @@
-"""Every algorithm's credit and loss inside the trainer: by hand, by identity, and across a resume."""
+"""Every algorithm's advantages and loss inside the trainer: by hand, by identity, and across a resume."""
 
 import copy
 import math
@@ -22,9 +22,9 @@ from rl_core.settings import (
     ReplaySettings,
     SamplingSettings,
 )
-from rl_core.trainers.policy_gradient.advantages import compared_rewards, estimated_advantages, last_token_rewards
+from rl_core.trainers.policy_gradient.advantages import comparison_advantages, gae_advantages, last_token_rewards
 from rl_core.trainers.policy_gradient.losses import StepCounts, policy_loss
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, samples_of
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.types import StopReason
@@ -39,7 +39,7 @@ def played(trainer):
     return [rollout for group in trainer.groups for rollout in group.rollouts]
 
 
-# ---------------------------------------------------------------------------------------------------------- credit
+# ------------------------------------------------------------------------------------------------------ advantages
 
 
 def test_rewards_stand_on_the_last_loss_token():
@@ -50,11 +50,11 @@ def test_rewards_stand_on_the_last_loss_token():
         last_token_rewards(torch.tensor([1.0]), torch.zeros(1, 3, dtype=torch.bool))
 
 
-def test_estimated_advantages_by_hand():
+def test_gae_advantages_by_hand():
     # two loss tokens with an observation between them; V = 0.5, 0.25; lambda 0.5, gamma 1
     mask = torch.tensor([[True, False, True]] * 2)
     values = torch.tensor([[0.5, 9.0, 0.25]] * 2)
-    advantages, returns = estimated_advantages(
+    advantages, returns = gae_advantages(
         torch.tensor([1.0, 1.0]), torch.tensor([False, True]), values, torch.tensor([7.0, 2.0]), mask,
         gamma=1.0, gae_lambda=0.5,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_estimated_advantages_by_hand():
 def test_a_kl_penalty_is_taken_off_each_token():
     mask = torch.tensor([[True, True]])
     penalty = torch.tensor([[0.1, -0.3]])
-    advantages, _ = estimated_advantages(
+    advantages, _ = gae_advantages(
         torch.tensor([1.0]), torch.tensor([False]), torch.zeros(1, 2), torch.zeros(1), mask,
         gamma=1.0, gae_lambda=1.0, kl_penalty_RS=penalty,
     )  # fmt: skip
@@ -87,14 +87,15 @@ HALF = 0.5 / (0.5**0.5 + 1e-4)  # (1 - 1/2) over the std of (1, 0), which is sqr
         ("reinforce", [[0.75 / 0.5001, -0.25 / 0.5001], [-0.25 / 0.5001, -0.25 / 0.5001]]),
     ],
 )  # fmt: skip
-def test_compared_rewards_by_hand(algorithm, expected):
-    found = compared_rewards(torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64), algorithm)
-    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+def test_comparison_advantages_by_hand(algorithm, expected):
+    groups = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64).unbind()
+    found = comparison_advantages(groups, algorithm)
+    assert torch.allclose(torch.stack(found), torch.tensor(expected, dtype=torch.float64), atol=1e-12)
 
 
 def test_ppo_has_no_advantages_without_values():
     with pytest.raises(DataError, match="without a critic"):
-        compared_rewards(torch.ones(2, 2), "ppo")
+        comparison_advantages([torch.ones(2)], "ppo")
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -146,10 +147,11 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
         assert advantages == batch_advantages(rewards).flatten().tolist()
     fresh = make_trainer(tokenizer, algorithm=algorithm, **options)
     samples = [
-        Sample(TrainRow(r.prompt_ids, r.completion_ids, r.loss_mask, None, r.sampler_logprobs), r.reward, False)
+        Sample(TrainRow(r.prompt_ids, r.completion_ids, r.loss_mask, r.sampler_logprobs), r.reward, False)
         for r in rollouts
     ]
-    update = PolicyUpdate(fresh.actor_critic, fresh.settings, samples)
+    groups = [samples[start : start + 6] for start in range(0, 36, 6)]
+    update = PolicyUpdate(fresh.actor_critic, fresh.settings, groups)
     gradients = []
     fresh.updater.apply = lambda batches, loss: gradients.append(gradient(fresh.policy, batches, loss)) or {}
     update.run(np.random.default_rng(0))
@@ -271,9 +273,9 @@ def test_the_critics_agree_about_positions(tokenizer):
         with torch.no_grad():
             head.head.weight.copy_(line[None])
         rollouts = [([5, 6, 7], [8, 9, 10, 11], [True, False, True, True]), ([5], [6, 7], [True, True])]
-        samples = [Sample(TrainRow(p, c, m, None, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts]
-        buffer = RolloutBuffer(trainer.actor_critic, trainer.settings, samples)
-        buffer.measure_values([[0, 1]])
+        samples = [Sample(TrainRow(p, c, m, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts]
+        buffer = RolloutBuffer(trainer.actor_critic, trainer.settings, [samples])
+        buffer.compute_values([[0, 1]])
         found.append((buffer.values_RS, buffer.value_after_R))
         hidden = trainer.policy.base_model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).last_hidden_state[0]
         by_hand = (hidden @ line).detach()
@@ -286,7 +288,7 @@ def test_the_critics_agree_about_positions(tokenizer):
 # ------------------------------------------------------------------------------------------------- limits and weights
 
 
-def test_a_step_beyond_the_kl_limit_is_taken_back(tokenizer):
+def test_a_step_beyond_the_kl_limit_is_rolled_back(tokenizer):
     trainer = make_trainer(tokenizer, kl_max=1e-6, epochs=3, curriculum=LOW)
     before, state = weights(trainer), copy.deepcopy(trainer.updater.optimizer.state_dict())
     metrics = trainer.step()
@@ -323,11 +325,11 @@ def test_importance_weights_follow_from_stale_samples(tokenizer):
     metrics = trainer.step()
     assert metrics["policy/importance_mean"] == pytest.approx(1, abs=1e-4)  # fresh rollouts
     assert metrics["policy/effective_sample_share"] == pytest.approx(1, abs=1e-4)
-    samples = [
-        Sample(TrainRow([5], [6, 7], [True, True], None, [-60.0, 0.0]), 1.0, False),
-        Sample(TrainRow([5], [6, 7], [True, True], None, [-60.0, 0.0]), 0.0, False),
-    ] * 18  # fmt: skip
-    update = PolicyUpdate(trainer.actor_critic, trainer.settings, samples)
+    group = [
+        Sample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 1.0, False),
+        Sample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 0.0, False),
+    ] * 3  # fmt: skip
+    update = PolicyUpdate(trainer.actor_critic, trainer.settings, [group] * 6)
     metrics = update.run(np.random.default_rng(0))
     # the first token was next to impossible for the sampler (weight 2, the cap), the second certain (weight pi)
     share = metrics["policy/importance_mean"]
@@ -341,15 +343,15 @@ def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
     metrics = trainer.step()
     assert metrics["train/replayed_rollouts"] == 18 and metrics["train/trained_rollouts"] <= 54
     assert first and all(s.advantage is not None for g in trainer._replay._past[0] for s in g)
-    drawn = trainer._replay.draw(np.random.default_rng(0), 6)
+    drawn = [s for group in trainer._replay.draw(np.random.default_rng(0), 6) for s in group]
     assert len(drawn) == 18 and len({id(s.row) for s in drawn}) == 18 and all(s.is_replayed for s in drawn)
     copied = ReplayBuffer(trainer.settings.replay)
     copied.load_state_dict(trainer._replay.state_dict())
     assert copied.state_dict().keys() == trainer._replay.state_dict().keys()
-    again = copied.draw(np.random.default_rng(0), 6)
+    again = [s for group in copied.draw(np.random.default_rng(0), 6) for s in group]
     assert again == [
         Sample(
-            TrainRow(list(s.row.prompt_ids), list(s.row.completion_ids), list(s.row.loss_mask), None,
+            TrainRow(list(s.row.prompt_ids), list(s.row.completion_ids), list(s.row.loss_mask),
                      list(s.row.sampler_logprobs)), s.reward, s.is_truncated, s.advantage, True,
         ) for s in drawn
     ]  # fmt: skip
@@ -375,8 +377,9 @@ def test_what_a_cut_rollout_is_worth_afterwards(tokenizer, stop_reason, bootstra
     for rollout in (rollout for group in trainer.groups for rollout in group.rollouts):
         rollout.trajectory.stop_reason = stop_reason
         rollout.is_truncated = stop_reason is not StopReason.TERMINATED
-    samples = samples_of(trainer.groups, bootstrap_limits=bootstrap_limits)
-    assert samples and all(sample.is_truncated is expected for sample in samples)
+    groups = sample_groups(trainer.groups, bootstrap_limits=bootstrap_limits)
+    assert [len(group) for group in groups] == [6] * 6
+    assert all(sample.is_truncated is expected for group in groups for sample in group)
 
 
 # ----------------------------------------------------------------------------------------- dynamic sampling, rewards
@@ -418,8 +421,8 @@ def test_a_kl_reward_changes_the_comparison(tokenizer):
     trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo")
     for _ in range(4):
         metrics = trainer.step()
-    experience_kl = metrics["policy/ref_kl"]
-    assert abs(experience_kl) > 1e-4
+    kl = metrics["policy/ref_kl"]
+    assert abs(kl) > 1e-4
     rewards = torch.tensor([group.rewards for group in trainer.groups])
     plain = (rewards - rewards.mean(1, keepdim=True)).flatten()
     given = torch.tensor([a for group in trainer.groups for a in group.advantages])
@@ -441,13 +444,13 @@ def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
     tokenizer, monkeypatch, options, is_measured
 ):
     calls = []
-    measured = RolloutBuffer.measure_old
+    compute = RolloutBuffer.compute_old_logprobs
 
     def spy(buffer, plan):
         calls.append(1)
-        measured(buffer, plan)
+        compute(buffer, plan)
 
-    monkeypatch.setattr(RolloutBuffer, "measure_old", spy)
+    monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", spy)
     found = []
     for forced in (False, True):
         trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo", **options)
@@ -498,14 +501,14 @@ def test_each_algorithm_has_its_own_clip():
     ("options", "message"),
     [
         (dict(group_size=1, algorithm="gspo"), "without a baseline"),
-        (dict(critic=CriticSettings()), "critic: grpo has no use"),
+        (dict(critic=CriticSettings()), "critic: not used by grpo"),
         (dict(algorithm="reinforce", epochs=2), "importance: reinforce has no ratio"),
         (dict(replay=ReplaySettings()), "importance: replay"),
         (dict(algorithm="ppo", replay=ReplaySettings(), importance="token", critic=CriticSettings(kind="shared")),
          "replay: needs a separate critic"),
         (dict(kl_controller="adaptive"), "kl_controller: needs kl_coef"),
         (dict(entropy_floor=0.1), "entropy_floor: 0.1 is above"),
-        (dict(algorithm="ppo", dynamic_sampling_tries=1), "dynamic_sampling_tries: ppo"),
+        (dict(algorithm="ppo", dynamic_sampling_tries=1), "dynamic_sampling_tries: not used by ppo"),
         (dict(overlong_buffer=9, sampling=SamplingSettings(max_completion_tokens=8)), "overlong_buffer: 9 is more"),
     ],
 )  # fmt: skip

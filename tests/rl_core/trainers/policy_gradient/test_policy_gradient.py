@@ -76,7 +76,7 @@ def test_micro_batches_change_nothing(tokenizer):
 def test_rollouts_without_advantage_need_no_forward_pass(tokenizer, monkeypatch):
     lean, full = make_trainer(tokenizer), make_trainer(tokenizer)
     one = lean.step()
-    monkeypatch.setattr(policy_update.PolicyUpdate, "_picked", lambda self, indices: list(indices))
+    monkeypatch.setattr(policy_update.PolicyUpdate, "_trained_rows", lambda self, indices: list(indices))
     two = full.step()
     assert one["train/trained_rollouts"] < 36 and two["perf/update_seconds"] > 0
     assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-6)

@@ -25,7 +25,7 @@ from rl_core.settings import (
 )
 from rl_core.trainers.policy_gradient import update as policy_update
 from rl_core.trainers.policy_gradient.advantages import fill_masked_rewards
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, samples_of
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, sample_groups
 
 FAULTY = "faulty_reward_for_test:score"
 
@@ -65,10 +65,11 @@ def faulty(monkeypatch):
 def test_masked_rewards_by_hand():
     rewards = torch.tensor([[1.0, 9.0, 3.0], [5.0, 6.0, 7.0], [9.0, 9.0, 9.0]])
     masked = torch.tensor([[False, True, False], [False] * 3, [True] * 3])
-    filled = fill_masked_rewards(rewards, masked)
+    filled = torch.stack(fill_masked_rewards(rewards.unbind(), masked.unbind()))
     assert filled.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0], [pytest.approx(22 / 5)] * 3]
     assert group_advantages(filled, method="rloo")[0].tolist() == [-1.5, 0.0, 1.5]
-    assert fill_masked_rewards(rewards, torch.zeros(3, 3, dtype=torch.bool)) is rewards
+    untouched = fill_masked_rewards(rewards.unbind(), torch.zeros(3, 3, dtype=torch.bool).unbind())
+    assert torch.equal(torch.stack(untouched), rewards)
 
 
 def kept_update(monkeypatch):
@@ -116,12 +117,13 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm
 def test_replayed_samples_stay_masked(tokenizer, faulty):
     trainer = make_trainer(tokenizer, rewards=faulty, curriculum=LOW)
     trainer.step()
-    samples = samples_of(trainer.groups)
+    groups = sample_groups(trainer.groups)
     buffer, resumed = ReplayBuffer(ReplaySettings()), ReplayBuffer(ReplaySettings())
-    buffer.add([samples])
+    buffer.add(groups)
     resumed.load_state_dict(buffer.state_dict())
-    (group,) = resumed._past[0]
-    assert [s.is_masked for s in group] == [s.is_masked for s in samples] and all(s.is_replayed for s in group)
+    for found, group in zip(resumed._past[0], groups, strict=True):
+        assert [s.is_masked for s in found] == [s.is_masked for s in group] and any(s.is_masked for s in found)
+        assert all(s.is_replayed for s in found)
 
 
 def test_weights_follow_the_curriculum(tokenizer):
