@@ -1,4 +1,4 @@
-"""The score of a reward model as a reward, normalised by what it has scored so far."""
+"""Reward component: score of a reward model, normalised over the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Scorer = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # token ids of wh
 class LearnedReward(Component):
     """A reward model's score of each rollout's tokens, shifted and scaled to mean 0 and deviation 1 over the run.
 
-    Bradley-Terry scores have no natural zero or unit; normalised, the weight means the same for every reward model.
-    Metrics: score (mean, as the model gave it), running_mean, running_std.
+    Bradley-Terry scores have no natural zero or unit; normalised, a weight means the same for every reward model.
+    Metrics: score (mean of the raw scores), running_mean, running_std.
     """
 
     def __init__(self, scorer: Scorer) -> None:

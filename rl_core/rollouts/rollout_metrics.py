@@ -1,4 +1,4 @@
-"""What an iteration's rollouts and updates look like, as scalars."""
+"""Scalar metrics of an iteration: its rollouts, and its optimizer steps combined."""
 
 from __future__ import annotations
 

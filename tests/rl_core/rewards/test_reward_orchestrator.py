@@ -8,7 +8,9 @@ import pytest
 from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.learned import LearnedReward
 from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.overlong import OverlongPenalty
 from rl_core.rewards.running_stats import RunningNorm
+from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
 
@@ -64,6 +66,18 @@ def test_weighted_sum_parts_and_metrics():
     assert metrics["reward/std"] == pytest.approx(math.sqrt(sum((r - 0.3125) ** 2 for r in rewards) / 4))
     assert metrics["reward/task"] == 0.25 and metrics["reward/tool_use"] == -0.75
     assert metrics["reward/weighted/task"] == 0.5 and metrics["reward/weighted/tool_use"] == -0.1875
+
+
+def test_a_penalty_is_added_to_the_total_as_it_is():
+    """Limit 4, buffer 2: 2 tokens cost nothing, 3 cost 1/2, 4 cost 1."""
+    made = [RolloutGroup([rollout(1.0, ids=[1] * length) for length in (2, 3, 4)])]
+    orchestrator = RewardOrchestrator({"task": 2.0}, options=RewardSettings(clip=0.25))
+    metrics = orchestrator.score(made, penalties={"overlong": OverlongPenalty(max_tokens=4, buffer=2)})
+    assert made[0].rewards == [0.5, 0.0, -0.5]  # 2 * 0.25, neither clipped nor weighed after it
+    assert made[0].rollouts[2].trajectory.rewards == {"task": 1.0, "weighted/task": 0.5, "overlong": -1.0}
+    assert (metrics["reward/overlong"], metrics["reward/mean"]) == (-0.5, 0.0)
+    with pytest.raises(AttributeError):
+        made[0].rollouts[0].reward = 1.0  # it is the trajectory's
 
 
 def test_weights_can_change_during_a_run():

@@ -263,7 +263,7 @@ def test_halves_of_a_train_batch_keep_every_field():
     assert first.rows == [4, 3] and second.rows == [2, 1, 0]
     assert first.input_ids_BS.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert second.sampler_logprobs_BS.tolist()[0] == [6.0, 7.0, 8.0]
-    assert second.old_logprobs_BS is None
+    assert second.temperatures_BS is None
     assert halve(halve(first)[0]) is None
     with pytest.raises(DataError, match="dataclass"):
         halve([1, 2])
