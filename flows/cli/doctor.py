@@ -1,4 +1,4 @@
-"""`posttrain doctor`: what this machine has, and what is missing."""
+"""`posttrain doctor`: checks of this machine, its packages, devices, folders and servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CONSTRAINTS = shipped("constraints.txt")
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     state: Literal["ok", "note", "bad"]  # note: works, but worth knowing; bad: something needed is missing
@@ -40,7 +40,7 @@ class Finding:
 
     @property
     def is_bad(self) -> bool:
-        """Whether a pipeline cannot run like this."""
+        """True = a pipeline cannot run like this."""
         return self.state == "bad"
 
 
@@ -250,7 +250,7 @@ def _dead_runs(output: Path) -> Iterator[Finding]:
 
 
 def _asked(url: str) -> str:
-    """What went wrong when a server was asked for its health; "" = it answered."""
+    """Problem of a server that was asked for its health; "" = it answered."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS):
             return ""
@@ -262,7 +262,7 @@ def _asked(url: str) -> str:
 
 
 def _opened(path: Path) -> str:
-    """What went wrong when a sqlite file was opened; "" = it is a database."""
+    """Problem of a sqlite file; "" = it is a database."""
     try:
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=TIMEOUT_SECONDS)
         try:
@@ -275,7 +275,7 @@ def _opened(path: Path) -> str:
 
 
 def _connected(uri: str) -> str:
-    """What went wrong when a database server was connected to; "" = it answered."""
+    """Problem of a database server; "" = it answered."""
     import sqlalchemy
 
     try:

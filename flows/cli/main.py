@@ -373,7 +373,7 @@ def runs(arguments: argparse.Namespace) -> int:
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Say what this machine has and what is missing."""
+    """Say what this machine has and what is missing, repair dead runs, or explain a model's fast paths."""
     settings = _optional(arguments)
     from flows.cli.doctor import examine, report
 
@@ -386,6 +386,11 @@ def doctor(arguments: argparse.Namespace) -> int:
         from flows.runtime.repair import repair
 
         print("\n".join(repair(output, uri)))
+        return 0
+    if arguments.model is not None:
+        from flows.cli.model_capabilities import explain
+
+        print(explain(arguments.model, settings.model if settings else None, output, uri))
         return 0
     findings = examine(output, uri)
     print(report(findings))

@@ -355,11 +355,17 @@ def _add_runs(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    examples = ["doctor", "doctor --config configs/gsm8k.yaml", "doctor --repair"]
+    examples = ["doctor", "doctor --config configs/gsm8k.yaml", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B"]
     about = "check versions, devices, stores and folders; exits with 1 when something needed is missing"
     parser = _add(commands, "doctor", about, examples)
     parser.add_argument(
         "--repair", action="store_true", help="mark runs that were killed without a word; offers resume"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="say which fast paths this model folder, hub name or models:/NAME@ALIAS may take here, and why (dtype, "
+        "device and adapters as in --config)",
     )
     _add_config(parser, option=True)
     _add_output(parser)

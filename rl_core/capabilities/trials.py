@@ -47,7 +47,7 @@ def _head_obstacles(base: Any, head: Any) -> Iterator[str]:
     if head is None:
         yield "it has no output head"
     if type(head) is not nn.Linear:
-        yield f"its output head is {type(head).__name__}, not a plain linear layer"
+        yield f"its output head is {type(head).__name__} of {type(head).__module__}, not torch's"
     for option in _LOGIT_OPTIONS:
         if getattr(base.config, option, None):
             yield f"it scales or caps its logits ({option} = {getattr(base.config, option)})"

@@ -32,14 +32,14 @@ class _Step(ctypes.Structure):
 
 
 class Norm(Protocol):
-    """What is needed of `layers.RmsNorm`."""
+    """Interface of `decoder_layers.RmsNorm`."""
 
     weight: torch.Tensor
     eps: float
 
 
 class DecodeStep:
-    """What all layers of one decoding step have in common. It keeps the tensors that the compiled code points to."""
+    """Arguments of one decoding step that all layers share. It keeps the tensors that the compiled code points to."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class DecodeKernels:
 
     @staticmethod
     def can_attend(*, head_dim: int, query_heads: int, kv_heads: int) -> bool:
-        """Whether heads have a size that the code is made for."""
+        """True = the code supports heads of this size and so many queries a key."""
         return head_dim % WIDTH == 0 and head_dim <= LARGEST_HEAD and query_heads // kv_heads <= MOST_IN_GROUP
 
     def normed(self, x_NH: torch.Tensor, eps: float) -> torch.Tensor:

@@ -1,6 +1,10 @@
-"""Weights packed for products with few rows (`int8_gemm.c`), on processors whose tiles (AMX) multiply 8-bit integers.
+"""Float32 products with few rows by 8-bit integers (`int8_gemm.c`), on processors with AMX tiles.
 
-As exact as float32, in three quarters of its place. N rows, I inputs, O outputs.
+Ozaki scheme on integer units (Ootomo, Ozaki & Yokota 2024, arXiv:2306.11975): numbers become fixed-point with a scale
+for each row, as a sum of 8-bit digits (weights three, inputs four), whose products are exact. Weights are packed
+beforehand. As exact as float32, in three quarters of its memory.
+
+N rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -22,7 +26,7 @@ class Int8Gemm:
     def __init__(self, code: ctypes.CDLL) -> None:
         count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
         self.size, self._room, self.pack, self.product = (
-            getattr(code, name) for name in ("packed_size", "digits_room", "pack_right", "product_packed")
+            getattr(code, name) for name in ("packed_size", "int8_gemm_room", "pack_right", "product_packed")
         )
         self.size.argtypes, self.size.restype = (count, count), count
         self._room.argtypes, self._room.restype = (count,), count
@@ -32,12 +36,12 @@ class Int8Gemm:
         self._scratch = Scratch()
 
     def place_for(self, threads: int) -> int:
-        """Where rows are put while they are multiplied."""
+        """Address of scratch memory for the rows while they are multiplied."""
         return self._scratch.place(self._room(threads))
 
 
 class PackedMatrix:
-    """A contiguous weight [O, I] as it was when it was packed."""
+    """A packed copy of a contiguous weight [O, I]."""
 
     def __init__(self, gemm: Int8Gemm, weight_OI: torch.Tensor, arena: Arena) -> None:
         self.gemm = gemm
@@ -60,4 +64,4 @@ class PackedMatrix:
 def load() -> Int8Gemm | None:
     """The functions, or None where nothing is compiled or the processor has no such tiles."""
     code = build.load()
-    return Int8Gemm(code) if code is not None and code.matrix_ready() else None
+    return Int8Gemm(code) if code is not None and code.tiles_ready() else None

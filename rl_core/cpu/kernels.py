@@ -1,6 +1,6 @@
 """Parts of a transformer's layer with backward passes of their own: fewer passes over memory than autograd's.
 
-On a CPU they are compiled code where there is some (`rl_core.cpu`), torch's kernels otherwise.
+On a CPU they are compiled code where it is available, torch's kernels otherwise.
 
 N tokens, H hidden, I width of the MLP, O outputs of linear layers.
 """
@@ -21,7 +21,7 @@ __all__ = ["add_norm", "add_weight_grad", "gated_silu", "input_grad", "linear", 
 
 
 def linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """What some linear layers make of one input, side by side: [N, sum of O]. Adapters are called as they are."""
+    """Outputs of some linear layers for one input, side by side: [N, sum of O]. Adapters are called as they are."""
     if all(_is_plain(module) for module in modules):
         weights = [module.weight for module in modules]
         biases = [module.bias for module in modules if module.bias is not None]

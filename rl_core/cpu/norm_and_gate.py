@@ -1,4 +1,4 @@
-"""What layers do between their matrix products in training, in compiled code (`norm_and_gate.c`).
+"""RMS norms and SwiGLU gates, forward and backward, in compiled code (`norm_and_gate.c`); for training.
 
 All tensors are contiguous float32 on the CPU. N tokens, H hidden, I width of the MLP.
 """

@@ -1,7 +1,7 @@
-"""Causal self-attention of a batch's real tokens, which lie end to end and are there once where rows begin alike.
+"""Causal self-attention over a batch's real tokens, laid end to end, with common prefixes stored once.
 
-Where compiled code is available on a CPU (`rl_core.cpu.attention_kernel`) it takes the rows as they are; torch's
-kernel sees rectangles instead: rows of similar length together.
+Compiled code (`rl_core.cpu.attention_kernel`) takes rows of any length; torch's kernel gets rectangles instead, each of
+rows of similar length.
 
 B rows, T real tokens, N of them of which no two have the same beginning, h all heads, D head size.
 """

@@ -21,11 +21,13 @@ from rl_core.storage.rng_state import restore_rng, rng_state
 
 __all__ = ["StageSnapshots"]
 
+_COUNTERS = ("num_steps", "skipped_steps", "max_tokens")  # of an optimizer step, not restored
+
 
 class RestorableOptimizer(Protocol):
-    """The part of `training.optimizer_step.Updater` that a rollback needs."""
+    """The part of `training.optimizer_step.OptimizerStep` that a rollback needs."""
 
-    step: int
+    num_steps: int
     skipped_steps: int
     max_tokens: int | None
     learning_rate_scale: float
@@ -40,10 +42,10 @@ class RestorableOptimizer(Protocol):
 class StageSnapshots:
     """Snapshots by the index of the stage that was entered, on the CPU, each as large as model and optimizer."""
 
-    def __init__(self, model: nn.Module, updaters: Sequence[RestorableOptimizer]) -> None:
-        """`model`: all that trains, the critic included. `updaters`: the policy's, and a separate critic's."""
+    def __init__(self, model: nn.Module, optimizer_steps: Sequence[RestorableOptimizer]) -> None:
+        """model: all that trains, the critic included. optimizer_steps: the policy's, and a separate critic's."""
         self.model = model
-        self.updaters = tuple(updaters)
+        self.optimizer_steps = tuple(optimizer_steps)
         self._snapshots: dict[int, dict[str, Any]] = {}
 
     def keep(self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]) -> None:
@@ -57,7 +59,7 @@ class StageSnapshots:
         if index in restorable and index not in self._snapshots:
             self._snapshots[index] = {
                 "model": trainable_weights(self.model, copy=True),
-                "updaters": [_copied(updater.state_dict()) for updater in self.updaters],
+                "optimizer_steps": [_copied(optimizer_step.state_dict()) for optimizer_step in self.optimizer_steps],
                 "extra": _copied(extra()),
                 "rng": rng_state(),
             }
@@ -74,12 +76,13 @@ class StageSnapshots:
             raise CheckpointError(f"curriculum stage {index} has to be begun again, but its entry was not kept")
         entry = self._snapshots[index]
         load_trainable_weights(self.model, entry["model"])
-        for updater, state in zip(self.updaters, entry["updaters"], strict=True):
-            step, skipped, max_tokens = updater.step, updater.skipped_steps, updater.max_tokens
-            scale = updater.learning_rate_scale * learning_rate_factor
-            updater.load_state_dict(_copied(state))  # a copy: an optimizer works on in the tensors that it loads
-            updater.step, updater.skipped_steps, updater.max_tokens = step, skipped, max_tokens
-            updater.learning_rate_scale = scale
+        for optimizer_step, state in zip(self.optimizer_steps, entry["optimizer_steps"], strict=True):
+            kept = {name: getattr(optimizer_step, name) for name in _COUNTERS}
+            scale = optimizer_step.learning_rate_scale * learning_rate_factor
+            optimizer_step.load_state_dict(_copied(state))  # a copy: an optimizer works on in the tensors that it loads
+            for name, value in kept.items():
+                setattr(optimizer_step, name, value)
+            optimizer_step.learning_rate_scale = scale
         restore_rng(entry["rng"])
         return dict(_copied(entry["extra"]))
 

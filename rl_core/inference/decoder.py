@@ -1,7 +1,7 @@
 """The forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
 
 Every run takes the module's parameters as they are when it begins, so an optimizer step in place is all it takes to
-sample from new weights. On a GPU they are read where they are; on a CPU the run packs copies (`layers.py`).
+sample from new weights. On a GPU they are read where they are; on a CPU the run packs copies (`decoder_layers.py`).
 
 n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size,
 Q query heads, K key/value heads.
@@ -33,7 +33,7 @@ __all__ = ["Decoder", "AppendedTokens"]
 
 @dataclass(slots=True)
 class AppendedTokens:
-    """Tokens that some slots take in beside the one that every slot takes in (observations appended to the cache).
+    """Observation tokens that some slots append to the cache in the step in which every slot takes in its newest token.
 
     X extended slots; each row is padded to W = the longest.
     """
@@ -80,8 +80,8 @@ class Decoder:
 
     @torch.inference_mode()
     def reserve(self, slots: int, max_length: int) -> None:
-        """Make room for `slots` sequences of at most `max_length` tokens; larger room from before is kept."""
-        padding_slot = 0 if self.graphs is None else 1  # the slot of rows that only fill up a recorded step
+        """Allocate cache for `slots` sequences of at most `max_length` tokens; a larger one from before is kept."""
+        padding_slot = 0 if self.graphs is None else 1  # of rows that only fill up a recorded step
         shape = (len(self._layers), 2, slots + padding_slot, self.kv_heads, max_length, self.head_dim)
         cache = self._cache
         if (
@@ -101,7 +101,7 @@ class Decoder:
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
 
     def _make_tables(self, cache: torch.Tensor) -> None:
-        """What steps look up: views of the cache, positions, sines."""
+        """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
         self._keys = [cache[layer, 0].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._values = [cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._slot_strides_1K = torch.arange(self.kv_heads, device=self.device)[None] * self.max_length
@@ -119,7 +119,7 @@ class Decoder:
         return pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
 
     def _make_fused_step(self, cache: torch.Tensor) -> FusedStep | None:
-        """A step in one call, where everything in it is compiled."""
+        """A whole step in one call, where that is allowed."""
         if not isinstance(self._head, PackedOutputHead) or not decoding.fused_step(self._base).allowed:
             return None
         weights = [layer.packed_weights() for layer in self._layers if isinstance(layer, PackedLayer)]
@@ -128,7 +128,7 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
-        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; what padding leaves there is never read."""
+        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; those of padding are never read."""
         rows, width = ids_MT.shape
         kv = self._embedding.new_empty(len(self._layers), 2, rows, self.kv_heads, width, self.head_dim)
         x_NH = self._embedding[ids_MT.reshape(-1)]
@@ -143,7 +143,7 @@ class Decoder:
             )
             kv[index, 0] = k_MKTD
             kv[index, 1] = v_NKD.view(rows, width, -1, self.head_dim).transpose(1, 2)
-            if index + 1 == len(self._layers):  # nobody reads what the last layer adds
+            if index + 1 == len(self._layers):  # the output of the last layer is not read
                 break
             out_MQTD = functional.scaled_dot_product_attention(
                 q_MQTD,
@@ -175,14 +175,14 @@ class Decoder:
         positions_N: torch.Tensor,
         count: int,
         length: int,
-        extension: AppendedTokens | None = None,
+        appended: AppendedTokens | None = None,
         slots_n: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take in new tokens and give the logits that follow the last one of each active slot.
 
         Args:
             tokens_N, positions_N: int64 [N]; the first n = `count` are the newest tokens of slots 0..n-1, the others
-                (observations) come before these and are described by `extension`.
+                (observations) come before these and are described by `appended`.
             length: attended prefix, the longest of all active slots, new tokens included.
             slots_n: where the newest tokens' keys and values go; 0, 1, ... where it is left out.
         Returns: [n, V].
@@ -190,14 +190,14 @@ class Decoder:
         cache = self._cache
         assert cache is not None
         slots_N = self._positions[:count] if slots_n is None else slots_n
-        if extension is not None:
-            slots_N = torch.cat([slots_N, extension.slots_E])
+        if appended is not None:
+            slots_N = torch.cat([slots_N, appended.slots_E])
         if self._compiled is not None:
             return self._step_compiled(self._compiled, tokens_N, positions_N, slots_N, count)
         index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
         masked_nL = self._positions[:length] > positions_N[:count, None]
         mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
-        extended_mask = self._extension_mask(extension) if extension is not None else mask_n11L
+        extended_mask = self._appended_mask(appended) if appended is not None else mask_n11L
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
@@ -211,8 +211,8 @@ class Decoder:
             ).reshape(count, -1)
             if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
                 x_NH = x_NH[:count]
-            elif extension is not None:
-                extra_EE = self._attend_extension(layer, extension, extended_mask, qk_NhD, keys, values)
+            elif appended is not None:
+                extra_EE = self._attend_appended(layer, appended, extended_mask, qk_NhD, keys, values)
                 out_NE = torch.cat([out_NE, extra_EE])
             x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
         return self._head(x_NH)
@@ -220,7 +220,7 @@ class Decoder:
     def sample(
         self, tokens_n: np.ndarray, positions_n: np.ndarray, uniforms_n: np.ndarray, temperature: float
     ) -> np.ndarray:
-        """`step` and `draw` by recordings (`graphs`): one upload, one replay, one read-back.
+        """`step` and `draw` by recorded steps (`graphs`): one upload, one replay, one read-back.
 
         Returns: float64 [2, n], tokens and log-probabilities.
         """
@@ -229,7 +229,7 @@ class Decoder:
         rows = min(padded_rows(count), self.slots)
         length = min(padded_length(int(positions_n.max()) + 1), self.max_length)
         inputs_4R = np.zeros((4, rows))  # token ids are exact in float64
-        inputs_4R[3] = self.slots  # nobody's
+        inputs_4R[3] = self.slots  # the padding slot
         inputs_4R[:, :count] = tokens_n, positions_n, uniforms_n, np.arange(count)
 
         @torch.inference_mode()
@@ -284,34 +284,34 @@ class Decoder:
         turned_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
         return torch.addcmul(qk_NhD * cos_N1D, turned_NhD, sin_N1D), v_NKD
 
-    def _attend_extension(
+    def _attend_appended(
         self,
         layer: Layer,
-        extension: AppendedTokens,
+        appended: AppendedTokens,
         mask_X1rL: torch.Tensor,
         qk_NhD: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
         """Attention of the E observation tokens over their own slots: [E, Q * D]."""
-        count, width = extension.rows_XW.shape
-        q_XWKGD = qk_NhD[extension.rows_XW.view(-1), : self.query_heads].view(
+        count, width = appended.rows_XW.shape
+        q_XWKGD = qk_NhD[appended.rows_XW.view(-1), : self.query_heads].view(
             count, width, self.kv_heads, -1, self.head_dim
         )
         q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(count, self.kv_heads, -1, self.head_dim)  # r = G * W rows
         out_XKrD = functional.scaled_dot_product_attention(
             q_XKrD,
-            keys[extension.slots_X, :, : extension.length],
-            values[extension.slots_X, :, : extension.length],
+            keys[appended.slots_X, :, : appended.length],
+            values[appended.slots_X, :, : appended.length],
             attn_mask=mask_X1rL,
             scale=layer.scale,
         )
         out_XKGWD = out_XKrD.view(count, self.kv_heads, -1, width, self.head_dim)
         out_SE = out_XKGWD.permute(0, 3, 1, 2, 4).reshape(count * width, -1)
-        return out_SE[extension.places_E]
+        return out_SE[appended.places_E]
 
-    def _extension_mask(self, extension: AppendedTokens) -> torch.Tensor:
+    def _appended_mask(self, appended: AppendedTokens) -> torch.Tensor:
         """Causal mask [X, 1, G * W, L] of the observation tokens, added to their scores."""
-        masked_XWL = self._positions[: extension.length] > extension.positions_XW[:, :, None]
+        masked_XWL = self._positions[: appended.length] > appended.positions_XW[:, :, None]
         mask_XWL = torch.zeros_like(masked_XWL, dtype=self.dtype).masked_fill_(masked_XWL, -torch.inf)
         return mask_XWL.repeat(1, self.query_heads // self.kv_heads, 1)[:, None]

@@ -1,7 +1,7 @@
 """One layer of Llama, Qwen2 or Qwen3 for decoding: its three products with weights, and the norms before them.
 
 `Layer` reads the module's parameters where they are. `PackedLayer`, for the CPU, multiplies by copies that are made
-anew before every run: laid out for it, with queries, keys and values side by side, gate and up too, and the norms'
+anew before every run: queries, keys and values side by side, gate and up too, and the norms'
 weights multiplied in. With a few dozen rows a matrix product on a CPU is bound by how it walks through the weights.
 
 N tokens, H hidden, F features of the MLP, V vocabulary, D head size, h all query, key and value heads.
@@ -48,7 +48,7 @@ class RmsNorm:
 
 
 class Layer:
-    """One decoder layer's parameters, seen without their modules."""
+    """One decoder layer's parameters, without their modules."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -75,7 +75,7 @@ class Layer:
         return joined
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
-        """x + what was attended to, through the output projection; x may be changed."""
+        """x + output projection of the attended values; x may be changed."""
         weight, bias = self.out
         x_NH = torch.addmm(x_NH, attended_NE, weight.t())
         return x_NH if bias is None else x_NH.add_(bias)
@@ -144,7 +144,7 @@ class OutputHead:
 
 
 class PackedOutputHead(OutputHead):
-    """The same by a packed copy."""
+    """As `OutputHead`, by a packed copy of the weight."""
 
     def __init__(self, base: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
         super().__init__(base)

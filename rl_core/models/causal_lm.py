@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "load_tokenizer",
+    "load_without_weights",
     "num_parameters",
     "save",
 ]
@@ -128,6 +129,27 @@ def load(
             torch.manual_seed(seed)
             model = lora.add_adapter(model, settings.lora)
     return model.to(device_of(settings)).train(), tokenizer
+
+
+def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
+    """The causal language model of a folder or hub name on the meta device, built from its config alone.
+
+    Adapters are added when `settings.lora` is given. Raises: CheckpointError as `load`.
+    """
+    place = _checked_place(path)
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype_of(settings), trust_remote_code=settings.trust_remote_code
+            )
+            if settings.lora is not None:
+                model = lora.add_adapter(model, settings.lora)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise _unreadable(place, "config", error) from error
+    return model.train()
 
 
 def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:

@@ -35,7 +35,7 @@ _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """What a model says about the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
+    """Outputs of a model at the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
 
     logprobs_BS: torch.Tensor  # nats
     entropy_BS: torch.Tensor | None = None  # nats, of the distribution over the vocabulary before the token

@@ -54,7 +54,7 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
 
 
 def is_lora(model: torch.nn.Module) -> bool:
-    """Whether `model` is wrapped by peft."""
+    """True = `model` is wrapped by peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 

@@ -61,7 +61,7 @@ POINTS = frozenset(
 
 
 class InjectedFault(OSError):
-    """What the action `raise` raises: looks like a full disk."""
+    """Error of the action `raise`; it looks like a full disk."""
 
 
 @dataclass(slots=True)

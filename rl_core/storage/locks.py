@@ -29,7 +29,7 @@ class FolderLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock."""
+        """True = this object holds the lock."""
         return self._descriptor is not None
 
     def __enter__(self) -> FolderLock:

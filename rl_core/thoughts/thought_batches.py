@@ -28,7 +28,7 @@ class ThoughtRow:
 
 @dataclass
 class ThoughtBatch:
-    """A micro-batch with one row per sequence in every tensor, so that the updater can halve one that does not fit."""
+    """A micro-batch with one row per sequence in every tensor, so that one that does not fit can be halved."""
 
     input_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     lengths_B: torch.Tensor  # int64 [B], real tokens

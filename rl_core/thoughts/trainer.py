@@ -58,7 +58,7 @@ from rl_core.thoughts.gain import thought_gain
 from rl_core.thoughts.thought_batches import ThoughtBatch, ThoughtRow, thought_batches, thought_rows
 from rl_core.timing import span
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import RolloutGroup, TrainBatch
 
 __all__ = ["ThoughtsTrainer"]
@@ -111,7 +111,7 @@ class ThoughtsTrainer(RolloutTrainer):
         self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
         self.device = next(model.parameters()).device
         self.baseline = Baseline(model.config.hidden_size, settings.baseline_learning_rate, self.device)
-        self.updater = Updater(
+        self.optimizer_step = OptimizerStep(
             model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
         self._counts = (0, 0)  # thought and answer tokens of the current optimizer step
@@ -234,7 +234,7 @@ class ThoughtsTrainer(RolloutTrainer):
 
         logprobs_N = torch.zeros(len(spans), dtype=torch.float64)
         for row, values in zip(
-            used, self.updater.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
+            used, self.optimizer_step.sharded.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
         ):
             logprobs_N[of_row[row]] = torch.tensor(values, dtype=torch.float64)
         return logprobs_N
@@ -248,7 +248,9 @@ class ThoughtsTrainer(RolloutTrainer):
             limit = self.settings.micro_batch_tokens
             return [t.cpu() for t in pooled_states(self.model, ids, ends, pad_id=self.pad_id, max_tokens=limit)]
 
-        found = self.updater.all_gather_rows(episodes, [len(episode.ids) for episode in episodes], compute)
+        found = self.optimizer_step.sharded.all_gather_rows(
+            episodes, [len(episode.ids) for episode in episodes], compute
+        )
         return [states.to(self.device) for states in found]
 
     def _advantages(
@@ -296,8 +298,8 @@ class ThoughtsTrainer(RolloutTrainer):
         def build(some: list[ThoughtRow]) -> list[ThoughtBatch]:
             return thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
 
-        batches = self.updater.process_group.batches(rows, [len(row.ids) for row in rows], build)
-        return self.updater.apply(batches, self.loss)
+        batches = self.optimizer_step.process_group.batches(rows, [len(row.ids) for row in rows], build)
+        return self.optimizer_step.apply(batches, self.loss)
 
     def _temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
         """Thought tokens (the one that ends it included) at their sampling temperature, correct answers at 1."""

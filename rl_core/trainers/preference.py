@@ -64,7 +64,7 @@ class _ReferencedPair(NamedTuple):
 
 @dataclass
 class _ComparedPairBatch:
-    """A micro-batch with one row per pair in every tensor, so that the updater can halve one that does not fit."""
+    """A micro-batch with one row per pair in every tensor; the optimizer step halves one that does not fit."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S

@@ -35,7 +35,7 @@ def longer_answer_baseline(pairs: Sequence[tuple[Sized, Sized]]) -> float:
 
 @dataclass
 class _ScoredPairBatch:
-    """A micro-batch with one row per pair in every tensor, so that the updater can halve one that does not fit."""
+    """A micro-batch with one row per pair in every tensor; the optimizer step halves one that does not fit."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S
@@ -97,8 +97,12 @@ class RewardModelTrainer(SupervisedTrainer[Pair, _ScoredPairBatch]):
             values = heads.score_batch(self.model, [rows[index] for index in indices], pad_id=self._pad_id)
             return list(zip(indices, values, strict=True))
 
-        batches = self.updater.process_group.batches(range(len(rows)), [len(row) for row in rows], build)
-        scores = dict(pair for part in self.updater.measure(batches, measure) for pair in part)
+        batches = self.optimizer_step.process_group.batches(range(len(rows)), [len(row) for row in rows], build)
+        scores = dict(
+            pair
+            for part in self.optimizer_step.sharded.measure(batches, measure, self.optimizer_step.autocast())
+            for pair in part
+        )
         return [scores[index] for index in range(len(rows))]
 
     def _num_tokens(self, example: Pair) -> int:

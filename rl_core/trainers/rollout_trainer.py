@@ -15,7 +15,7 @@ from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.settings import PolicySettings, SamplingSettings, ThoughtsSettings
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import Rollout, RolloutGroup
 
 __all__ = ["RolloutRecord", "RolloutTrainer"]
@@ -27,11 +27,11 @@ class RolloutTrainer(ABC):
     """Common part of trainers that play episodes with the policy that they train.
 
     Episodes and sampling of an iteration follow from `seed` and the iteration's number, so no generator is saved.
-    Subclasses set `updater`.
+    Subclasses set `optimizer_step`.
     """
 
     settings: PolicySettings | ThoughtsSettings
-    updater: Updater  # of the policy's optimizer
+    optimizer_step: OptimizerStep  # of the policy's optimizer
 
     def __init__(
         self,
@@ -114,11 +114,11 @@ class RolloutTrainer(ABC):
                 group_size=group_size,
                 sampling=sampling,
                 seed=sequence_seed(self.seed, *purpose),
-                policy_version=self.updater.step,
+                policy_version=self.optimizer_step.num_steps,
                 process_group=self.process_group,
             )
 
-        return self.updater.with_full_weights_independent(play)
+        return self.optimizer_step.sharded.with_full_weights_independent(play)
 
     def _record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         if self.record is not None and self.process_group.is_rank_zero:

@@ -15,7 +15,7 @@ from rl_core.data.batches import DataOrder, micro_batches
 from rl_core.distributed import DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SFTSettings
-from rl_core.training.optimizer_step import LossFn, Updater, combine_metrics
+from rl_core.training.optimizer_step import LossFn, OptimizerStep, combine_metrics
 
 __all__ = ["SupervisedTrainer", "pair_micro_batches"]
 
@@ -59,7 +59,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self.order = DataOrder(len(train), settings.batch_size, seed)
         steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
         self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
-        self.updater = Updater(
+        self.optimizer_step = OptimizerStep(
             model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
 
@@ -90,11 +90,11 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
             loss, metrics = loss_fn(batch)
             return loss, {f"train/{name}": value for name, value in metrics.items()}
 
-        metrics = self.updater.apply(self._batches(examples), named)
+        metrics = self.optimizer_step.apply(self._batches(examples), named)
         return {
             **metrics,
             "train/tokens": float(num_tokens),
-            "train/epoch": self.updater.step / self.order.batches_per_epoch,
+            "train/epoch": self.optimizer_step.num_steps / self.order.batches_per_epoch,
             "perf/tokens_per_second": num_tokens / max(time.perf_counter() - started, 1e-9),
         }
 
@@ -112,12 +112,14 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
             loss, metrics = loss_fn(batch)
             return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
-        return combine_metrics(self.updater.measure(self._batches(examples), measure))
+        return combine_metrics(
+            self.optimizer_step.sharded.measure(self._batches(examples), measure, self.optimizer_step.autocast())
+        )
 
     def _batches(self, examples: Sequence[Example]) -> list[Batch | DummyBatch[Batch]]:
         """This process's micro-batches of these examples."""
         lengths = [self._length(example) for example in examples]
-        return self.updater.process_group.batches(examples, lengths, self._build_batches)
+        return self.optimizer_step.process_group.batches(examples, lengths, self._build_batches)
 
     def state_dict(self) -> dict[str, Any]:
         """Position in the order of examples."""

@@ -4,7 +4,7 @@ Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoin
 a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
 With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
 
-Where several processes train one model (`Updater.process_group`), each runs this loop on the same numbers, so all
+Where several processes train one model (`OptimizerStep.process_group`), each runs this loop on the same numbers, so all
 decide alike; rank 0 alone logs, reads and writes. A stop signal to any of them stops all.
 """
 
@@ -32,7 +32,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.folders import write_text_atomic
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import (
     check_fingerprint,
@@ -56,7 +56,7 @@ HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
 
 
 class Trainer(Protocol):
-    """What the loop trains. The loop itself saves the model's trainable weights, the updater and the global RNGs.
+    """Interface of a trainer. The loop itself saves the model's trainable weights, the optimizer step and global RNGs.
 
     A trainer may also have a property `finished -> str | None`: the reason why it wants no further iteration.
     """
@@ -66,8 +66,8 @@ class Trainer(Protocol):
         """The module whose trainable parameters and buffers are saved, and restored from the best evaluation."""
 
     @property
-    def updater(self) -> Updater:
-        """Owner of the optimizer; `updater.step` is the x axis of the metrics."""
+    def optimizer_step(self) -> OptimizerStep:
+        """Owner of the optimizer; `optimizer_step.num_steps` is the x axis of the metrics."""
 
     def step(self) -> Mapping[str, float]:
         """One iteration; its metrics, fully named (`train/loss`)."""
@@ -87,7 +87,7 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class LoopOutcome:
-    """How a run of the loop ended. The trainer's model then holds the weights that `metrics` were measured on."""
+    """Outcome of a run of the loop; the trainer's model holds the weights that `metrics` were measured on."""
 
     iterations: int  # done in all, those before a resume included
     steps: int  # optimizer steps in all
@@ -156,7 +156,7 @@ def run_loop(
         stop=StopRequests(stop_event),
         export_to=history,
         clock=clock,
-        process_group=trainer.updater.process_group,
+        process_group=trainer.optimizer_step.process_group,
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.stop)
@@ -205,7 +205,7 @@ class _Loop:
         self._leave_best()
         return LoopOutcome(
             iterations=self.state.iteration,
-            steps=self.trainer.updater.step,
+            steps=self.trainer.optimizer_step.num_steps,
             stop_reason=reason,
             best_metric=self.state.best_value,
             metrics=self.state.metrics if self.state.best_iteration is None else self.state.best_metrics,
@@ -231,8 +231,8 @@ class _Loop:
             metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - started
         metrics["perf/memory_gb"] = peak_memory_gb(self.trainer.model)
-        updater = self.trainer.updater
-        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=updater.computes_in_bfloat16)
+        optimizer_step = self.trainer.optimizer_step
+        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=optimizer_step.computes_in_bfloat16)
         spans.pop("optimizer_flops", None)
         metrics |= {f"perf/{name}_seconds": seconds for name, seconds in (spans | self.overheads).items()}
         self.overheads.clear()
@@ -245,7 +245,7 @@ class _Loop:
         fault("loop.logged")
 
     def _log(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log what is finite at the updater's step; count the rest."""
+        """Log what is finite at the optimizer step's step; count the rest."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
@@ -255,8 +255,8 @@ class _Loop:
             finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
         started = self.clock()
         if self.process_group.is_rank_zero:
-            self.tracker.log_metrics(finite, self.trainer.updater.step)
-        self.history.observe(finite, self.trainer.updater.step)
+            self.tracker.log_metrics(finite, self.trainer.optimizer_step.num_steps)
+        self.history.observe(finite, self.trainer.optimizer_step.num_steps)
         self._export(EXPORT_SECONDS)
         self._spent("tracking", started)
         return finite
@@ -285,7 +285,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         started = self.clock()
-        with self.trainer.updater.averaged():  # what is evaluated is what is kept
+        with self.trainer.optimizer_step.ema.swapped_in():  # what is evaluated is what is kept
             measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
             raw = self.process_group.on_rank_zero(lambda: measured)
             if self.best_metric is not None:
@@ -314,10 +314,10 @@ class _Loop:
     def _leave_best(self) -> None:
         """The model as the outcome describes it: the best weights, or the last; their average with ema_decay."""
         if self.best_weights is None or self.state.best_iteration == self.state.iteration:
-            self.trainer.updater.adopt_average()
+            self.trainer.optimizer_step.ema.adopt()
             return
         load_trainable_weights(self.trainer.model, self.best_weights)
-        self.trainer.updater.refresh_masters()
+        self.trainer.optimizer_step.master_weights.refresh()
         logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
 
     def _stop_when_asked(self) -> None:
@@ -344,7 +344,7 @@ class _Loop:
         state = {
             "model": trainable_weights(self.trainer.model),
             "best_model": self.best_weights,
-            "updater": self.trainer.updater.state_dict(),
+            "optimizer_step": self.trainer.optimizer_step.state_dict(),
             "trainer": self.trainer.state_dict(),
             "loop": asdict(self.state),
             "history": self.history.state_dict(),
@@ -352,7 +352,7 @@ class _Loop:
             "rng": rng_state(),
         }
         if self.process_group.size > 1:
-            state = self.trainer.updater.gather_state(state)
+            state = self.trainer.optimizer_step.sharded.gather_state(state)
             state["workers"] = {"size": self.process_group.size, "rng": self.process_group.all_gather(state["rng"])}
         if self.process_group.is_rank_zero:
             self.checkpoints.save(state)
@@ -364,7 +364,7 @@ class _Loop:
         if self.checkpoints is None:
             return
         state = self.checkpoints.load_latest() if self.process_group.is_rank_zero else None
-        state = self.trainer.updater.scatter_state(state, self.trainer.model)
+        state = self.trainer.optimizer_step.sharded.scatter_state(state, self.trainer.model)
         if state is None:
             return
         saved_by = state.get("workers", {"size": 1, "rng": [state["rng"]]})
@@ -374,7 +374,7 @@ class _Loop:
         check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed, besides=besides)
         load_trainable_weights(self.trainer.model, state["model"])
         self.best_weights = state["best_model"]
-        self.trainer.updater.load_state_dict(state["updater"])
+        self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
         self.trainer.load_state_dict(state["trainer"])
         self.state = _Progress(**state["loop"])
         self.history.load_state_dict(state["history"])
@@ -390,4 +390,4 @@ class _Loop:
             )
             if self.process_group.is_rank_zero:
                 restore_rng(state["rng"])
-        logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.updater.step)
+        logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.optimizer_step.num_steps)

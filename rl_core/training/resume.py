@@ -1,4 +1,4 @@
-"""Parts of a resumable state: trainable weights, random generators, and the fingerprint of what must not change."""
+"""Parts of a resumable state: trainable weights, random generators, and the run's fingerprint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def runtime_fingerprint(model: nn.Module) -> dict[str, Any]:
-    """What changes float sums though settings and data are equal: threads, torch, kind of device."""
+    """Properties of the runtime that change float sums: threads, torch version, device."""
     device = next(model.parameters()).device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"threads": torch.get_num_threads(), "torch": torch.__version__, "device": name}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from rl_core.distributed import ProcessGroup
     from rl_core.training.loop import LoopOutcome, Trainer
-    from rl_core.training.optimizer_step import Updater
+    from rl_core.training.optimizer_step import OptimizerStep
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
@@ -108,7 +108,7 @@ class StageContext:
 
     def save_model(
         self,
-        updater: Updater,
+        optimizer_step: OptimizerStep,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         load: Callable[[PipelineSettings], PreTrainedModel],
@@ -119,14 +119,14 @@ class StageContext:
         CPU: no GPU need hold them all.
 
         Args:
-            updater: that has trained the model.
+            optimizer_step: that has trained the model.
             load: gives the model that training started from, for settings with another device.
         """
         from rl_core.models import causal_lm
         from rl_core.training.resume import load_trainable_weights, trainable_weights
 
         if self.process_group.size > 1:
-            weights = updater.gather_state(trainable_weights(model))
+            weights = optimizer_step.sharded.gather_state(trainable_weights(model))
             if not self.process_group.is_rank_zero:
                 return
             on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")

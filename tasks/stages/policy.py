@@ -73,7 +73,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         trainer, settings.iterations, best_metric="eval/success_rate" if settings.patience is not None else None
     )
     context.save_model(
-        trainer.updater,
+        trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,

@@ -59,7 +59,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         larger_is_better=False,
     )
     context.save_model(
-        trainer.updater,
+        trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,

@@ -40,7 +40,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         trainer, trainer.total_steps, best_metric="eval/accuracy" if settings.patience is not None else None
     )
     context.save_model(
-        trainer.updater,
+        trainer.optimizer_step,
         model,
         tokenizer,
         lambda pipeline: heads.reward_model_from(context.inputs["model"], pipeline.model, seed=context.seed)[0],

@@ -51,7 +51,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     )
     outcome = context.train(trainer, settings.iterations, best_metric=f"eval/{settings.select_by}")
     context.save_model(
-        trainer.updater,
+        trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
@@ -98,7 +98,7 @@ def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) ->
         max_tokens=settings.micro_batch_tokens,
     )
     return judge_thoughts(
-        trainer.updater.with_full_weights_independent(examine),
+        trainer.optimizer_step.sharded.with_full_weights_independent(examine),
         min_dependence=settings.min_dependence,
         bootstrap_samples=settings.bootstrap_samples,
         seed=context.seed,

@@ -365,7 +365,7 @@ def one_gradient(actor_critic: Any, settings: Any, groups: Any, name: str, updat
     import numpy as np
     import torch
 
-    own = dataclasses.replace(actor_critic, critic_updater=None)
+    own = dataclasses.replace(actor_critic, critic_optimizer_step=None)
     if settings.algorithm != "ppo":
         own = dataclasses.replace(own, critic=None)
     update = update_class(own, settings, groups)
@@ -389,11 +389,11 @@ def one_gradient(actor_critic: Any, settings: Any, groups: Any, name: str, updat
         own.policy.zero_grad()
         return {}
 
-    original, own.updater.apply = own.updater.apply, apply
+    original, own.optimizer_step.apply = own.optimizer_step.apply, apply
     try:
         update.run(np.random.default_rng(0))
     finally:
-        own.updater.apply = original
+        own.optimizer_step.apply = original
     size = sum(p.numel() for p in own.policy.parameters())
     return caught[0] if caught else torch.zeros(size)
 

@@ -26,7 +26,7 @@ from rl_core.settings import PolicySettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, gae_advantages
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
 __all__ = ["ActorCritic", "RolloutBuffer", "make_actor_critic"]
@@ -39,11 +39,11 @@ class ActorCritic:
     """The trainable models (policy, critic), their optimizers, and the frozen reference."""
 
     policy: PreTrainedModel
-    updater: Updater  # of the policy, value head included
+    optimizer_step: OptimizerStep  # of the policy, value head included
     pad_id: int
     reference: PreTrainedModel | None = None  # of the KL term, frozen
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
-    critic_updater: Updater | None = None  # of a separate critic
+    critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
 
     @property
     def device(self) -> torch.device:
@@ -89,7 +89,7 @@ class RolloutBuffer:
 
     def batches(self, indices: Sequence[int]) -> list[TrainBatch | DummyBatch[TrainBatch]]:
         """Micro-batches of this process's share of these rows; `TrainBatch.rows` indexes the rows of the iteration."""
-        process_group = self.actor_critic.updater.process_group
+        process_group = self.actor_critic.optimizer_step.process_group
         if process_group.size > 1:  # a share without a loss token would leave a process without a micro-batch
             has_loss = self.mask_RS.any(1).tolist()
             indices = [index for index in indices if has_loss[index]]
@@ -127,7 +127,7 @@ class RolloutBuffer:
         for batch in self._own_batches(plan):
             assert batch.sampler_logprobs_BS is not None
             logprobs_RS[batch.rows, : batch.sampler_logprobs_BS.shape[1]] = batch.sampler_logprobs_BS
-        self.sampler_logprobs_RS = self.actor_critic.updater.process_group.all_reduce_sum(logprobs_RS)
+        self.sampler_logprobs_RS = self.actor_critic.optimizer_step.process_group.all_reduce_sum(logprobs_RS)
 
     @torch.no_grad()
     def compute_ref_logprobs(self, plan: Plan) -> None:
@@ -149,12 +149,12 @@ class RolloutBuffer:
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
-        updater = self.actor_critic.critic_updater or self.actor_critic.updater
-        with span("measure"), evaluating(critic), updater.autocast():
-            updater.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
+        optimizer_step = self.actor_critic.critic_optimizer_step or self.actor_critic.optimizer_step
+        with span("measure"), evaluating(critic), optimizer_step.autocast():
+            optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
         self.values_RS, self.value_after_R = (
-            updater.process_group.all_reduce_sum(values_RS),
-            updater.process_group.all_reduce_sum(after_R),
+            optimizer_step.process_group.all_reduce_sum(values_RS),
+            optimizer_step.process_group.all_reduce_sum(after_R),
         )
 
     def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
@@ -164,10 +164,10 @@ class RolloutBuffer:
             logprobs_BS, _ = completion_logprobs(model, batch)
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
-        updater = self.actor_critic.updater
-        with evaluating(model), updater.autocast():
-            updater.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
-        return updater.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
+        optimizer_step = self.actor_critic.optimizer_step
+        with evaluating(model), optimizer_step.autocast():
+            optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
+        return optimizer_step.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
 
     def _for_each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
         for batch in self._own_batches(plan):
@@ -260,26 +260,26 @@ def make_actor_critic(
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> ActorCritic:
     """Policy, critic and optimizers that the algorithm needs."""
-    updater_of = functools.partial(
-        Updater,
+    optimizer_step_of = functools.partial(
+        OptimizerStep,
         total_steps=settings.iterations * settings.epochs * settings.minibatches,
         max_nonfinite=settings.max_nonfinite,
         process_group=process_group,
     )
     chosen = settings.value_function
     if chosen is None:
-        return ActorCritic(model, updater_of(model, settings), pad_id, reference)
+        return ActorCritic(model, optimizer_step_of(model, settings), pad_id, reference)
     if chosen.kind == "shared":
         head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
         joined = PolicyWithCritic(model, head)
-        return ActorCritic(model, updater_of(joined, settings), pad_id, reference, joined)
+        return ActorCritic(model, optimizer_step_of(joined, settings), pad_id, reference, joined)
     critic = SeparateCritic(model)
     own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
     return ActorCritic(
         model,
-        updater_of(model, settings),
+        optimizer_step_of(model, settings),
         pad_id,
         reference,
         PolicyWithCritic(model, critic),
-        updater_of(critic, own),
+        optimizer_step_of(critic, own),
     )

@@ -109,10 +109,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
         self.actor_critic = make_actor_critic(model, reference_model, settings, self.pad_id, process_group)
-        self.updater = self.actor_critic.updater
-        critic_updater = self.actor_critic.critic_updater
+        self.optimizer_step = self.actor_critic.optimizer_step
+        critic_optimizer_step = self.actor_critic.critic_optimizer_step
         self._snapshots = StageSnapshots(
-            self.model, [self.updater] if critic_updater is None else [self.updater, critic_updater]
+            self.model,
+            [self.optimizer_step] if critic_optimizer_step is None else [self.optimizer_step, critic_optimizer_step],
         )
 
     @property
@@ -162,11 +163,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         if self.evaluator is None:
             return {}
         self.backend.refresh()
-        return dict(self.updater.with_full_weights_independent(self.evaluator))
+        return dict(self.optimizer_step.sharded.with_full_weights_independent(self.evaluator))
 
     def state_dict(self) -> dict[str, Any]:
         """State besides weights and the policy's optimizer."""
-        critic = self.actor_critic.critic_updater
+        critic = self.actor_critic.critic_optimizer_step
         return {
             "iteration": self.iteration,
             "rollouts_played": self.rollouts_played,
@@ -175,7 +176,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "rewards": self.rewards.state_dict(),
             "orders": self._seeds.state_dict(),
             "replay": self._replay.state_dict() if self._replay is not None else None,
-            "critic_updater": critic.state_dict() if critic is not None else None,
+            "critic_optimizer_step": critic.state_dict() if critic is not None else None,
             "entries": self._snapshots.state_dict(),
         }
 
@@ -189,8 +190,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._seeds.load_state_dict(state["orders"])
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
-        if self.actor_critic.critic_updater is not None:
-            self.actor_critic.critic_updater.load_state_dict(state["critic_updater"])
+        if self.actor_critic.critic_optimizer_step is not None:
+            self.actor_critic.critic_optimizer_step.load_state_dict(state["critic_optimizer_step"])
         self._snapshots.load_state_dict(state["entries"])
 
     # Rollback
@@ -265,8 +266,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         embed = functools.partial(
             turn_states, self.policy, pad_id=self.pad_id, max_tokens=self.settings.micro_batch_tokens
         )
-        with span("states"), self.updater.autocast():
-            return self.updater.all_gather_rows(
+        with span("states"), self.optimizer_step.autocast():
+            return self.optimizer_step.sharded.all_gather_rows(
                 rollouts, [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts], embed
             )
 
@@ -288,7 +289,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         replayed = self._replay.draw(rng, len(fresh)) if self._replay is not None else []
         metrics = {"policy/entropy_coef": self.entropy_coef, "policy/kl_coef": self.kl_coef}
         if not fresh and not replayed:  # every group was dropped
-            self.updater.step += settings.epochs * settings.minibatches
+            self.optimizer_step.num_steps += settings.epochs * settings.minibatches
             return metrics | {"train/empty_updates": float(settings.epochs * settings.minibatches)}
         update = PolicyUpdate(
             self.actor_critic,

@@ -70,7 +70,7 @@ class PolicyUpdate:
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
-        settings, updater = self.settings, self.actor_critic.updater
+        settings, optimizer_step = self.settings, self.actor_critic.optimizer_step
         steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
         metrics = self._prepare(minibatches, steps)
@@ -87,14 +87,14 @@ class PolicyUpdate:
                 break
         stepped = sum("train/loss" in part for part in parts)
         # A step without a loss token, or one that was rolled back, counts too: it is the x axis of the metrics.
-        updater.step += steps - stepped + int(refused)
+        optimizer_step.num_steps += steps - stepped + int(refused)
         metrics |= mean_metrics(parts)
         metrics["train/empty_updates"] = float(steps - stepped)
         metrics["train/trained_rollouts"] = float(len(self.trained))
-        metrics["train/skipped_steps"] = float(updater.skipped_steps)
+        metrics["train/skipped_steps"] = float(optimizer_step.skipped_steps)
         if settings.kl_max is not None:
             metrics["policy/refused_steps"] = refused
-        metrics.setdefault("train/learning_rate", updater.learning_rate)
+        metrics.setdefault("train/learning_rate", optimizer_step.learning_rate)
         return metrics
 
     def _prepare(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
@@ -125,9 +125,9 @@ class PolicyUpdate:
 
     def _sampler_is_policy(self) -> bool:
         """True = no importance weights, and sampler and policy log-probs differ by float32 rounding alone."""
-        updater = self.actor_critic.updater
+        optimizer_step = self.actor_critic.optimizer_step
         is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
-        return self.settings.importance == "none" and is_float32 and not updater.computes_in_bfloat16
+        return self.settings.importance == "none" and is_float32 and not optimizer_step.computes_in_bfloat16
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order if there is a single step."""
@@ -145,13 +145,13 @@ class PolicyUpdate:
         if batches:
             self.counts = self._step_counts(indices)
             guard = self._kl_guard() if self.settings.kl_max is not None else None
-            metrics = self.actor_critic.updater.apply(batches, self.loss)
+            metrics = self.actor_critic.optimizer_step.apply(batches, self.loss)
             if "policy/importance_mean" in metrics:
                 share = metrics["policy/importance_mean"] ** 2 / metrics.pop("policy/importance_square_mean")
                 metrics["policy/effective_sample_share"] = share  # effective sample size over loss tokens (Kish)
             if guard is not None:
                 metrics |= guard(batches)
-        if self.actor_critic.critic_updater is not None:
+        if self.actor_critic.critic_optimizer_step is not None:
             metrics |= self._critic_step(indices)
         return metrics
 
@@ -234,8 +234,8 @@ class PolicyUpdate:
 
     def _critic_step(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step of a separate critic on all these rows."""
-        critic, updater = self.actor_critic.critic, self.actor_critic.critic_updater
-        assert critic is not None and updater is not None
+        critic, optimizer_step = self.actor_critic.critic, self.actor_critic.critic_optimizer_step
+        assert critic is not None and optimizer_step is not None
         batches = self.buffer.batches(indices)
         if not batches:
             return {}
@@ -245,7 +245,7 @@ class PolicyUpdate:
             batch = batch.to(self.actor_critic.device)
             return self._value_loss(critic.values(batch)[0], batch, count)
 
-        metrics = updater.apply(batches, loss)
+        metrics = optimizer_step.apply(batches, loss)
         return {
             "value/loss": metrics["value/loss"],
             "value/clip_fraction": metrics["value/clip_fraction"],
@@ -255,17 +255,17 @@ class PolicyUpdate:
 
     def _kl_guard(self) -> Callable[[Batches], dict[str, float]]:
         """Hard KL limit: stores weights and optimizer; the returned function rolls a step beyond the limit back."""
-        updater, limit = self.actor_critic.updater, self.settings.kl_max
+        optimizer_step, limit = self.actor_critic.optimizer_step, self.settings.kl_max
         assert limit is not None
-        weights = {name: tensor.clone() for name, tensor in trainable_weights(updater.model).items()}
-        state = copy.deepcopy(updater.state_dict())
+        weights = {name: tensor.clone() for name, tensor in trainable_weights(optimizer_step.model).items()}
+        state = copy.deepcopy(optimizer_step.state_dict())
 
         def check(batches: Batches) -> dict[str, float]:
             kl = self._mean_kl(batches)
             if kl <= limit:
                 return {"policy/kl_after_max": kl}
-            load_trainable_weights(updater.model, weights)
-            updater.load_state_dict(state)
+            load_trainable_weights(optimizer_step.model, weights)
+            optimizer_step.load_state_dict(state)
             return {"policy/kl_after_max": kl, "refused": 1.0}
 
         return check
@@ -284,7 +284,7 @@ class PolicyUpdate:
                 total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
             return total
 
-        updater = self.actor_critic.updater
-        with evaluating(self.actor_critic.policy), updater.autocast():
-            total = updater.with_full_weights_independent(own)
-        return sum(updater.process_group.all_gather(total)) / self.counts.num_run_tokens
+        optimizer_step = self.actor_critic.optimizer_step
+        with evaluating(self.actor_critic.policy), optimizer_step.autocast():
+            total = optimizer_step.sharded.with_full_weights_independent(own)
+        return sum(optimizer_step.process_group.all_gather(total)) / self.counts.num_run_tokens

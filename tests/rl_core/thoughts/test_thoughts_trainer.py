@@ -188,7 +188,7 @@ def test_every_saved_item_matters(renderer, taught, part):
     for _ in range(2):
         whole.step()
     second.model.load_state_dict(whole.model.state_dict())
-    second.updater.load_state_dict(copy.deepcopy(whole.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(whole.optimizer_step.state_dict()))
     state = copy.deepcopy(whole.state_dict())
     state[part] = make_trainer(renderer, taught).state_dict()[part]
     second.load_state_dict(state)

@@ -151,7 +151,7 @@ def test_micro_batches_change_neither_loss_nor_gradient():
     for budget in (10_000, 40, 1):
         trainer = trainer_of(nano(), train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9, sft_coef=0.3)
         trainer.model.load_state_dict(nano(seed=5).state_dict())
-        trainer.updater.optimizer.step = lambda t=trainer: gradients.append(
+        trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
         )
         losses.append(trainer.step()["train/loss"])

@@ -71,7 +71,7 @@ def test_micro_batches_do_not_change_the_gradient():
     gradients = []
     for budget in (10_000, 1):
         trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
-        trainer.updater.optimizer.step = lambda t=trainer: gradients.append(
+        trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
         )
         trainer.step()

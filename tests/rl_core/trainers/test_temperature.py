@@ -122,7 +122,7 @@ def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, tempe
     ]
     update = PolicyUpdate(make_actor_critic(model, None, settings, 0), settings, samples)
     found = []
-    update.actor_critic.updater.apply = lambda batches, loss: (
+    update.actor_critic.optimizer_step.apply = lambda batches, loss: (
         found.append(gradient_of(model, sum(loss(batch)[0] for batch in batches))) or {}
     )
     update.run(np.random.default_rng(0))

@@ -169,7 +169,7 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
     groups = [samples[start : start + 6] for start in range(0, 36, 6)]
     update = PolicyUpdate(fresh.actor_critic, fresh.settings, groups)
     gradients = []
-    fresh.updater.apply = lambda batches, loss: gradients.append(gradient(fresh.policy, batches, loss)) or {}
+    fresh.optimizer_step.apply = lambda batches, loss: gradients.append(gradient(fresh.policy, batches, loss)) or {}
     update.run(np.random.default_rng(0))
     expected = []
     for rollout, advantage in zip(rollouts, advantages, strict=True):
@@ -242,7 +242,7 @@ def test_resumes_bit_for_bit(tokenizer, name):
     found = [comparable(first.step()) for _ in range(2)]
     second.step()  # whatever it did before is overwritten
     second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
-    second.updater.load_state_dict(copy.deepcopy(first.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     found += [comparable(second.step()) for _ in range(3)]
     assert found == expected
@@ -267,7 +267,7 @@ def test_a_warming_critic_leaves_the_policy_alone(tokenizer):
     before = weights_of(trainer.policy)
     for step in (1, 2):
         metrics = trainer.step()
-        assert torch.equal(weights_of(trainer.policy), before) and trainer.updater.step == 2 * step
+        assert torch.equal(weights_of(trainer.policy), before) and trainer.optimizer_step.num_steps == 2 * step
         assert metrics["value/loss"] > 0 and "train/loss" not in metrics
     trainer.step()
     assert not torch.equal(weights_of(trainer.policy), before)
@@ -306,12 +306,12 @@ def test_the_critics_agree_about_positions(tokenizer):
 
 def test_a_step_beyond_the_kl_limit_is_rolled_back(tokenizer):
     trainer = make_trainer(tokenizer, kl_max=1e-6, epochs=3, curriculum=LOW)
-    before, state = weights(trainer), copy.deepcopy(trainer.updater.optimizer.state_dict())
+    before, state = weights(trainer), copy.deepcopy(trainer.optimizer_step.optimizer.state_dict())
     metrics = trainer.step()
     assert metrics["policy/refused_steps"] == 1 and metrics["policy/kl_after_max"] > 1e-6
     assert torch.equal(weights(trainer), before)
-    assert str(trainer.updater.optimizer.state_dict()) == str(state)
-    assert trainer.updater.step == 3  # the x axis goes on
+    assert str(trainer.optimizer_step.optimizer.state_dict()) == str(state)
+    assert trainer.optimizer_step.num_steps == 3  # the x axis goes on
     free = make_trainer(tokenizer, kl_max=100.0, epochs=3, curriculum=LOW)
     plain = make_trainer(tokenizer, epochs=3, curriculum=LOW)
     free_metrics, plain_metrics = free.step(), plain.step()

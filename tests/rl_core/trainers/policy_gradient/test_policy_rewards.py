@@ -175,10 +175,10 @@ def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
     assert float.fromhex(expected[0]["reward/curiosity/transitions"]) > 0
     assert "reward/coherence/similarity" in expected[0] and "reward/correlation/curiosity" in expected[-1]
     found = [comparable(first.step()) for _ in range(3)]
-    saved = copy.deepcopy((first.model.state_dict(), first.updater.state_dict(), first.state_dict()))
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer_step.state_dict(), first.state_dict()))
     first.step()  # lost with the crash
     second.model.load_state_dict(saved[0])
-    second.updater.load_state_dict(saved[1])
+    second.optimizer_step.load_state_dict(saved[1])
     second.load_state_dict(saved[2])
     found += [comparable(second.step()) for _ in range(3)]
     assert found == expected
@@ -197,7 +197,7 @@ def test_every_saved_part_of_the_rewards_matters(tokenizer, part):
     for _ in range(3):
         whole.step()
     second.model.load_state_dict(copy.deepcopy(whole.model.state_dict()))
-    second.updater.load_state_dict(copy.deepcopy(whole.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(whole.optimizer_step.state_dict()))
     state = copy.deepcopy(whole.state_dict())
     state["rewards"][part] = resumable(tokenizer).state_dict()["rewards"][part]
     second.load_state_dict(state)

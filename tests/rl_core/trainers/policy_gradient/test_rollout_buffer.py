@@ -145,12 +145,11 @@ def test_what_is_measured_counts_under_its_own_name(monkeypatch):
         return torch.zeros(1, 5)
 
     critic = torch.nn.Linear(1, 1)
-    updater = SimpleNamespace(
-        autocast=contextlib.nullcontext, with_full_weights_independent=lambda work: work(), process_group=SINGLE_PROCESS
-    )
+    sharded = SimpleNamespace(with_full_weights_independent=lambda work: work())
+    optimizer_step = SimpleNamespace(autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS)
     actor_critic = SimpleNamespace(
-        device=torch.device("cpu"), policy="policy", reference="reference", critic=critic, updater=updater,
-        critic_updater=None,
+        device=torch.device("cpu"), policy="policy", reference="reference", critic=critic,
+        optimizer_step=optimizer_step, critic_optimizer_step=None,
     )  # fmt: skip
     buffer = RolloutBuffer(actor_critic, PolicySettings(algorithm="ppo"), [[sample()]])
     monkeypatch.setattr(buffer, "_logprobs", lambda model, plan: takes({"policy": 10, "reference": 100}[model]))
