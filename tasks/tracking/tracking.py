@@ -96,7 +96,7 @@ class Tracking:
         self.registry.set_champion(name, version)
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
-        """Move the alias `champion` if it still stands on `before`; whether it was moved."""
+        """Move the alias `champion` if it still stands on `before`; returns True if it was moved."""
         return self.registry.replace_champion(name, version, before)
 
     def set_challenger(self, name: str, version: int) -> None:
