@@ -1,4 +1,4 @@
-"""A run as a picture: its stages, what they hand to each other, and what came out of each."""
+"""Figure of a run: stages, data flow between them, and results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["draw_pipeline"]
 
-# Stages that hand on a policy, in the order in which they run: each starts from the one before it.
+# Stages that produce a policy, in order: each starts from the previous one.
 TRUNK = ("sft", "preference", "policy", "thoughts")
 _STAGES = ("prepare_data", *TRUNK, "reward_model", "evaluate", "analyze", "promote")
 _WIDTH, _HEIGHT = 0.74, 0.56
@@ -53,7 +53,7 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
 
 
 def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
-    """Where the boxes stand: policies above, the reward model below and between, results on the right."""
+    """Box positions: policies above, the reward model below and between, results on the right."""
     places: dict[str, tuple[float, float]] = {}
     column = 0.0
     if "prepare_data" in present:
@@ -73,7 +73,7 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
 
 
 def _arrows(present: Collection[str]) -> list[tuple[str, str]]:
-    """(from, to), as `_run_stages` in flows/post_training.py hands a model or data on; data alone to who starts."""
+    """Edges (from, to) as in `_run_stages` of flows/post_training.py; data only to stages without a predecessor."""
     trunk = [name for name in TRUNK if name in present]
     arrows = list(itertools.pairwise(trunk))
     if "prepare_data" in present:
@@ -86,7 +86,7 @@ def _arrows(present: Collection[str]) -> list[tuple[str, str]]:
 
 
 def _lines(row: Mapping[str, Any]) -> str:
-    """Two short lines: what came out, and what it took."""
+    """Two short lines: result and duration."""
     first = ""
     if row.get("success") is not None:
         first = f"success {row['success']:.1%}"

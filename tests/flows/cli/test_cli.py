@@ -203,7 +203,7 @@ def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, c
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
     assert cli.main(["analyze", "old", "new"]) == 2
-    assert "old: is a model; --config CONFIG says which episodes it is to play" in capsys.readouterr().err
+    assert "old: is a model; give its episodes with --config CONFIG" in capsys.readouterr().err
     assert cli.main(["analyze", "old", "new", "--config", config, "--out", "report", "-q"]) == 0
     assert calls == [("demo", {"old": str(tmp_path / "old"), "new": str(tmp_path / "new")}, True)]
     assert (tmp_path / "report" / "report.html").read_text() == "<p>"

@@ -99,7 +99,7 @@ def test_disk(tmp_path, monkeypatch):
 
 
 def test_mlflow_database(tmp_path):
-    assert found("mlflow store", tmp_path).detail.endswith("mlflow.db (made at the first run)")
+    assert found("mlflow store", tmp_path).detail.endswith("mlflow.db (created on the first run)")
     path = tmp_path / "mlflow" / "mlflow.db"
     path.parent.mkdir()
     path.write_bytes(b"no database" * 1000)
