@@ -1,4 +1,4 @@
-"""A run as files: every metric as CSV at full resolution, the stages as CSV, the whole as JSON."""
+"""Export of a run: all metrics as CSV at full resolution, stages as CSV, summary as JSON."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _lines(rows: Any) -> str:
 
 
 def _facts(stage: StageView) -> dict[str, Any]:
-    """What both files say of a stage."""
+    """Columns of a stage shared by both files."""
     return {
         "stage": stage.label,
         "status": stage.status,

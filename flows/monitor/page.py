@@ -108,7 +108,7 @@ def _calm(page: gr.Blocks) -> None:
 
 
 def _opens(name: str, ask: Any) -> Any:
-    """What happens when a tab is opened."""
+    """Event handler for opening a tab."""
 
     def opened(known: str, *values: Any) -> list[Any]:
         return [name, *ask(name, known, *values)]
@@ -142,7 +142,7 @@ def _stage_choices(labels: list[str] | None) -> list[tuple[str, str]]:
 
 
 def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]:
-    """What each list offers now, as updates that keep what is chosen, and a fingerprint of it; no update where that
+    """Updates of the selection lists that keep the current choices, and their fingerprint; no update where that
     is `known`."""
     run = reader.run(choice.run)
     choices = _run_choices(reader)

@@ -1,4 +1,4 @@
-"""What an output folder says about its runs: their stages, how far each is, and whether the process behind them lives.
+"""Runs of an output folder: stages, progress, and liveness of their processes.
 
 <output>/<pipeline>/run.json, .lock           the newest run and its process
 <output>/<pipeline>/runs/<started>/           journal of a pipeline run
@@ -28,7 +28,7 @@ _ENDED = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 
 class EventLog:
-    """What events.jsonl adds up to: name, parent, parameters, tags, texts, start and end."""
+    """State accumulated from events.jsonl: name, parent, parameters, tags, texts, start and end."""
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / ".tracking" / "events.jsonl")
@@ -164,7 +164,7 @@ class RunView:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if the run has ended."""
         return self.status in ("finished", "failed", "stopped", "dead")
 
     def stage(self, label: str) -> StageView | None:
@@ -182,7 +182,7 @@ def _learning(table: SeriesTable) -> list[tuple[str, Any]]:
 
 
 def process_lives(pid: int, since: float) -> bool:
-    """Whether process `pid` runs here and began before `since` (seconds since the epoch): pids are used again."""
+    """True if process `pid` runs here and started before `since` (seconds since the epoch), as pids are reused."""
     try:
         process = psutil.Process(pid)
         return process.create_time() <= since + 2.0 and process.status() != psutil.STATUS_ZOMBIE
@@ -191,7 +191,7 @@ def process_lives(pid: int, since: float) -> bool:
 
 
 def judge(events: EventLog, record: Mapping[str, Any], written: float, modified: float) -> tuple[str, str]:
-    """Status of a pipeline run and the reason for it: what it said at its end, else whether its process lives.
+    """Status of a pipeline run with a reason: its final status, else by the liveness of its process.
 
     Args:
         record: run.json where it speaks of this run, else {}.

@@ -165,7 +165,7 @@ def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def _varies(series: Series) -> bool:
-    """Whether a curve is worth the room: a KL of exactly 0 is not, nor what differs by rounding alone."""
+    """True if a curve varies beyond rounding; a KL of exactly 0 gets no chart."""
     values = series.arrays()[2]
     if len(values) < 2:
         return False

@@ -1,4 +1,4 @@
-"""`deployments/automations.yaml`, applied to a Prefect server by name: made, brought up to date, never doubled.
+"""`deployments/automations.yaml`, applied to a Prefect server by name: created or updated, never duplicated.
 
 The file is what `prefect automation create --from-file` takes, a list or `automations:` with a list, and one thing
 more: a deployment or block may be given by name where Prefect wants an id, which is known only once it exists:
@@ -28,7 +28,7 @@ _ACTIONS = ("actions", "actions_on_trigger", "actions_on_resolve")
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What became of one automation."""
+    """Outcome for one automation."""
 
     name: str
     what: str  # made, updated, unchanged, left out

@@ -1,6 +1,6 @@
-"""Prefect's address, profile and version, before anything is asked of it; and what went wrong, in words.
+"""Checks of Prefect's address, profile and version before use, and explanations of known server errors.
 
-Each error says what was found, where that came from, and the next step.
+Each error names the value found, its origin and the next step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _profiles_path(environment: Mapping[str, str]) -> Path:
 
 
 def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """The Prefect API that the user's environment or profile names, and which of them does.
+    """Prefect API configured by the user's environment or profile, with its origin.
 
     Returns: address ("" = none: runs start a server of their own), and its origin in words.
     Raises: SettingsError for a profile that does not exist or cannot be read.
@@ -171,7 +171,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 
 
 def explain(text: str) -> str:
-    """The next step for what a server or command printed; "" where nothing in it is known."""
+    """Next step for the output of a server or command; "" if no known error is in it."""
     for pattern, advice in _KNOWN:
         if match := re.search(pattern, text):
             return advice.format(**{name: " ".join(str(value).split()) for name, value in match.groupdict().items()})

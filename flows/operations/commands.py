@@ -87,7 +87,7 @@ def _announce(state: State) -> None:
 
 
 def _check_same_database(places: StatePaths, options: Options) -> None:
-    """Servers that come up empty because an option was forgotten are a fright."""
+    """Raise if the database differs from that of the last start, as servers would come up empty."""
     try:
         last = str(json.loads(places.last.read_text())["database"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -115,7 +115,7 @@ def _mlflow_elsewhere(options: Options) -> str:
 
 
 def _check_environment(options: Options) -> None:
-    """A shell that points elsewhere would start runs that these servers never see."""
+    """Raise if the shell's PREFECT_API_URL points to another server, whose runs these servers would not see."""
     url, own = os.environ.get("PREFECT_API_URL", ""), f"{prefect_url(options)}/api"
     if url and not same_address(url, own):
         raise SettingsError(
@@ -129,7 +129,7 @@ def _check_environment(options: Options) -> None:
 
 
 def _repair(places: StatePaths, given: dict[str, Any]) -> None:
-    """Say what runs, start what does not, register again."""
+    """Print what runs, restart what does not, register again."""
     state = _wait(places, lambda state: state.phase == "up", "is still starting")
     options = dataclasses.asdict(state.options)
     for name, value in given.items():
@@ -246,7 +246,7 @@ def down(output: Path) -> str:
 
 
 def status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
-    """What runs for an output folder, as text, and whether all of it is up."""
+    """State of the servers of an output folder as text; True if all are up."""
     output = output.resolve()
     places = StatePaths(output)
     state = read_state(places) if is_running(places) else None

@@ -1,4 +1,4 @@
-"""One server over time: started, watched, and started again with growing waits when it ends or hangs."""
+"""Lifecycle of one server: start, health checks, restart with exponential backoff after a crash or hang."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TAIL_LINES = 15
 
 
 def wait_before(failures: int) -> float:
-    """Seconds before the start that follows the `failures`-th end in a row: 1, 2, 4, ... 60."""
+    """Restart delay in seconds after `failures` consecutive failures: 1, 2, 4, ... 60."""
     return float(min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(failures - 1, 10)))
 
 
@@ -46,7 +46,7 @@ class ManagedService:
 
     @property
     def is_up(self) -> bool:
-        """Whether it works, as of the last look."""
+        """True if it was healthy at the last check."""
         return self.state.phase == "up"
 
     def step(self, now: float) -> None:
@@ -105,16 +105,16 @@ class ManagedService:
         log.warning("%s: %s; next start in %.0f s", self.service.name, why, self.state.retry_at - now)
 
     def at_once(self) -> None:
-        """Do not wait any longer for the next start."""
+        """Skip the remaining restart delay."""
         self.state.retry_at, self.failures = 0.0, 0
 
     def signal(self, number: int) -> None:
-        """Signal the keeper, who ends the tree."""
+        """Signal the keeper, which ends the process tree."""
         if self.process is not None and self.process.poll() is None:
             os.kill(self.process.pid, number)
 
     def stop(self, now: float, seconds: float) -> bool:
-        """After `signal`: wait up to `seconds` for the end; whether it has come."""
+        """After `signal`: wait up to `seconds` for the end; True if it has ended."""
         if self.process is not None:
             try:
                 self.process.wait(seconds)

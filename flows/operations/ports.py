@@ -1,4 +1,4 @@
-"""Is a port free, and who has it."""
+"""Free ports and port holders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOST = "127.0.0.1"
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there on loopback. Raises: SettingsError for a port that this user may not take."""
+    """True if a server could listen on that loopback port. Raises: SettingsError for a port this user may not bind."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As servers do it: a port whose last connections are still closing is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -26,7 +26,7 @@ def is_free(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """Who listens on a port, in words: process id and command, as far as this user may see them."""
+    """Description of the process listening on a port: id and command, as far as visible to this user."""
     import psutil
 
     try:

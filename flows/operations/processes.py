@@ -1,4 +1,4 @@
-"""Who a process is, and which ones belong to the servers of an output folder."""
+"""Process identity, and search and termination of the processes of an output folder's servers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be mistaken for a later one with the same number."""
+    """Process id with start time, so that a reused pid is not mistaken for it."""
 
     pid: int
     started: int  # clock ticks since boot, as the kernel counts them: unlike a date, no clock change moves it
@@ -43,7 +43,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has this number now; None = nobody, or one that has ended and waits to be reaped."""
+        """Current process with that pid; None = none, or a zombie."""
         fields = _stat(pid)
         if not fields or fields[0] in "ZX":
             return None
@@ -51,7 +51,7 @@ class ProcessId:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process runs."""
+        """True if this very process runs."""
         return ProcessId.of(self.pid) == self
 
     def signal(self, number: int) -> bool:
@@ -74,7 +74,7 @@ def check_platform() -> None:
 
 
 def mark_of(output: Path, server: str = "") -> str:
-    """What stands in `MARK` for an output folder, or for one server of it."""
+    """Value of `MARK` for an output folder, or for one of its servers."""
     mark = hashlib.sha256(os.fsencode(output.resolve())).hexdigest()[:16]
     return f"{mark}.{server}" if server else mark
 

@@ -1,4 +1,4 @@
-"""What Prefect has to know before anything can run: work pool, GPU limit, deployments, automations.
+"""Registration of work pool, GPU limit, deployments and automations with Prefect.
 
 A process of its own (`python -m flows.operations.registration REQUEST RESULT`), so that Prefect is imported under the
 servers' environment whatever the caller's is, and so that the supervisor stays small. Doing it again changes nothing
@@ -33,7 +33,7 @@ POOL_TYPE = "process"
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """What is to be registered."""
+    """Request of a registration."""
 
     root: str  # the checkout: entrypoints are relative to it
     pool: str
@@ -108,7 +108,7 @@ async def _pool(client: PrefectClient, name: str, notes: list[str]) -> str:
 
 
 async def _gpu_limit(client: PrefectClient, wanted: int | None) -> int:
-    """Make the limit, or set it where a number was asked for; returns what it is."""
+    """Create the limit, or set it if a number was given; returns its value."""
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
     from prefect.exceptions import ObjectNotFound
 

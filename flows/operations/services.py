@@ -1,4 +1,4 @@
-"""The servers: how each is started, in which environment, and how one sees that it works."""
+"""The servers: command, environment and health check of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ROOT = CHECKOUT or Path.cwd()
 
 GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/pipeline/gpu_slot.py
 
-# What a user's environment or profile says about other servers; ours are told about theirs and no others.
+# Variables of a user's environment or profile about other servers, removed for ours.
 _ELSEWHERE = (
     "PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_PROFILE", "PREFECT_UI_API_URL",
     "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_SERVER_API_HOST",
@@ -50,7 +50,7 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """How one server is run."""
+    """Specification of one server."""
 
     name: str
     command: tuple[str, ...]
@@ -102,7 +102,7 @@ def _answers(url: str) -> bool:
 
 
 def base_environment(output: Path, name: str) -> dict[str, str]:
-    """What a server runs in: this process's environment, marked, without what it says about other servers."""
+    """Environment of a server: this process's, marked, without variables about other servers."""
     environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     environment |= {
         **prefect_environment(None),
@@ -119,7 +119,7 @@ def base_environment(output: Path, name: str) -> dict[str, str]:
 
 
 def client_environment(output: Path, name: str, options: Options, mlflow: str) -> dict[str, str]:
-    """What a process runs in that uses the servers: the worker, its runs, the registration."""
+    """Environment of a client of the servers: the worker, its runs, the registration."""
     environment = base_environment(output, name)
     path = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {

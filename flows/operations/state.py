@@ -1,7 +1,7 @@
-"""What the supervisor writes down for `status`, `down`, a second `up` and the runs: operations/state.json.
+"""State of the supervisor for `status`, `down`, a second `up` and the runs: operations/state.json.
 
-Whether it runs is not read from the file but from the lock that it holds, which the kernel frees however it dies; its
-process id counts only together with its start time, so that a later process with the same number is never signalled.
+Liveness is determined by the supervisor's lock, which the kernel frees however it dies, not by the file; its process id
+is used only together with its start time, so that a reused pid is never signalled.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ ServicePhase = Literal["starting", "up", "waiting", "elsewhere", "stopped"]  # w
 
 @dataclass(frozen=True, slots=True)
 class StatePaths:
-    """Where things are under an output folder."""
+    """Paths under an output folder."""
 
     output: Path
 
     @property
     def folder(self) -> Path:
-        """Everything of `posttrain up` but the logs."""
+        """Folder of everything but the logs."""
         return self.output / "operations"
 
     @property
     def state(self) -> Path:
-        """What is running."""
+        """State file."""
         return self.folder / "state.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the supervisor as long as it lives."""
+        """Lock file, held by the supervisor while it lives."""
         return self.folder / "supervisor.lock"
 
     @property
     def registration(self) -> Path:
-        """What the last registration did."""
+        """Result file of the last registration."""
         return self.folder / "registration.json"
 
     @property
     def last(self) -> Path:
-        """The options of the last start."""
+        """Options file of the last start."""
         return self.folder / "last.json"
 
     def log(self, name: str) -> Path:
@@ -62,7 +62,7 @@ class StatePaths:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `posttrain up` was asked for."""
+    """Options of `posttrain up`."""
 
     prefect_port: int = 4200
     mlflow_port: int = 5000
@@ -105,7 +105,7 @@ class State:
 
     @property
     def problem(self) -> str:
-        """What the last registration complained about."""
+        """Error of the last registration."""
         return str(self.registration.get("problem", ""))
 
 
@@ -137,7 +137,7 @@ def _process(data: dict[str, Any] | None) -> ProcessId | None:
 
 
 def is_running(places: StatePaths) -> bool:
-    """Whether a supervisor holds the lock."""
+    """True if a supervisor holds the lock."""
     try:
         descriptor = os.open(places.lock, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,4 +1,4 @@
-"""Keeps one server: starts it, and ends its whole tree of processes when it ends or when the supervisor does.
+"""Keeper of one server: starts it, and ends its whole process tree when it or the supervisor ends.
 
 Run as a script, by its path: `python -I -S keeper.py PARENT LEAD SOFT GRACE COMMAND...`. Only the standard library, so
 that a keeper costs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, a
@@ -93,7 +93,7 @@ class Keeper:
         return self.code if self.code >= 0 else 128 - self.code
 
     def others(self) -> list[int]:
-        """What is alive below the keeper, but for the server itself."""
+        """Live descendants of the keeper except the server."""
         return [pid for pid in descendants(os.getpid()) if pid != self.server.pid]
 
     def tell_others(self) -> None:
@@ -103,7 +103,7 @@ class Keeper:
         self.told.update(new)
 
     def pause(self) -> bool:
-        """A moment, for things to happen; True = another signal says to hurry."""
+        """Sleep briefly; True = another signal asks to hurry."""
         told = signal.sigtimedwait(WATCHED, 0.1)
         self.reap()
         return told is not None and told.si_signo != signal.SIGCHLD
@@ -123,7 +123,7 @@ class Keeper:
         return False
 
     def end(self) -> None:
-        """End what is left."""
+        """Terminate the remaining processes."""
         killed = self.children_first()
         started = time.monotonic()
         if self.code is None:

@@ -144,7 +144,7 @@ def run_python(arguments, threads=1):
 
 
 def kept(file, make):
-    """What the file holds; made and kept first where it is not there."""
+    """Contents of the file, created first if it is absent."""
     if not file.exists():
         found = make()
         temporary = file.with_suffix(".partial")
@@ -194,7 +194,7 @@ def run_case(stage, size, threads, options, peer_python):
 
 
 def commit():
-    """What was measured; '+' = with changes that are in no commit."""
+    """Measured commit; '+' = with uncommitted changes."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False
     )  # fmt: skip

@@ -305,7 +305,7 @@ class Grpo:
 
 
 def compare_grpo(bench: Bench) -> list[Line]:
-    """What means the same on both sides."""
+    """Settings with the same meaning on both sides."""
     it = Grpo(bench)
     advantages_B = group_advantages(REWARDS_PG).flatten()
     sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
@@ -347,7 +347,7 @@ def compare_grpo(bench: Bench) -> list[Line]:
 
 
 def compare_grpo_choices(bench: Bench) -> list[Line]:
-    """Where TRL means something else."""
+    """Settings with another meaning in TRL."""
     it = Grpo(bench)
     grpo = it.theirs(loss_type="grpo")
     corrected, ratio_BS = it.theirs(loss_type="dapo", beta=0.1), (it.new_BS - it.old_BS).exp()

@@ -53,7 +53,7 @@ class Machine:
         return child.returncode, out
 
     def do(self, *arguments: str) -> str:
-        """What a command that works says."""
+        """Output of a successful command."""
         code, said = self.say(*arguments)
         assert code == 0, said
         return said
@@ -79,7 +79,7 @@ def machine(tmp_path, prefect_api, monkeypatch):
 
 
 def until(child: subprocess.Popen[str], text: str) -> str:
-    """What a process prints, up to a line that holds `text`."""
+    """Output of a process up to a line with `text`."""
     lines = []
     for line in child.stdout:
         lines.append(line)

@@ -1,4 +1,4 @@
-"""What two processes compute together, and one alone: a program that test_sharded_training.py runs once.
+"""Same computations by two processes and by one: a program that test_sharded_training.py runs once.
 
     python sharded_scenarios.py FOLDER     writes FOLDER/0.json and 1.json (the two) and alone.json
 

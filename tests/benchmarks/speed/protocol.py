@@ -1,4 +1,4 @@
-"""How a worker is told to take one step, and what it answers. Standard library only.
+"""Protocol between the benchmark and a worker: step requests and replies. Standard library only.
 
 worker -> {"ready": {...}}                           once
 parent -> go                                         for every step; anything else, or the end of the pipe = stop

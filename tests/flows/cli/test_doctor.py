@@ -1,4 +1,4 @@
-"""What `posttrain doctor` finds."""
+"""Findings of `posttrain doctor`."""
 
 import http.server
 import sqlite3

@@ -1,4 +1,4 @@
-"""What is read of runs that run, ended, died, were moved, half written or thrown away."""
+"""Reader of runs that run, ended, died, were moved, half written or deleted."""
 
 import json
 import os

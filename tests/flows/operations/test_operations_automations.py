@@ -29,7 +29,7 @@ class Named:
 
 
 class Client:
-    """What of Prefect's client is used, over a dictionary."""
+    """Used part of Prefect's client, over a dictionary."""
 
     def __init__(self, blocks=("webhook/alerts",)):
         self.there, self.blocks, self.calls = {}, blocks, []

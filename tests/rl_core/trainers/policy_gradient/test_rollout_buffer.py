@@ -1,4 +1,4 @@
-"""What an iteration learns from, by hand: values and advantages of cut rows, the replay buffer, the limits' meaning."""
+"""Rollout buffer, by hand: values and advantages of cut rows, the replay buffer, the limits' meaning."""
 
 import contextlib
 from types import SimpleNamespace
