@@ -91,11 +91,6 @@ class Evaluation:
         """Total number of rollouts."""
         return sum(episode.samples for episode in self.episodes)
 
-    @property
-    def success_per_episode(self) -> list[float]:
-        """[E] success rate of each episode, in the order of the requests."""
-        return [episode.success for episode in self.episodes]
-
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """Scalars for tracking, named `eval/...`."""
         plain = {
@@ -230,7 +225,7 @@ def evaluate(
     Args:
         requests: from `heldout_requests`. samples: rollouts of each, at least 1.
         sampling: temperature 0 = greedy. seed: of the sampling.
-        workers: processes that each play a share of the episodes.
+        process_group: processes that each play a share of the episodes.
     Raises: DataError without requests; SettingsError for samples below 1.
     """
     if not requests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,8 +14,6 @@ from tasks.tracking import Tracking
 from tasks.tracking.removal import remove_from_store
 
 __all__ = ["collect"]
-
-logger = logging.getLogger(__name__)
 
 
 def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str] = (), delete: bool = False) -> str:

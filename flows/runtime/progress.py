@@ -103,8 +103,3 @@ class Display:
     def announce(self, text: str) -> None:
         """Print important text, in quiet runs too, as unwrapped lines."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def say(self, text: str) -> None:
-        """Print a line above the bars."""
-        if not self.quiet:
-            self.console.print(text, highlight=False)

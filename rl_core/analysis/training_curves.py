@@ -55,10 +55,6 @@ class TrainingCurves:
         """Curve of the first of `names` that the run logged."""
         return next((self.curves[name] for name in names if name in self.curves), None)
 
-    def starting_with(self, prefix: str) -> dict[str, Curve]:
-        """Curves of all metrics with a prefix, keyed by the rest of the name."""
-        return {name.removeprefix(prefix): curve for name, curve in self.curves.items() if name.startswith(prefix)}
-
 
 def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str, ...] = ()) -> TrainingCurves:
     """Curves of the metrics `names`, and of those that start with one of `prefixes`, from a metrics.jsonl.

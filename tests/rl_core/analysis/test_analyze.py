@@ -339,7 +339,7 @@ def test_parts_of_the_reward_are_drawn_where_there_are_several(tmp_path):
         metrics = {f"reward/weighted/{part}": 0.5 for part in parts}
         path.write_text("\n".join(json.dumps({"step": i, "metrics": metrics}) for i in range(9)))
         run = read_training(path, training_figure.WANTED, training_figure.PREFIXES)
-        assert sorted(run.starting_with("reward/weighted/")) == sorted(parts)
+        assert sorted(run.curves) == sorted(metrics)
         return training_figure.training(tmp_path / "x.png", run, "policy")
 
     assert drawn("task", "curiosity") is not None and drawn("task") is None
