@@ -21,7 +21,7 @@ from tasks.mlflow_environment import without_password
 
 __all__ = ["check_api", "check_mlflow", "configured_api", "explain"]
 
-# Profiles that Prefect brings along; they have no server of their own.
+# Prefect's built-in profiles, which have no server.
 _BUILT_IN = {"ephemeral", "local", "cloud", "test"}
 
 
@@ -33,7 +33,7 @@ def _profiles_path(environment: Mapping[str, str]) -> Path:
 def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
     """Prefect API configured by the user's environment or profile, with its origin.
 
-    Returns: address ("" = none: runs start a server of their own), and its origin in words.
+    Returns: address ("" = none: runs start their own server), and its origin as text.
     Raises: SettingsError for a profile that does not exist or cannot be read.
     """
     environment = os.environ if environment is None else environment
@@ -58,10 +58,10 @@ def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, s
 
 
 def check_api(url: str, origin: str) -> str:
-    """See that a Prefect server of a fitting version answers at an API address.
+    """Check that a Prefect server of a compatible version responds at an API address.
 
-    Returns: a warning of a server that is older than the client, which Prefect does not promise to work; "" = fine.
-    Raises: BackendError when nobody answers; SettingsError when it is no Prefect API or one of another major version.
+    Returns: warning about a server older than the client, which Prefect does not support; "" = none.
+    Raises: BackendError without a response; SettingsError if it is not a Prefect API or has another major version.
     """
     shown = without_password(url)
     if not url.startswith("http://"):  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
@@ -106,7 +106,7 @@ def _check_version(server: str, shown: str, origin: str) -> str:
 
 
 def check_mlflow(url: str, origin: str) -> None:
-    """See that an MLflow server of the same major version answers. Raises: BackendError, SettingsError."""
+    """Check that an MLflow server of the same major version responds. Raises: BackendError, SettingsError."""
     shown = without_password(url)
     try:
         found = str(ask(f"{url.rstrip('/')}/version", timeout=10.0)).strip()
@@ -131,7 +131,7 @@ def check_mlflow(url: str, origin: str) -> None:
         )
 
 
-# What servers and Prefect's commands print -> what to do. The first one that is found counts.
+# Pattern in the output of servers and Prefect's commands -> advice. First match.
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Address already in use|address already in use",

@@ -25,10 +25,10 @@ from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 
 __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 
-DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # in place of --database, which other users of the machine can read
-READY_SECONDS = 900.0  # for a start in the background, or a repair
+DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # alternative to --database, which other users of the machine can read
+READY_SECONDS = 900.0  # timeout of a background start or a repair
 DOWN_SECONDS = 150.0
-GIVE_UP_AFTER = 3  # ends of a server during a repair; the supervisor goes on trying
+GIVE_UP_AFTER = 3  # failures of a server during a repair; the supervisor keeps retrying
 COMMAND = (sys.executable, "-m", "flows.cli.main")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
@@ -37,13 +37,13 @@ OPTION_NAMES = {
 
 
 def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
-    """Start the servers of an output folder, or see that those that run are all well.
+    """Start the servers of an output folder, or repair running ones.
 
     Args:
         output: the folder.
-        given: fields of `Options` that the command line named; the others have their defaults.
-        detach: leave them to a supervisor in the background; else this returns when they are stopped.
-    Raises: SettingsError, BackendError, FolderBusy; DataError when the servers are up but something was not registered.
+        given: fields of `Options` set on the command line; others have their defaults.
+        detach: run the supervisor in the background; otherwise return when the servers are stopped.
+    Raises: SettingsError, BackendError, FolderBusy; DataError if the servers are up but a registration failed.
     """
     check_platform()
     output = output.resolve()
@@ -100,7 +100,7 @@ def _check_same_database(places: StatePaths, options: Options) -> None:
 
 
 def _mlflow_elsewhere(options: Options) -> str:
-    """An MLflow server that the user's environment names; "" = start one."""
+    """MLflow server configured in the user's environment; "" = start one."""
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     own = f"http://127.0.0.1:{options.mlflow_port}"
     if not uri or same_address(uri, own):
@@ -201,7 +201,7 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
 
 
 def _child_failed(places: StatePaths, code: int) -> Exception:
-    """The error that the supervisor printed, as if it had been raised here."""
+    """Error printed by the supervisor, as an exception."""
     text = places.log("up").read_text(errors="replace")
     message = text.rpartition("posttrain: ")[2].strip() or f"exit code {code}; see {places.log('up')}"
     for kind in (BackendError, FolderBusy):
@@ -214,9 +214,9 @@ def _child_failed(places: StatePaths, code: int) -> Exception:
 
 
 def down(output: Path) -> str:
-    """Stop everything that belongs to an output folder, in order; returns what was done, in words.
+    """Stop all servers of an output folder, in order; returns a report.
 
-    Raises: BackendError when something cannot be ended.
+    Raises: BackendError if something cannot be stopped.
     """
     output = output.resolve()
     places, mark = StatePaths(output), mark_of(output)

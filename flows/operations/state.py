@@ -56,7 +56,7 @@ class StatePaths:
         return self.folder / "last.json"
 
     def log(self, name: str) -> Path:
-        """The log of a server."""
+        """Log file of a server."""
         return self.output / "logs" / f"{name}.log"
 
 
@@ -66,16 +66,16 @@ class Options:
 
     prefect_port: int = 4200
     mlflow_port: int = 5000
-    database: str = "sqlite"  # or the address of a PostgreSQL database, without its password
+    database: str = "sqlite"  # or a PostgreSQL address without its password
     pool: str = "posttrain"
-    runs: int | None = None  # flow runs at once on this machine; None = no limit
-    gpu_slots: int | None = None  # None: as many as this machine has GPUs, at least 1
+    runs: int | None = None  # concurrent flow runs on this machine; None = no limit
+    gpu_slots: int | None = None  # None: number of GPUs, at least 1
     deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
 
 
 @dataclass(slots=True)
 class ServiceState:
-    """One server as it is now."""
+    """Current state of one server."""
 
     name: str
     url: str = ""
@@ -84,23 +84,23 @@ class ServiceState:
     since: float = 0.0  # seconds since 1970: of the last start
     restarts: int = 0
     retry_at: float = 0.0  # seconds since 1970, while waiting
-    message: str = ""  # why it was last started again
+    message: str = ""  # reason of the last restart
     log: str = ""
 
 
 @dataclass(slots=True)
 class State:
-    """All servers of an output folder."""
+    """State of all servers of an output folder."""
 
     supervisor: ProcessId
     options: Options
     phase: Phase = "starting"
     services: list[ServiceState] = field(default_factory=list)
-    repairs: int = 0  # how often a further `up` was served
+    repairs: int = 0  # number of further `up` calls served
     registration: dict[str, Any] = field(default_factory=dict)  # see registration.py; {} = not done yet
 
     def service(self, name: str) -> ServiceState:
-        """By name."""
+        """Server by name."""
         return next(service for service in self.services if service.name == name)
 
     @property
@@ -110,13 +110,13 @@ class State:
 
 
 def write_state(places: StatePaths, state: State) -> None:
-    """Replace the file at once. A full disk must not end the servers: the file is for those who look on."""
+    """Replace the file atomically, without fsync: it is informational, and a full disk must not stop the servers."""
     places.folder.mkdir(parents=True, exist_ok=True)
     write_text_unsynced(places.state, json.dumps({"version": VERSION, **dataclasses.asdict(state)}, indent=2) + "\n")
 
 
 def read_state(places: StatePaths) -> State | None:
-    """The file as it was last written; None where there is none that can be read."""
+    """State last written; None if absent or unreadable."""
     try:
         data = json.loads(places.state.read_text())
         if data.pop("version") != VERSION:
