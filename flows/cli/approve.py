@@ -50,7 +50,7 @@ def decide(
     lines = [done.outcome]
     if done.state == "superseded":
         lines.append(
-            f"`posttrain resume {shlex.quote(done.run)}` compares anew, unless the run itself waits: it does so"
+            f"`posttrain resume {shlex.quote(done.run)}` runs the comparison again; a waiting run does so itself"
         )
     lines += _let_go(done, approve)
     return "\n".join(lines)

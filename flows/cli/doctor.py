@@ -243,10 +243,8 @@ def _dead_runs(output: Path) -> Iterator[Finding]:
     dead = [run for run in dead_runs(output.absolute()) if not run.elsewhere]
     if dead:
         names = ", ".join(run.name for run in dead if run.is_pipeline)
-        detail = f"{len(dead)} {'was' if len(dead) == 1 else 'were'} killed without a word" + (
-            f": {names}" if names else ""
-        )
-        yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and says how to go on")
+        detail = f"{len(dead)} {'was' if len(dead) == 1 else 'were'} killed" + (f": {names}" if names else "")
+        yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and shows how to resume")
 
 
 def _asked(url: str) -> str:

@@ -39,8 +39,8 @@ REFUSALS = {
     errno.EROFS: ELSEWHERE,
     errno.EEXIST: ELSEWHERE,
     errno.ENOTDIR: ELSEWHERE,
-    errno.ENOSPC: "make room, as with `posttrain gc`; the same command goes on from the last checkpoint",
-    errno.EDQUOT: "make room, as with `posttrain gc`; the same command goes on from the last checkpoint",
+    errno.ENOSPC: "make room, as with `posttrain gc`; the same command resumes from the last checkpoint",
+    errno.EDQUOT: "make room, as with `posttrain gc`; the same command resumes from the last checkpoint",
 }
 
 
@@ -66,7 +66,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return _failed(arguments, str(stopped), 128 + stopped.signum)
     except KeyboardInterrupt as error:
         how, number = ("SIGTERM", signal.SIGTERM) if isinstance(error, Terminated) else ("Ctrl-C", signal.SIGINT)
-        more = "; the same command goes on from the last checkpoint" if arguments.command in TRAINING else ""
+        more = "; the same command resumes from the last checkpoint" if arguments.command in TRAINING else ""
         return _failed(arguments, f"stopped by {how}{more}", 128 + number)
     except (SettingsError, DataError) as error:
         return _failed(arguments, str(error), 2)

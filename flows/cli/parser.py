@@ -28,7 +28,7 @@ start here:
   posttrain doctor                         what this machine has and what is missing
 
 exit codes:
-  0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command goes on from the last checkpoint
+  0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command resumes from the last checkpoint
 """
 
 

@@ -69,7 +69,7 @@ def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     if alarm is not None and alarm.last > 0:
         lines = [
             "The alarm is on: the total reward rises while success falls.",
-            "Look at what the parts below go with.",
+            "Compare the correlations of the components below.",
         ]
         blocks.append({"kind": "note", "id": "alarm", "tone": "bad", "lines": lines})
     charts = [found for found in parts if found is not None]
@@ -180,7 +180,7 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
         blocks.append(table("moves", "History, the newest first", columns, rows))
     else:
         blocks.append(
-            {"kind": "note", "id": "moves", "tone": "small", "lines": ["No move yet: the first stage goes on."]}
+            {"kind": "note", "id": "moves", "tone": "small", "lines": ["No move yet: still in the first stage."]}
         )
     return blocks
 

@@ -211,7 +211,7 @@ def judge(events: EventLog, record: Mapping[str, Any], written: float, modified:
     if not record and silence < FRESH_SECONDS:
         return "running", ""  # it has just begun: run.json comes a moment after the journal
     who = f"Process {pid} is gone" if pid else "Its process is gone"
-    return "dead", f"{who}; it ended without a word. The same command goes on from the last checkpoint."
+    return "dead", f"{who}; it was killed. The same command resumes from the last checkpoint."
 
 
 def seconds_left(stage: StageView, now: float) -> float | None:

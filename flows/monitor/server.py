@@ -183,7 +183,7 @@ def serve(output: Path, run: str = "", port: int | None = None) -> None:
         while not server.started and not server.should_exit:
             time.sleep(0.05)
         if server.started:
-            print(f"monitor  http://{HOST}:{number}{note}\nCtrl-C stops it; runs go on", flush=True)
+            print(f"monitor  http://{HOST}:{number}{note}\nCtrl-C stops the page; runs continue", flush=True)
 
     threading.Thread(target=announce, daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down and re-raises the signal

@@ -104,12 +104,12 @@ def _no_head(reader: Reader) -> dict[str, Any]:
 def _welcome(reader: Reader, choice: Choice) -> dict[str, Any]:
     if choice.run and reader.runs():
         lines = [
-            f"The run {choice.run} is not there any more.",
+            f"The run {choice.run} no longer exists.",
             "Its folder was moved or removed. Choose another above.",
         ]
         return {"kind": "note", "id": "welcome", "lines": lines}
     if not reader.output.is_dir():
-        lines = [f"The folder {reader.output} is not there any more.", "The page goes on as soon as it is back."]
+        lines = [f"The folder {reader.output} no longer exists.", "The page resumes as soon as it is back."]
         return {"kind": "note", "id": "welcome", "lines": lines}
     lines = [
         "No runs here yet.",
@@ -259,7 +259,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     if curved:
         note = _average_note(choice)
         if len(curved) > MAX_CHARTS:
-            note = f"The first {MAX_CHARTS} of {len(curved)} metrics; name those that matter above. {note}"
+            note = f"The first {MAX_CHARTS} of {len(curved)} metrics; select metrics above. {note}"
         charts = [_metric(name, pairs, choice) for name in curved[:MAX_CHARTS]]
         blocks.append({"kind": "charts", "id": "curves", "title": "", "note": note, "charts": charts})
     once = [name for name in names if name not in curved]

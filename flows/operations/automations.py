@@ -31,7 +31,7 @@ class Applied:
     """Outcome for one automation."""
 
     name: str
-    what: str  # made, updated, unchanged, left out
+    what: str  # made, updated, unchanged, skipped
     note: str = ""
 
 
@@ -80,7 +80,7 @@ async def apply(client: PrefectClient, path: Path) -> list[Applied]:
         try:
             wanted = AutomationCore.model_validate(await _with_ids(client, item))
         except NotThere as error:
-            done.append(Applied(name, "left out", str(error)))
+            done.append(Applied(name, "skipped", str(error)))
             continue
         except ValidationError as error:
             raise DataError(f"{path}: automation '{name}' is not valid:\n{_problems(error)}") from None

@@ -43,7 +43,7 @@ def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, s
     try:
         data = tomllib.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: Prefect's profiles cannot be read: {error}; mend the file or move it") from None
+        raise SettingsError(f"{path}: Prefect's profiles cannot be read: {error}; fix the file or move it") from None
     profiles = data.get("profiles", {})
     name = environment.get("PREFECT_PROFILE") or str(data.get("active", ""))
     if not name:

@@ -259,7 +259,7 @@ def status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
         if left:
             return (
                 f"no supervisor is running, but {len(left)} of its processes are (first: {left[0].pid}); "
-                "`posttrain up` ends them and starts anew, `posttrain down` ends them",
+                "`posttrain up` ends them and starts new ones, `posttrain down` ends them",
                 False,
             )
         return f"not running for {output}; start it: posttrain up --output {output}", False

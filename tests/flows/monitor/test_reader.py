@@ -80,7 +80,7 @@ def test_a_run_whose_process_is_gone_is_dead(tmp_path, dead_pid):
     make_run(tmp_path, pid=dead_pid)
     run = run_of(tmp_path)
     assert run.status == "dead" == run.stage("policy").status
-    assert f"Process {dead_pid} is gone" in run.why and "goes on from the last checkpoint" in run.why
+    assert f"Process {dead_pid} is gone" in run.why and "resumes from the last checkpoint" in run.why
 
 
 def test_a_process_that_began_after_the_run_is_another_one(tmp_path):

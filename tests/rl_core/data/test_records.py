@@ -117,7 +117,7 @@ def test_problems_found_elsewhere_are_reported_alike(caplog: pytest.LogCaptureFi
         report("demonstrations of x", [problem], 1, "skip")
     with caplog.at_level(logging.WARNING):
         report("demonstrations of x", [problem], 5, "skip")
-    assert "1 of 5 rows cannot be used and are left out" in caplog.text
+    assert "1 of 5 rows cannot be used and are skipped" in caplog.text
 
 
 WHOLE_FILES = [
