@@ -23,9 +23,9 @@ start here:
   posttrain init my_task                   a config, an environment and a reward to start from
   posttrain validate demo                  check a configuration without running anything
   posttrain up                             Prefect, a worker and MLflow, with schedules (down, status)
-  posttrain ui                             look at results in MLflow and Prefect
-  posttrain monitor                        watch a run while it trains
-  posttrain doctor                         what this machine has and what is missing
+  posttrain ui                             browse results in MLflow and Prefect
+  posttrain monitor                        watch a run live
+  posttrain doctor                         check this machine for missing requirements
 
 exit codes:
   0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command resumes from the last checkpoint
@@ -287,15 +287,15 @@ def _add_up(commands: Any) -> None:
     parser.add_argument(
         "--database",
         metavar="URL",
-        help="postgresql://USER@HOST:5432/NAME for both servers, which make NAME_prefect and NAME_mlflow; a password "
-        "stands better in POSTTRAIN_DATABASE, PGPASSWORD or ~/.pgpass than here (default: sqlite in the output folder)",
+        help="postgresql://USER@HOST:5432/NAME for both servers, which create NAME_prefect and NAME_mlflow; put a "
+        "password into POSTTRAIN_DATABASE, PGPASSWORD or ~/.pgpass instead (default: sqlite in the output folder)",
     )
     parser.add_argument("--pool", metavar="NAME", help="work pool of the worker (default: posttrain)")
     parser.add_argument("--runs", type=_positive, metavar="N", help="concurrent flow runs (default: no limit)")
     parser.add_argument(
         "--deployments",
         metavar="FOLDER",
-        help="register its prefect.yaml and automations.yaml; entrypoints are relative to the folder above it "
+        help="folder of prefect.yaml and automations.yaml; entrypoints are relative to its parent "
         "(default: those of this checkout)",
     )
     parser.add_argument(
