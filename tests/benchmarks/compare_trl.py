@@ -63,12 +63,12 @@ class Line:
 
     @property
     def difference(self) -> float:
-        """Of what has to agree: ours and TRL's, or ours and the plain formula."""
+        """Difference of ours to TRL's, or to the plain formula."""
         return abs(self.our_value - (self.trl_value if self.formula is None else self.formula))
 
     @property
     def verdict(self) -> str:
-        """NaN fails: it is not within anything."""
+        """PASS, CHOICE or FAIL; NaN fails."""
         if not self.difference <= TOLERANCE:
             return "FAIL"
         return "PASS" if self.formula is None else "CHOICE"

@@ -172,7 +172,7 @@ def scenarios(process_group, folder):
 
 
 def long_run(process_group, iterations, folder=None, **changes):
-    """With all that has a state; goes on from what lies in the folder."""
+    """Training with every kind of state; resumes from the folder."""
     trainer = sft_trainer(process_group, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes})
     return numbers(trainer, process_group, folder=folder, iterations=iterations)
 

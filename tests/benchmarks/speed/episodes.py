@@ -84,7 +84,7 @@ class Characters:
 
 
 class Scripted:
-    """A sequence whose observations are written down beforehand: it ends after the last of them, or at its limit."""
+    """Sequence with scripted observations; ends after the last of them, or at its limit."""
 
     def __init__(self, prompt_ids, seed, observations=(), limit=MAX_TOKENS):
         self.prompt_ids = list(prompt_ids)

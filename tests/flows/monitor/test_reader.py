@@ -104,7 +104,7 @@ def test_a_run_on_another_machine_is_judged_by_what_it_writes(tmp_path):
 
 
 def test_a_stage_without_metrics_does_not_hide_those_of_the_others(tmp_path):
-    """Nobody looks at the run, so that only the times of its files tell that it goes on."""
+    """The run is not viewed, so only file times show that it is running."""
     home = make_run(tmp_path)
     (home / "run.json").write_text(json.dumps({**json.loads((home / "run.json").read_text()), "host": "elsewhere"}))
     (home / "runs/2027-01-15-08-00-00/metrics.jsonl").unlink()
@@ -161,7 +161,7 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
-    """It says of the stages before the one that it goes on with, once more, that they were taken from before."""
+    """A resumed run logs earlier stages once more as cached."""
     home = make_run(tmp_path)
     parent = home / "runs/2027-01-15-09-00-00"
     taken = {"op": "tags", "tags": {"cached.sft": "aaaa"}}

@@ -1,4 +1,4 @@
-"""The same texts give the same ids in a demonstration and in a rollout, whatever the tokenizer's template is like."""
+"""The same texts give the same ids in a demonstration and in a rollout, for any chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way in which a data file or one of its rows can be wrong, and the words for it."""
+"""Errors of data files and rows, and their messages."""
 
 from __future__ import annotations
 

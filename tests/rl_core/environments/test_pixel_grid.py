@@ -1,4 +1,4 @@
-"""pixel_grid: questions checked against an independent reading of the image, misuse, determinism, pictures."""
+"""pixel_grid: questions checked against an independent reading of the image, misuse, determinism, images."""
 
 import re
 import struct

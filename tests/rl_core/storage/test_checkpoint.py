@@ -1,4 +1,4 @@
-"""The newest acknowledged version loads, whatever happened to the writer, the disk or the files."""
+"""The newest acknowledged version loads after any failure of the writer, the disk or the files."""
 
 import logging
 import os

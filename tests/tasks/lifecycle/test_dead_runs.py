@@ -1,4 +1,4 @@
-"""Runs that were killed without a word: found by their lock, drained and marked; others are left alone."""
+"""Killed runs: found by their lock, drained and marked; others are untouched."""
 
 import json
 import os

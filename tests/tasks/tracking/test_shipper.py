@@ -94,7 +94,7 @@ class Run:
         self.journal.append(metrics, step)
 
     def kill(self) -> None:
-        """As SIGKILL leaves it: nothing said to anyone, the file lock gone with the process."""
+        """State after SIGKILL: no final records, file lock released."""
         self.journal.close()
         self.events.close()
 
