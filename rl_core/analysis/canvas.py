@@ -14,7 +14,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "FAINT", "INK", "MUTED", "canvas", "color_of", "finish", "legend", "shades", "short", "tall"]
+__all__ = [
+    "COLORS",
+    "FAINT",
+    "INK",
+    "MUTED",
+    "canvas",
+    "color_of",
+    "label_axes",
+    "legend",
+    "shades",
+    "short",
+    "add_headroom",
+]
 
 # Okabe-Ito palette: eight colours distinguishable with any colour vision.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#B8A900")
@@ -58,7 +70,7 @@ def canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
         figure.savefig(path, dpi=140, metadata={"Software": "posttrain"})
 
 
-def finish(axes: Axes, title: str, x_label: str, y_label: str, grid: str) -> None:
+def label_axes(axes: Axes, title: str, x_label: str, y_label: str, grid: str) -> None:
     """Set title, axis labels and a grid along one axis."""
     if title:
         axes.set_title(short(title, 70), loc="left", fontsize=11, fontweight="bold", pad=9)
@@ -76,7 +88,7 @@ def legend(figure: Figure, axes: Axes, models: int) -> None:
                   frameon=False, fontsize=9)  # fmt: skip
 
 
-def tall(axes: Axes, share: float = 0.1) -> None:
+def add_headroom(axes: Axes, share: float = 0.1) -> None:
     """Add space above the data for labels."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + share * (high - low))

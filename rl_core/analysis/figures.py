@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.analysis.canvas import INK, canvas, color_of, finish, legend, short
+from rl_core.analysis.canvas import INK, canvas, color_of, label_axes, legend, short
 from rl_core.analysis.statistics import Difference, Rate
 
 __all__ = ["differences", "distributions", "pass_at_k", "reward_parts", "success_by_group", "tool_heat_map"]
@@ -37,7 +37,7 @@ def success_by_group(path: Path, rates: Mapping[str, Mapping[str, Rate]], title:
         axes.set_xticks(range(len(groups)), [short(group) for group in groups], rotation=0 if len(groups) < 7 else 25)
         axes.set_ylim(0, 112)
         axes.set_yticks(range(0, 101, 20))
-        finish(axes, title, "", "success, % of episodes (bars: 95% interval)", grid="y")
+        label_axes(axes, title, "", "success, % of episodes (bars: 95% interval)", grid="y")
         legend(figure, axes, len(rates))
     return path
 
@@ -64,7 +64,7 @@ def differences(path: Path, rows: Sequence[tuple[str, Difference, int, str]], ti
         axes.set_ylim(len(rows) - 0.5, -0.5)
         reach = max([1.0, *(abs(100 * bound) for _, d, _, _ in rows for bound in (d.low, d.high))]) * 1.1
         axes.set_xlim(-reach if any(d.low < 0 for _, d, _, _ in rows) else -0.08 * reach, reach)
-        finish(axes, title, "difference of success, percentage points (bars: 95% interval)", "", grid="x")
+        label_axes(axes, title, "difference of success, percentage points (bars: 95% interval)", "", grid="x")
     return path
 
 
@@ -84,7 +84,7 @@ def distributions(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]
                 axes.stairs(shares, edges, color=color, linewidth=1.8, label=model, zorder=3)
                 axes.stairs(shares, edges, color=color, fill=True, alpha=0.13, zorder=2)
                 axes.axvline(float(np.mean(values)), color=color, linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
-            finish(axes, "", f"{name} (dashed: mean)", "", grid="y")
+            label_axes(axes, "", f"{name} (dashed: mean)", "", grid="y")
             axes.set_ylim(bottom=0)
             if _whole(edges):
                 axes.xaxis.get_major_locator().set_params(integer=True)
@@ -143,7 +143,7 @@ def reward_parts(path: Path, parts: Mapping[str, Mapping[str, float]]) -> Path:
         axes.set_yticks(range(len(names)), [short(name) for name in names])
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        finish(axes, "Reward components", "mean over trajectories, before weighting", "", grid="x")
+        label_axes(axes, "Reward components", "mean over trajectories, before weighting", "", grid="x")
         legend(figure, axes, len(parts))
     return path
 
@@ -164,7 +164,7 @@ def pass_at_k(path: Path, curves: Mapping[str, Mapping[int, float]]) -> Path:
         axes.set_xticks(shown, [str(k) for k in shown])
         axes.minorticks_off()
         axes.set_ylim(-3, 104)
-        finish(axes, "pass@k", "k, samples of one episode", "solved by at least one, % of episodes", grid="y")
+        label_axes(axes, "pass@k", "k, samples of one episode", "solved by at least one, % of episodes", grid="y")
         legend(figure, axes, len(curves))
     return path
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.analysis.calibration import Calibration
-from rl_core.analysis.canvas import COLORS, FAINT, INK, MUTED, canvas, color_of, finish, legend
+from rl_core.analysis.canvas import COLORS, FAINT, INK, MUTED, canvas, color_of, label_axes, legend
 from rl_core.analysis.probe_results import ModelProbe
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def calibration(path: Path, found: Calibration) -> Path:
                 axes.stairs(shares, edges, color=color, fill=True, alpha=0.15, zorder=2)
         title = "Scores" if found.auc is None else f"Scores: AUC {found.auc:.3f}"
         title += "" if found.correlation is None else f", correlation with success {found.correlation:.2f}"
-        finish(axes, title, "score of the reward model", "% of successes, of failures", grid="y")
+        label_axes(axes, title, "score of the reward model", "% of successes, of failures", grid="y")
         axes.legend(frameon=False, fontsize=9, loc="best")
     return path
 
@@ -56,7 +56,7 @@ def _reliability(axes: Axes, found: Calibration) -> None:
     axes.set_xlim(48, 102)
     axes.set_ylim(floor, 103)
     title = f"Reliability: calibration error {found.ece:.3f}, {found.pairs:,} pairs"
-    finish(axes, title, "confidence in the order of a pair, % (below: pairs)", "accuracy, % (bars: 95%)", grid="y")
+    label_axes(axes, title, "confidence in the order of a pair, % (below: pairs)", "accuracy, % (bars: 95%)", grid="y")
     axes.grid(axis="x", color=FAINT, linewidth=0.5, zorder=0)
 
 
@@ -70,9 +70,9 @@ def entropy_and_kl(path: Path, probes: Mapping[str, ModelProbe], first: str) -> 
                 axes.plot(
                     range(1, len(values) + 1), values, "o-", color=color_of(index), linewidth=2, label=name, zorder=3
                 )
-        finish(panels[0], "Entropy", "turn", "nats per sampled token", grid="y")
+        label_axes(panels[0], "Entropy", "turn", "nats per sampled token", grid="y")
         if has_kl:
-            finish(panels[1], f"KL from {first}", "turn", "nats per sampled token", grid="y")
+            label_axes(panels[1], f"KL from {first}", "turn", "nats per sampled token", grid="y")
         for axes in panels:
             axes.set_ylim(0, 1.06 * max(axes.get_ylim()[1], 1e-3))  # KL is 0 everywhere for an unchanged model
             axes.xaxis.get_major_locator().set_params(integer=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.analysis.canvas import COLORS, MUTED, canvas, finish, shades, short, tall
+from rl_core.analysis.canvas import COLORS, MUTED, add_headroom, canvas, label_axes, shades, short
 from rl_core.analysis.statistics import moving_average
 from rl_core.analysis.training_curves import Curve, TrainingCurves
 
@@ -70,10 +70,10 @@ def training(
             _curve(axes, curve, color)
             if title in SHARES:
                 axes.set_ylim(0, 1.02)
-            finish(axes, title, "", unit, grid="y")
+            label_axes(axes, title, "", unit, grid="y")
         for axes, (title, unit, curves) in zip(grid[len(panels) :], groups, strict=False):
             _group(axes, curves, color if title == "Success by level" else None)
-            finish(axes, f"{title} (moving average)", "", unit, grid="y")
+            label_axes(axes, f"{title} (moving average)", "", unit, grid="y")
         if has_curriculum:
             _staircase(grid[total - 1], run, last, curriculum)
         for axes in grid[:total]:
@@ -119,14 +119,14 @@ def _staircase(axes: Axes, run: TrainingCurves, last: float, names: Sequence[str
     shown = sorted(set(stages))
     axes.set_yticks(shown, [f"{short(names[n], 14)}  {n}" if 0 <= n < len(names) else str(n) for n in shown])
     axes.set_ylim(min(stages) - 0.4, max(stages) + 0.4)
-    finish(axes, "Curriculum", "", "stage", grid="y")
+    label_axes(axes, "Curriculum", "", "stage", grid="y")
 
 
 def _bands(axes: Axes, stages: Sequence[tuple[float, int]], last: float) -> None:
     """Draw alternating background bands with the stage number above the data."""
     if len(stages) < 2:
         return
-    tall(axes)
+    add_headroom(axes)
     ends = [step for step, _ in stages[1:]] + [last]
     for (start, stage), end in zip(stages, ends, strict=True):
         axes.axvspan(start, end, color="#56B4E9", alpha=0.05 if stage % 2 else 0.17, linewidth=0, zorder=0)
