@@ -69,9 +69,9 @@ def test_stage_names_are_the_pipeline_s():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:5] == ["run", "retrain", "validate", "stage", "profile"]
-    assert names[5:10] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[10:] == ["up", "down", "status", "ui", "monitor", "runs", "gc", "doctor"]
+    assert names[:6] == ["init", "run", "retrain", "validate", "stage", "profile"]
+    assert names[6:11] == ["evaluate", "analyze", "promote", "approve", "resume"]
+    assert names[11:] == ["up", "down", "status", "ui", "monitor", "runs", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
