@@ -67,7 +67,7 @@ def test_an_import_changes_nothing(module):
         "before = dict(os.environ), [signal.getsignal(s) for s in signals], os.getcwd()\n"
         f"import {module}\n"
         "after = dict(os.environ), [signal.getsignal(s) for s in signals], os.getcwd()\n"
-        "after[0].pop('TORCHINDUCTOR_CACHE_DIR', None)\n"  # torch sets it when it is used
+        "for values in (before, after):\n    values[0].pop('TORCHINDUCTOR_CACHE_DIR', None)\n"  # set by torch
         "assert before == after, (set(before[0].items()) ^ set(after[0].items()), before[1:], after[1:])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
