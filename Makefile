@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What users of the library see: checked strictly.
+PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py
 
-.PHONY: help setup demo test test-all lint format clean
+.PHONY: help setup demo test test-all lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -32,10 +34,17 @@ lint: $(STAMP)  ## formatter, linter and type checker, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent $(PUBLIC) tests/rl_core/api/typed_usage.py
 
 format: $(STAMP)  ## let the formatter and the linter mend what they can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: $(STAMP)  ## build the documentation into docs-site/; warnings are errors
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/tools/generate.py --check
+	mkdir -p docs/pictures && cp tests/benchmarks/pictures/*.png docs/pictures/
+	PYTHONPATH=docs/tools $(BIN)/zensical build --clean --strict
+
 clean:  ## remove the virtual environment and caches; outputs stay
-	rm -rf $(VENV) .ruff_cache .mypy_cache posttrain.egg-info build
+	rm -rf $(VENV) docs-site .cache .ruff_cache .mypy_cache posttrain.egg-info build

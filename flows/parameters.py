@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tasks.config import PipelineSettings, from_dict, load, pipeline_model
 from tasks.config.overrides import apply_overrides
-from tasks.config.problems import ConfigError, Places
+from tasks.config.problems import ConfigError, KeyLocations
 
 __all__ = ["PipelineForm", "pipeline_name", "read_settings"]
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     PipelineForm = dict[str, Any]
@@ -25,10 +28,10 @@ def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | 
     Raises: ConfigError with every problem.
     """
     if isinstance(settings, str):
-        return load(settings, overrides or ())
+        return load(settings, overrides or (), warn=logger.warning)
     values = copy.deepcopy(dict(settings))
     if overrides:
-        places = Places("settings")
+        places = KeyLocations("settings")
         problems = apply_overrides(values, overrides, places)
         if problems:
             raise ConfigError(problems, places)

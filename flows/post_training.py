@@ -1,4 +1,4 @@
-"""The pipeline as a DAG, from data to promotion; stages and order: `tasks.config.settings.STAGES`.
+"""The pipeline as a DAG, from data to promotion: see tasks/stage_registry.py for the stages and their order.
 
 Stages missing from the config are skipped; later stages start from the last one before them.
 """
@@ -9,7 +9,8 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from prefect import flow
@@ -27,19 +28,13 @@ from flows.runtime.repair import crash_flow_runs
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
 from rl_core.errors import SettingsError
 from rl_core.storage.locks import FolderLock
+from tasks import stage_registry
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run import PipelineRun
-from tasks.stages.analyze import analyze_trajectories
-from tasks.stages.evaluate import evaluate_models
-from tasks.stages.policy import optimise_policy
-from tasks.stages.preference import optimise_preferences
-from tasks.stages.prepare_data import prepare_data
-from tasks.stages.promote import promote
-from tasks.stages.reward_model import reward_model
-from tasks.stages.sft import sft
-from tasks.stages.thoughts import learn_thoughts
+from tasks.pipeline.run_options import FlowRunAddress, RunOptions
+from tasks.stage_registry import Product
 from tasks.tracking.store import without_password
 
 __all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "say", "watched"]
@@ -114,23 +109,27 @@ def execute(
     """One pass over the stages within a flow run; called by every training flow through `run_with_approval`.
 
     Args:
-        fresh, only, models: see `post_training`. tags, lock: see `PipelineRun`.
+        fresh, only, models: see `post_training`. tags, lock: see `RunOptions` and `PipelineRun`.
     """
     with PipelineRun(
         typed,
-        fresh=fresh,
-        only=only,
-        flow_run_id=str(flow_run.id or ""),
-        flow_run_url=flow_run_url(),
-        prefect_api=without_password(get_current_settings().api.url or ""),
-        given=models,
-        started=_started.get(),
-        tags=tags,
+        RunOptions(
+            fresh=fresh,
+            only=only,
+            given=models or {},
+            started=_started.get(),
+            tags=tags or {},
+            flow_run=FlowRunAddress(
+                id=str(flow_run.id or ""),
+                url=flow_run_url(),
+                api=without_password(get_current_settings().api.url or ""),
+            ),
+        ),
         lock=lock,
         on_progress=_display.get(),
         stop=stopping.asked,
     ) as pipeline_run:
-        crash_flow_runs(run.flow_run_id for run in pipeline_run.gone)
+        crash_flow_runs(run.flow_run_id for run in pipeline_run.dead_runs)
         _run_stages(pipeline_run, models or {})
         rows = result_rows(pipeline_run)
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
@@ -155,49 +154,64 @@ def execute(
     )
 
 
+@dataclass
+class _Handed:
+    """What the stages so far hand to the next ones; each property is a name that `PipelineStage.takes` may use."""
+
+    pipeline_run: PipelineRun
+    base: Path | str | None  # the model to start from; None = a preset, which prepare_data makes
+    given: dict[str, str]  # models to evaluate in place of those that the run trains
+    results: dict[Product, StageResult] = field(default_factory=dict)  # the newest of each kind
+    trained: dict[str, StageResult] = field(default_factory=dict)  # policies by stage, in order
+
+    @property
+    def data(self) -> StageResult | None:
+        return self.results.get("data")
+
+    @property
+    def reward_model(self) -> StageResult | None:
+        return self.results.get("reward_model")
+
+    @property
+    def evaluation(self) -> StageResult | None:
+        return self.results.get("evaluation")
+
+    @property
+    def model(self) -> Path | str:
+        """The newest policy, else the base model."""
+        if "policy" in self.results:
+            return self.results["policy"].model
+        if self.base is not None:
+            return self.base
+        return self.results["data"].model
+
+    @property
+    def models(self) -> Mapping[str, StageResult | Path | str]:
+        """The policies to evaluate, by name."""
+        named = {name: self.pipeline_run.models.resolve(source)[0] for name, source in self.given.items()}
+        return named or self.trained or {"base": self.model}
+
+    @property
+    def challenger(self) -> StageResult | None:
+        """The policy that was trained last."""
+        return self.results.get("policy")
+
+
 def _run_stages(pipeline_run: PipelineRun, given: dict[str, str]) -> None:
-    """The DAG; stages pass paths to each other."""
-    stages = pipeline_run.settings.stages
-    base = pipeline_run.resolve_base_model()
-    data: StageResult | None = None
-    if stages.prepare_data is not None or base is None:
-        data = stage_task("prepare_data", prepare_data, pipeline_run)(base)
-    model: StageResult | Path | str
-    if base is not None:
-        model = base
-    else:
-        assert data is not None
-        model = data.model
-    models: dict[str, StageResult | Path | str] = {}
-    reward: StageResult | None = None
-    if stages.sft is not None:
-        if data is None:
-            raise SettingsError("stages.sft needs stages.prepare_data, which generates or reads the demonstrations")
-        models["sft"] = result = stage_task("sft", sft, pipeline_run)(model, data)
-        model = result.model
-    if stages.preference is not None:
-        models["preference"] = result = stage_task("preference", optimise_preferences, pipeline_run)(model, data)
-        model = result.model
-    if stages.reward_model is not None:
-        reward = stage_task("reward_model", reward_model, pipeline_run)(model, data)
-    if stages.policy is not None:
-        models["policy"] = result = stage_task("policy", optimise_policy, pipeline_run)(model, data, reward)
-        model = result.model
-    if stages.thoughts is not None:
-        models["thoughts"] = result = stage_task("thoughts", learn_thoughts, pipeline_run)(model, data)
-        model = result.model
-    if stages.evaluate is None:
-        return
-    trained = {name: pipeline_run.results[name] for name in models}  # in the order of the pipeline
-    played = (
-        {name: pipeline_run.resolve_model(source)[0] for name, source in given.items()} or models or {"base": model}
-    )
-    evaluation = stage_task("evaluate", evaluate_models, pipeline_run)(played, data)
-    if stages.analyze is not None:
-        stage_task("analyze", analyze_trajectories, pipeline_run)(evaluation, played, data, reward)
-    if stages.promote is not None and trained:
-        challenger = list(trained.values())[-1]
-        stage_task("promote", promote, pipeline_run)(evaluation, challenger.stage, challenger, data)
+    """The DAG: each stage takes what the ones before it gave (tasks/stage_registry.py)."""
+    handed = _Handed(pipeline_run, pipeline_run.models.resolve_base(), given)
+    for stage in stage_registry.stages():
+        makes_preset = stage.gives == "data" and handed.base is None
+        if getattr(pipeline_run.settings.stages, stage.name) is None and not makes_preset:
+            continue
+        taken = {name: getattr(handed, name) for name in stage.takes}
+        if missing := [name for name in stage.needs if taken[name] is None]:
+            raise SettingsError(f"stages.{stage.name} needs {' and '.join(missing)}, which no stage before it gives")
+        result = stage_task(stage.name, stage_registry.task_of(stage), pipeline_run)(*taken.values())
+        if stage.gives is not None:
+            handed.results[stage.gives] = result
+        if stage.gives == "policy":
+            handed.trained[stage.name] = result
 
 
 def run_pipeline(

@@ -15,8 +15,9 @@ from flows.post_training import execute, run_pipeline
 from flows.runtime.pipeline_result import PipelineResult
 from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.errors import SettingsError
-from rl_core.settings import AnalysisSettings, EvaluationSettings
-from tasks.config import STAGES, PipelineSettings, StageName, StagesSettings
+from rl_core.settings import AnalysisSettings
+from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
+from tasks.stage_registry import entry, names, policy_stages, result_stages
 from tasks.stages.analyze import find_trajectories, image_function, image_tools, log_analysis
 from tasks.stages.loading import make_environment
 from tasks.tracking import Tracking
@@ -84,22 +85,22 @@ def run_stage(
 
 def _up_to(settings: PipelineSettings, name: str, model: str | None) -> PipelineSettings:
     """Pipeline settings up to a stage, without the stages that a given model replaces."""
-    order: list[str] = list(STAGES)
+    order = names()
     needed = set(order[: order.index(name) + 1])
-    if name in ("sft", "preference", "policy", "thoughts"):
-        needed -= {"evaluate", "analyze"}
+    if entry(name).trains == "policy":
+        needed -= set(result_stages())
     if name != "reward_model" and not (settings.stages.policy and "learned" in settings.stages.policy.rewards):
         needed.discard("reward_model")
     if model is not None:
-        needed -= {stage for stage in ("sft", "preference", "policy", "thoughts") if stage != name}
+        needed -= set(policy_stages()) - {name}
         settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=model))
-    kept = {stage: getattr(settings.stages, stage) if stage in needed else None for stage in order}
-    return dataclasses.replace(settings, stages=StagesSettings(**kept))
+    stages = dataclasses.replace(settings.stages, **{stage: None for stage in order if stage not in needed})
+    return dataclasses.replace(settings, stages=stages)
 
 
 def evaluate_model(settings: PipelineSettings, model: str, *, quiet: bool = False) -> PipelineResult:
     """Evaluate one model (folder, hub name or registered model) on the config's held-out episodes."""
-    evaluation = settings.stages.evaluate or EvaluationSettings()
+    evaluation = evaluation_settings(settings)
     stages = StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation)
     start = dataclasses.replace(settings.model, path=model)
     return run_pipeline(dataclasses.replace(settings, model=start, stages=stages), quiet=quiet)
@@ -118,7 +119,7 @@ def _for_comparison(settings: PipelineSettings, models: dict[str, str]) -> Pipel
     """Pipeline settings with evaluation and analysis only."""
     stages = StagesSettings(
         prepare_data=settings.stages.prepare_data,
-        evaluate=settings.stages.evaluate or EvaluationSettings(),
+        evaluate=evaluation_settings(settings),
         analyze=settings.stages.analyze or AnalysisSettings(),
     )
     start = dataclasses.replace(settings.model, path=next(iter(models.values())))

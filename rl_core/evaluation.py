@@ -224,7 +224,7 @@ def evaluate(
 
     Args:
         requests: from `heldout_requests`. samples: rollouts of each, at least 1.
-        sampling: temperature 0 = greedy. seed: of the sampling.
+        sampling: temperature 0 = greedy, with log-probabilities at temperature 1. seed: of the sampling.
         process_group: processes that each play a share of the episodes.
     Raises: DataError without requests; SettingsError for samples below 1.
     """

@@ -8,13 +8,11 @@ import math
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rl_core.errors import DataError
-from rl_core.storage.folders import write_text_atomic
 
 __all__ = ["MetricHistory"]
 
@@ -133,8 +131,8 @@ class MetricHistory:
                 }
             return found
 
-    def export(self, path: Path | str, *, window: int = 10) -> None:
-        """Write everything as JSON for a dashboard; the file is replaced atomically.
+    def to_json(self, *, window: int = 10) -> str:
+        """Everything at one moment as JSON, for a dashboard.
 
         {"window": 10, "summary": {name: see `summary`}, "metrics": {name: [[step, value], ...]}}
         """
@@ -142,7 +140,7 @@ class MetricHistory:
             series = {name: [list(point) for point in points] for name, points in sorted(self._series.items())}
             window = min(window, self.limit)
             values = {"window": window, "summary": self.summary(window), "metrics": series}
-        write_text_atomic(path, json.dumps(values, allow_nan=False) + "\n")
+        return json.dumps(values, allow_nan=False) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
         """All kept observations."""

@@ -1,6 +1,6 @@
-"""What flows between rooms: messages, trajectories, rollouts, training batches.
+"""Shared data types: messages, trajectories, rollouts and their groups, training batches.
 
-Suffixes on tensors: P prompts, G rollouts per prompt, B = P*G rows, T completion tokens, S whole sequence.
+Suffixes: P prompts, G rollouts per prompt, B = P*G rows, T completion tokens, S whole sequence.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Message(TypedDict):
 
 
 class StopReason(StrEnum):
-    """Why a rollout ended."""
+    """Reason for which a rollout ended."""
 
     TERMINATED = "terminated"  # the environment said that the episode is over
     MAX_TURNS = "max_turns"  # the turn limit was reached
@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Turn:
-    """One action of the policy and what came back."""
+    """One action of the policy and the environment's observation."""
 
     action: str  # the text that the policy wrote, without its end-of-turn token
     tool_call: ToolCall | None = None  # None = an answer, or text that parses as no call
@@ -58,25 +58,37 @@ class Trajectory:
     kind: str  # kind of question within the environment
     seed: int  # episode seed: (environment, level, seed) determines the episode
     prompt: str  # the last user message
-    target: str  # the right answer, as text; "" where there is none
+    target: str  # the correct answer, as text; "" = none
     turns: list[Turn] = field(default_factory=list)
-    answer: str | None = None  # what the policy answered; None = it never did
+    answer: str | None = None  # the policy's final answer; None = it gave none
     success: bool = False
-    reward: float = 0.0  # the reward that training used
-    # raw parts by name; once training has scored it, also 'weighted/<name>': what each adds to the reward
+    # Total reward: the environment's until the rollout is scored for training, then the one that training uses.
+    # Set when the trajectory is made and by `rewards.orchestrator`, nowhere else
+    reward: float = 0.0
+    # raw components by name; once scored also 'weighted/<name>', the contribution of each to the total
     rewards: dict[str, float] = field(default_factory=dict)
     stop_reason: str = StopReason.TERMINATED
     num_prompt_tokens: int = 0
     num_completion_tokens: int = 0  # sampled and observed tokens after the prompt
     num_action_tokens: int = 0  # sampled tokens only
-    mean_logprob: float = 0.0  # of the sampled tokens, nats, at the temperature of `Rollout.sampler_logprobs`
+    mean_logprob: float = 0.0  # of the sampled tokens, nats; see `Rollout.sampler_logprobs`
     policy_version: int = 0
     sample: int = 0  # index within the group of rollouts of one prompt
     is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
+    temperature: float = 1.0  # at which its tokens were drawn; 0 = greedy
+    row: dict[str, Any] = field(default_factory=dict)  # columns of the data row behind the episode; {} = it has none
+
+    @property
+    def completion(self) -> str:
+        """Text written by the policy, one line a turn; the answer of a single-turn task, also if it was cut off."""
+        return "\n".join(turn.action for turn in self.turns)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict, as written to trajectories.jsonl."""
-        return asdict(self)
+        """A plain dict, as written to trajectories.jsonl; an empty `row` is left out."""
+        plain = asdict(self)
+        if not plain["row"]:
+            del plain["row"]
+        return plain
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Trajectory:
@@ -98,16 +110,23 @@ class Rollout:
     # [T] nats, log softmax(logits / temperature) of the sampling policy; 0.0 at observations. Greedy tokens
     # (temperature 0) have no such distribution: theirs are at temperature 1
     sampler_logprobs: list[float]
-    reward: float  # what training uses, after weighing
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
-    policy_version: int = 0  # number of optimizer steps behind the weights that sampled it
     is_masked: bool = False  # True = no reward could be computed: it carries no loss
-    temperature: float = 1.0  # at which its tokens were drawn; 0 = greedy
+
+    @property
+    def temperature(self) -> float:
+        """Temperature at which its tokens were drawn; 0 = greedy."""
+        return self.trajectory.temperature
+
+    @property
+    def reward(self) -> float:
+        """Total reward, kept in the trajectory."""
+        return self.trajectory.reward
 
     @property
     def success(self) -> bool:
-        """Whether the environment called the episode a success."""
+        """Success as judged by the environment."""
         return self.trajectory.success
 
 
@@ -116,7 +135,7 @@ class RolloutGroup:
     """The G rollouts of one prompt."""
 
     rollouts: list[Rollout]  # [G]
-    advantages: list[float] | None = None  # [G], set by the algorithm
+    advantages: list[float] | None = None  # [G], set by the trainer after its update; None = values were used instead
 
     @property
     def rewards(self) -> list[float]:
@@ -128,15 +147,14 @@ class RolloutGroup:
 class TrainBatch:
     """One padded micro-batch. Rows are left-aligned: prompt, completion, padding on the right.
 
-    A packed one has several such sequences one after the other in a row, told apart by `position_ids_BS`.
+    A packed row holds several sequences one after the other, separated by `position_ids_BS`.
     """
 
     input_ids_BS: torch.Tensor  # int64 [B, S], prompt then completion, right-padded
     attention_mask_BS: torch.Tensor  # bool [B, S], True = real token
     loss_mask_BS: torch.Tensor  # bool [B, S], True = token carries loss; position 0 is never True
-    advantages_BS: torch.Tensor | None = None  # float32 [B, S], 0 where loss_mask is False
-    sampler_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], log p(token s | tokens < s) when sampled
-    ref_logprobs_BS: torch.Tensor | None = None  # float32 [B, S], the same under the reference model
+    # float32 [B, S], nats, log p(token s | tokens < s) of the policy that sampled; 0 where loss_mask is False
+    sampler_logprobs_BS: torch.Tensor | None = None
     # int64 [B, S], only where rows hold several sequences: 0 begins a sequence, which attends to itself alone
     position_ids_BS: torch.Tensor | None = None
     rows: list[int] = field(default_factory=list)  # [B] index of each row in the list that it was made from; [] packed
@@ -145,7 +163,7 @@ class TrainBatch:
 
     @property
     def num_loss_tokens(self) -> int:
-        """Tokens that carry loss."""
+        """Number of tokens that carry loss."""
         return int(self.loss_mask_BS.sum())
 
     def to(self, device: torch.device | str) -> TrainBatch:

@@ -1,52 +1,69 @@
-"""The floors of the house: imports run downwards only, and rl_core stays free of the orchestration's libraries."""
+"""Floors and rooms: imports run downwards only, without circles; importing a module has no side effect."""
 
 import ast
+import json
+import os
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 from helpers import ROOT
+from helpers.import_graph import circles, edges, imports_of, modules, parsed, room_of, rooms_imported
 
+PACKAGES = ("rl_core", "tasks", "flows")
 OPTIONAL = ("gymnasium", "reasoning_gym", "verifiers")  # extras: one environment each
 FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 
-# rl_core's rooms, lowest first; a room imports rooms of its own level or below, never one above it.
-LEVELS = [
-    {
-        "errors",
-        "types",
-        "settings",
-        "tracking",
-        "faults",
-        "folders",
-        "locks",
-        "state_codec",
-        "metrics",
-        "timing",
-        "native",
-    },
-    {"losses", "checkpoint", "distributed"},
-    {"data", "models", "environments", "analysis"},
-    {"rewards", "curriculum", "rollouts"},
-    {"evaluation", "probe"},
-    {"trainers"},
-]
+# Rooms of each floor, the lowest first: a room imports rooms of its own level or below, never one above it.
+LEVELS = {
+    "rl_core": [
+        {"settings", "metrics", "timing", "tracking", "types", "errors"},
+        {"cpu", "distributed", "losses", "storage", "trackers"},
+        {"environments", "analysis", "data", "models", "capabilities"},  # capabilities asks cpu what this machine has
+        {"curriculum", "rewards"},
+        {"rollouts", "inference"},
+        {"evaluation", "probe", "readers"},
+        {"training"},
+        {"trainers", "thoughts"},
+        {"api", "online", "service"},
+        {""},  # names of the public API, imported at their first use
+    ],
+    "tasks": [
+        {"mlflow_environment", "shipped", "stage_registry", "config"},
+        {"tracking"},
+        {"lifecycle"},
+        {"processes"},
+        {"pipeline"},
+        {"retention", "stages"},
+        {""},
+    ],
+    "flows": [
+        {"runtime", "parameters"},
+        {"monitor", "operations", "post_training"},
+        {"evaluate_champion", "retrain", "single_stage"},
+        {"cli"},
+        {""},
+    ],
+}
 
+TRAINERS = {
+    "rl_core.trainers.sft",
+    "rl_core.trainers.reward_model",
+    "rl_core.trainers.preference",
+    "rl_core.trainers.policy_gradient",
+    "rl_core.thoughts",
+}
 
-def modules_of(package: str) -> list[Path]:
-    return sorted((ROOT / package).rglob("*.py"))
+NAMESAKES = {"settings", "api"}  # rooms whose files are named after what they set, or open
 
-
-def imports_of(path: Path) -> list[tuple[int, str]]:
-    """(line, dotted name) of every import in a file, also those inside functions."""
-    found = []
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            found.append((node.lineno, node.module))
-    return found
+# Other file names that occur more than once within a floor.
+SAME_NAME = {
+    "advantages.py": "rl_core: estimators as functions of tensors; the choice among them by algorithm",
+    "preference.py": "rl_core: losses and trainer",
+    "trainer.py": "rl_core: one in the room of each algorithm that has a room",
+}
 
 
 def modules_loaded_by(program: str) -> set[str]:
@@ -56,9 +73,15 @@ def modules_loaded_by(program: str) -> set[str]:
     return set(done.stdout.split())
 
 
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+# ------------------------------------------------------------------------------------------------------------- floors
+
+
 def test_rl_core_imports_without_prefect_mlflow_pydantic_yaml():
-    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in modules_of("rl_core")]
-    names = sorted({name.removesuffix(".__init__") for name in names})
+    names = sorted(modules("rl_core"))
     assert len(names) > 30  # the walk found the package
     allowed = "import torch, transformers, peft\nfrom transformers import AutoModelForCausalLM, LlamaForCausalLM"
     # transformers itself reads YAML, so what it loads alone is no doing of ours.
@@ -72,9 +95,9 @@ def test_rl_core_imports_without_prefect_mlflow_pydantic_yaml():
 
 def test_optional_packages_are_imported_inside_functions_alone():
     wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in modules_of("rl_core")
-        for node in ast.parse(path.read_text()).body
+        place(path, node.lineno)
+        for path in modules("rl_core").values()
+        for node in parsed(path).body
         if isinstance(node, ast.Import | ast.ImportFrom)
         for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""])
         if name.split(".")[0] in OPTIONAL
@@ -82,12 +105,12 @@ def test_optional_packages_are_imported_inside_functions_alone():
     assert wrong == []
 
 
-@pytest.mark.parametrize("package", ["rl_core", "tasks", "flows"])
+@pytest.mark.parametrize("package", PACKAGES)
 def test_imports_run_downwards(package):
     banned = {"rl_core": set(FORBIDDEN), "tasks": {"flows"}, "flows": {"mlflow"}}[package]
     wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for path in modules_of(package)
+        f"{place(path, line)} imports {name}"
+        for path in modules(package).values()
         for line, name in imports_of(path)
         if name.split(".")[0] in banned
     ]
@@ -96,43 +119,165 @@ def test_imports_run_downwards(package):
 
 def test_only_the_tracking_package_imports_mlflow():
     wrong = [
-        f"{path.relative_to(ROOT)}:{line}"
+        place(path, line)
         for package in ("tasks", "flows")
-        for path in modules_of(package)
+        for path in modules(package).values()
         for line, name in imports_of(path)
         if name.split(".")[0] == "mlflow" and path.parent.name != "tracking"
     ]
     assert wrong == []
 
 
-def test_no_room_of_rl_core_imports_one_above_it():
-    level_of = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-    rooms = {path.stem if path.is_file() else path.name for path in (ROOT / "rl_core").iterdir()} - {
-        "__init__",
-        "__pycache__",
-    }
-    assert rooms == set(level_of)  # a new room gets its place here
-    wrong = []
-    for path in modules_of("rl_core"):
-        room = path.relative_to(ROOT / "rl_core").parts[0].removesuffix(".py")
-        for line, name in imports_of(path):
-            parts = name.split(".")
-            if parts[0] == "rl_core" and len(parts) > 1 and level_of[parts[1]] > level_of.get(room, 99):
-                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+# -------------------------------------------------------------------------------------------------------------- rooms
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
+    assert circles(graph) == [["b", "c"], ["d", "e"]]
+    assert circles({"a": {"b"}, "b": set()}) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_has_one_place_in_the_order(package):
+    listed = [room for level in LEVELS[package] for room in level]
+    assert len(listed) == len(set(listed))
+    assert {room_of(module) for module in modules(package)} - set(listed) == set()  # a new room gets its place above
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_room_imports_one_above_it(package):
+    level_of = {room: level for level, rooms in enumerate(LEVELS[package]) for room in rooms}
+    graph = edges(package)
+    empty = {package} - {module for module, others in graph.items() if others}  # `from tasks import x` takes x alone
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in graph.items()
+        for other in sorted(others - empty)
+        if level_of[room_of(other)] > level_of[room_of(module)]
+    ]
     assert wrong == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circles_between_rooms(package):
+    assert circles(rooms_imported(package)) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_circles_between_modules(package):
+    assert circles(edges(package)) == []
 
 
 def test_no_trainer_imports_another():
-    shared = {"loop", "update", "resume", "signals", "optimizers", "micro_batches", "memory", "together", "throughput"}
-    shared |= {"rollout_metrics", "policy_update", "policy_objective", "experience", "credit", "replay", "snapshots"}
-    trainers = {path.stem for path in (ROOT / "rl_core/trainers").glob("*.py")} - shared - {"__init__"}
+    """A trainer is a module or a room; what trainers share imports none of them."""
+
+    def trainer_of(module: str) -> str:
+        return next((one for one in TRAINERS if module == one or module.startswith(f"{one}.")), "")
+
+    known = {trainer_of(module) for module in modules("rl_core")}
+    assert known >= TRAINERS
     wrong = [
-        f"{path.name}:{line} imports {name}"
-        for path in (ROOT / "rl_core/trainers").glob("*.py")
-        for line, name in imports_of(path)
-        if name.startswith("rl_core.trainers.") and name.split(".")[2] in trainers - {path.stem}
+        f"{module} imports {other}"
+        for module, others in edges("rl_core").items()
+        if module.startswith(("rl_core.trainers.", "rl_core.thoughts"))
+        for other in sorted(others)
+        if trainer_of(other) not in ("", trainer_of(module))
     ]
     assert wrong == []
+
+
+# ------------------------------------------------------------------------------------------------------- side effects
+
+# Other packages' imports come first: what they change is theirs. MLflow is imported late, by the tracking store.
+_IMPORT_ALL = """
+import importlib, json, logging, os, signal, sys, threading, warnings
+outer, own = json.loads(sys.argv[1])
+import mlflow  # where prefect or transformers find it, they change the environment for it
+for name, attributes in outer:
+    try:
+        module = importlib.import_module(name)
+        for attribute in attributes:
+            getattr(module, attribute, None)  # prefect and transformers load what they export when it is asked for
+    except ImportError as error:
+        assert name.split(".")[0] == "gradio", error  # an extra
+def state():
+    handlers = {
+        name: ([repr(handler) for handler in logger.handlers], logger.level, logger.propagate)
+        for name in ("", "rl_core", "tasks", "flows", "prefect", "mlflow")
+        for logger in [logging.getLogger(name)]
+    }
+    return {
+        "environment": dict(os.environ),
+        "signals": {s.name: repr(signal.getsignal(s)) for s in signal.Signals if s.name not in ("SIGKILL", "SIGSTOP")},
+        "logging": handlers,
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "folder": os.getcwd(),
+        "path": list(sys.path),
+        "hooks": [repr(sys.excepthook), repr(threading.excepthook), repr(sys.stdout), repr(sys.stderr)],
+        "torch threads": importlib.import_module("torch").get_num_threads(),
+    }
+for name in own:
+    before = state()
+    try:
+        importlib.import_module(name)
+    except ImportError as error:
+        assert (error.name or "").startswith("gradio"), error
+    after = state()
+    after["environment"].pop("TORCHINDUCTOR_CACHE_DIR", None)  # torch sets it when it is used
+    before["environment"].pop("TORCHINDUCTOR_CACHE_DIR", None)
+    for what in before:
+        if before[what] != after[what]:
+            print(f"{name} changes {what}: {before[what]} -> {after[what]}")
+"""
+
+
+def foreign_imports(package: str) -> dict[str, set[str]]:
+    """Modules of other projects that a package imports while its own modules are imported, and the names it takes."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in modules(package).values():
+        for node in parsed(path).body:
+            if isinstance(node, ast.Import):
+                found.update({alias.name: found[alias.name] for alias in node.names})
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found[node.module] |= {alias.name for alias in node.names}
+    own = {*PACKAGES, *sys.stdlib_module_names}
+    return {name: taken for name, taken in found.items() if name.split(".")[0] not in own}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_importing_a_module_has_no_side_effect(package, tmp_path):
+    below = PACKAGES[: PACKAGES.index(package) + 1]
+    outer = sorted((name, sorted(taken)) for floor in below for name, taken in foreign_imports(floor).items())
+    arguments = json.dumps([outer, sorted(modules(package))])
+    environment = {**os.environ, "PREFECT_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT_ALL, arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout == ""
+
+
+# -------------------------------------------------------------------------------------------------------------- names
+
+
+def test_no_public_class_name_occurs_twice():
+    places = defaultdict(list)
+    for package in PACKAGES:
+        for path in modules(package).values():
+            for node in parsed(path).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(place(path, node.lineno))
+    assert len(places) > 100
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_name_occurs_twice_without_a_reason(package):
+    places = defaultdict(list)
+    for path in modules(package).values():
+        if path.name != "__init__.py" and path.parent.name not in NAMESAKES:
+            places[path.name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1 and name not in SAME_NAME} == {}
 
 
 def test_no_module_of_a_flow_hides_one_of_python():

@@ -70,7 +70,7 @@ def test_the_reward_is_called_as_shown(monkeypatch):
     module_of(next(block for block in BLOCKS if "def brevity" in block), "readme_rewards", monkeypatch)
     trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", num_action_tokens=30)
     trajectory.rewards = {"task": 1.0}
-    rollout = Rollout([1], [2], [True], [0.0], 1.0, trajectory)
+    rollout = Rollout([1], [2], [True], [0.0], trajectory)
     RewardOrchestrator({"task": 1.0, "readme_rewards:brevity": 0.1}).score([RolloutGroup([rollout])])
     assert rollout.reward == 1.0 + 0.1 * -0.3
 

@@ -1,4 +1,4 @@
-"""`posttrain doctor`: checks of versions, devices, memory, folders and stores."""
+"""`posttrain doctor`: checks of this machine, its packages, devices, folders and servers."""
 
 from __future__ import annotations
 

@@ -6,11 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["STAGE_NAMES", "build_parser"]
+from tasks.stage_registry import names, training_stages
 
-STAGE_NAMES = (
-    "prepare_data", "sft", "preference", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote",
-)  # fmt: skip
+__all__ = ["build_parser"]
 
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
@@ -116,7 +114,7 @@ def _add_run(commands: Any) -> None:
         [
             "run configs/demo.yaml",
             "run configs/demo.yaml --set stages.policy.learning_rate=1e-3 --set seed=1",
-            "run configs/demo.yaml --set stages.reward_model=null --set 'stages.evaluate.levels=[easy, hard]'",
+            "run configs/demo.yaml --set stages.analyze=null --set 'stages.evaluate.levels=[easy, hard]'",
             "run configs/gsm8k.yaml --set environment.options.path=train.jsonl",
         ],
     )
@@ -159,7 +157,7 @@ def _add_stage(commands: Any) -> None:
     ]
     about = "run one stage; its inputs come from finished stages, or those run first"
     parser = _add(commands, "stage", about, examples)
-    parser.add_argument("name", metavar="NAME", choices=STAGE_NAMES, help=f"one of {', '.join(STAGE_NAMES)}")
+    parser.add_argument("name", metavar="NAME", choices=names(), help=f"one of {', '.join(names())}")
     _add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="rerun the stage even if finished")
@@ -171,7 +169,7 @@ def _add_profile(commands: Any) -> None:
     about = "profile a few iterations of a training stage by phase"
     parser = _add(commands, "profile", about, examples)
     _add_config(parser)
-    parser.add_argument("--stage", metavar="NAME", choices=STAGE_NAMES, help="a training stage (default: the last one)")
+    parser.add_argument("--stage", metavar="NAME", choices=training_stages(), help="default: the last training stage")
     parser.add_argument("--iterations", "-n", metavar="N", type=_at_least_two, default=8, help="how many (default: 8)")
     _add_quiet(parser)
 
@@ -352,17 +350,27 @@ def _add_monitor(commands: Any) -> None:
 
 
 def _add_runs(commands: Any) -> None:
-    parser = _add(commands, "runs", "list runs, newest first, with status and result", ["runs", "runs --limit 5"])
+    examples = ["runs", "runs --limit 5", "runs --format csv"]
+    parser = _add(commands, "runs", "list runs, newest first, with status and result", examples)
     _add_config(parser, option=True)
     _add_output(parser)
     parser.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
+    parser.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold metrics and tags too"
+    )
 
 
 def _add_doctor(commands: Any) -> None:
-    examples = ["doctor", "doctor --config configs/gsm8k.yaml", "doctor --repair"]
+    examples = ["doctor", "doctor --config configs/gsm8k.yaml", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B"]
     about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
     parser = _add(commands, "doctor", about, examples)
     parser.add_argument("--repair", action="store_true", help="mark killed runs as dead and offer to resume them")
+    parser.add_argument(
+        "--model",
+        metavar="MODEL",
+        help="say which fast paths this model folder, hub name or models:/NAME@ALIAS may take here, and why (dtype, "
+        "device and adapters as in --config)",
+    )
     _add_config(parser, option=True)
     _add_output(parser)
 

@@ -15,11 +15,10 @@ from rich.table import Table
 from rl_core.errors import SettingsError
 from rl_core.timing import INSIDE
 from tasks.config import PipelineSettings
+from tasks.stage_registry import training_stages
 from tasks.tracking.journal import read_metrics
 
-__all__ = ["TRAINING_STAGES", "Part", "profile_stage", "profile_table", "shortened", "time_parts"]
-
-TRAINING_STAGES = ("sft", "preference", "reward_model", "policy", "thoughts")  # in the order of the pipeline
+__all__ = ["Part", "profile_stage", "profile_table", "shortened", "time_parts"]
 
 _LABELS = {
     "rollout": "rollouts: decoding",
@@ -112,7 +111,7 @@ def profile_stage(settings: PipelineSettings, name: str | None, iterations: int,
     """
     from flows.single_stage import run_stage
 
-    there = [stage for stage in TRAINING_STAGES if getattr(settings.stages, stage) is not None]
+    there = [stage for stage in training_stages() if getattr(settings.stages, stage) is not None]
     if not there:
         raise SettingsError("there is no training stage to profile")
     chosen = name or there[-1]

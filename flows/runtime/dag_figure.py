@@ -7,11 +7,10 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tasks.stage_registry import names, policy_stages
+
 __all__ = ["draw_pipeline"]
 
-# Stages that produce a policy, in order: each starts from the previous one.
-TRUNK = ("sft", "preference", "policy", "thoughts")
-_STAGES = ("prepare_data", *TRUNK, "reward_model", "evaluate", "analyze", "promote")
 _WIDTH, _HEIGHT = 0.74, 0.56
 _COLOURS = {"ran": "#d7e8f7", "cached": "#eeeeee"}
 
@@ -24,7 +23,7 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
     from matplotlib.figure import Figure
     from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
-    present = {row["stage"]: row for row in rows if row["stage"] in _STAGES}
+    present = {row["stage"]: row for row in rows if row["stage"] in names()}
     places = _places(present)
     width = 1.0 + max((x for x, _ in places.values()), default=0.0)
     figure = Figure(figsize=(2.08 * max(width, 3.0), 3.6), dpi=130, layout="constrained")
@@ -42,7 +41,7 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
         boxes[name] = axes.add_patch(box)
         axes.text(x, y + 0.16, name.replace("_", " "), ha="center", va="center", fontsize=10, weight="bold", zorder=3)
         axes.text(x, y - 0.08, _lines(row), ha="center", va="center", fontsize=8, linespacing=1.35, zorder=3)
-    for start, end in _arrows(boxes):
+    for start, end in _arrows(boxes, uses_reward_model=present.get("policy", {}).get("uses_reward_model", True)):
         arrow = FancyArrowPatch(
             places[start], places[end], patchA=boxes[start], patchB=boxes[end], shrinkA=0, shrinkB=2,
             arrowstyle="-|>", mutation_scale=13, color="#6b7f8f", linewidth=1.2, zorder=1,
@@ -58,7 +57,7 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
     column = 0.0
     if "prepare_data" in present:
         places["prepare_data"], column = (column, 0.5), column + 1.0
-    for name in TRUNK:
+    for name in policy_stages():  # each starts from the one before it
         if name == "policy" and "reward_model" in present:
             places["reward_model"] = (column - 0.45 if column else 0.0, 0.0)
             column += 0.3
@@ -69,18 +68,23 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
     for name, height in (("analyze", 1.0), ("promote", 0.0)):
         if name in present:
             places[name] = (column, height)
-    return places
+    others = [name for name in present if name not in places]
+    return places | {name: (column + 1.0 + index, 0.5) for index, name in enumerate(others)}
 
 
-def _arrows(present: Collection[str]) -> list[tuple[str, str]]:
-    """Edges (from, to) as in `_run_stages` of flows/post_training.py; data only to stages without a predecessor."""
-    trunk = [name for name in TRUNK if name in present]
+def _arrows(present: Collection[str], *, uses_reward_model: bool = True) -> list[tuple[str, str]]:
+    """Edges (from, to) as in `_run_stages` of flows/post_training.py; data only to stages without a predecessor.
+
+    uses_reward_model: True if the policy's reward uses the reward model; else only the analysis does.
+    """
+    trunk = [name for name in policy_stages() if name in present]
     arrows = list(itertools.pairwise(trunk))
     if "prepare_data" in present:
         arrows += [("prepare_data", name) for name in (*trunk[:1], "reward_model")]
-    before = [name for name in trunk if TRUNK.index(name) < TRUNK.index("policy")]
+    before = [name for name in trunk if names().index(name) < names().index("reward_model")]
     arrows += [(name, "reward_model") for name in before[-1:]]
-    arrows += [("reward_model", "policy"), ("evaluate", "analyze"), ("evaluate", "promote")]
+    asks = "policy" if uses_reward_model and "policy" in present else "analyze"
+    arrows += [("reward_model", asks), ("evaluate", "analyze"), ("evaluate", "promote")]
     arrows += [(name, "evaluate") for name in trunk[-1:] or ["prepare_data"]]
     return [arrow for arrow in arrows if set(arrow) <= set(present)]
 

@@ -35,6 +35,8 @@ def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
             row["reward"] = found["reward"]
         if name == "reward_model":
             row |= {key: result.summary[f"accuracy{suffix}"] for key, suffix in _ACCURACY.items()}
+        if name == "policy" and pipeline_run.settings.stages.policy is not None:
+            row["uses_reward_model"] = "learned" in pipeline_run.settings.stages.policy.rewards
         if name == "evaluate":
             rates = [found["tokens_per_second"] for found in evaluated.values()]
             row["tokens_per_second"] = sum(rates) / len(rates) if rates else None
@@ -125,7 +127,7 @@ def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> st
         note = str(row["note"]).replace("|", "/")
         lines.append(f"| {linked} | {_rate(row)} | {reward} | {seconds} | {note} |")
     lines.append("")
-    if pipeline_run.flow_run_url:
-        lines.append(f"[Prefect flow run]({pipeline_run.flow_run_url}) · ")
+    if flow_run_url := pipeline_run.options.flow_run.url:
+        lines.append(f"[Prefect flow run]({flow_run_url}) · ")
     lines.append("Report: artifact `report.html` · settings: artifact `config.json`")
     return "\n".join(lines)

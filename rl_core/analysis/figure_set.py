@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rl_core.analysis import figures, probe_figures, training_figure
 from rl_core.analysis.canvas import COLORS, color_of
+from rl_core.analysis.figures import (
+    differences,
+    distributions,
+    pass_at_k,
+    reward_parts,
+    success_by_group,
+    tool_heat_map,
+)
+from rl_core.analysis.probe_figures import calibration, entropy_and_kl
 from rl_core.analysis.results import Analysis, ModelResult
 from rl_core.analysis.training_curves import TrainingCurves
+from rl_core.analysis.training_figure import training as draw_training
 
 __all__ = ["draw"]
 
@@ -21,11 +30,11 @@ def draw(
     colors = {model.name: color_of(index) for index, model in enumerate(models)}
     drawn: list[tuple[Path, str]] = []
     by_level = {m.name: {"all": m.total, **m.by_level} for m in models}
-    path = figures.success_by_group(out / "success_by_level.png", by_level, "Success by level")
+    path = success_by_group(out / "success_by_level.png", by_level, "Success by level")
     drawn.append((path, "Success on held-out episodes, by level of difficulty."))
     if len({kind for m in models for kind in m.by_kind}) > 1:
         by_kind = {m.name: m.by_kind for m in models}
-        path = figures.success_by_group(out / "success_by_kind.png", by_kind, "Success by kind of question")
+        path = success_by_group(out / "success_by_kind.png", by_kind, "Success by kind of question")
         drawn.append((path, "Success by kind of question."))
     shown = [pair for pair in analysis.comparisons if pair.first == models[0].name]
     rows = [
@@ -35,7 +44,7 @@ def draw(
     ]
     if rows:
         title = f"Paired difference to {models[0].name}"
-        path = figures.differences(out / "differences.png", rows, title)
+        path = differences(out / "differences.png", rows, title)
         drawn.append(
             (
                 path,
@@ -46,10 +55,10 @@ def draw(
         label: {m.name: m.summary.distributions[name].reservoir.items for m in models}
         for name, label in (("reward", "reward"), ("action_tokens", "sampled tokens"), ("turns", "turns"))
     }
-    path = figures.distributions(out / "distributions.png", panels)
+    path = distributions(out / "distributions.png", panels)
     drawn.append((path, "Reward and length of the trajectories."))
     if any(len(m.pass_at_k) > 1 for m in models):
-        path = figures.pass_at_k(out / "pass_at_k.png", {m.name: m.pass_at_k for m in models})
+        path = pass_at_k(out / "pass_at_k.png", {m.name: m.pass_at_k for m in models})
         drawn.append((path, "pass@k: probability that at least one of k samples of an episode succeeds."))
     drawn += _draw_tools(models, out)
     if any(len(m.summary.rewards) > 1 for m in models):
@@ -61,11 +70,11 @@ def draw(
             }
             for m in models
         }
-        drawn.append((figures.reward_parts(out / "rewards.png", parts), "Reward components."))
+        drawn.append((reward_parts(out / "rewards.png", parts), "Reward components."))
     drawn += _draw_probes(analysis, out)
     for number, (name, run) in enumerate(curves.items()):
         path = out / f"training_{number}.png"
-        if training_figure.training(path, run, name, colors.get(name, COLORS[6]), curriculum) is not None:
+        if draw_training(path, run, name, colors.get(name, COLORS[6]), curriculum) is not None:
             drawn.append((path, f"Training of {name}."))
     return drawn
 
@@ -75,10 +84,10 @@ def _draw_probes(analysis: Analysis, out: Path) -> list[tuple[Path, str]]:
     drawn = []
     probes = {m.name: m.probe for m in analysis.models if m.probe is not None and m.probe.entropy_by_turn}
     if probes:
-        path = probe_figures.entropy_and_kl(out / "entropy_and_kl.png", probes, analysis.models[0].name)
+        path = entropy_and_kl(out / "entropy_and_kl.png", probes, analysis.models[0].name)
         drawn.append((path, "Entropy of each model and its KL from the first, on its own episodes."))
     if analysis.probes.reward_model is not None:
-        path = probe_figures.calibration(out / "reward_model.png", analysis.probes.reward_model)
+        path = calibration(out / "reward_model.png", analysis.probes.reward_model)
         drawn.append((path, "The reward model against true success, on the evaluated episodes of all models."))
     return drawn
 
@@ -100,6 +109,6 @@ def _draw_tools(models: Sequence[ModelResult], out: Path) -> list[tuple[Path, st
             for model in models
         }
         if any(row for table in tables.values() for row in table.values()):
-            path = figures.tool_heat_map(out / f"{name}.png", tables, title, label, digits)
+            path = tool_heat_map(out / f"{name}.png", tables, title, label, digits)
             drawn.append((path, f"{title}: {label}, by level."))
     return drawn

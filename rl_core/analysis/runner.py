@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rl_core.analysis import training_figure
 from rl_core.analysis.comparison import Comparison, compare_models
 from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef
 from rl_core.analysis.figure_set import draw
@@ -21,9 +20,13 @@ from rl_core.analysis.report import render
 from rl_core.analysis.results import Analysis, Case, ModelResult, metrics_of, summary_rows, write_csv, write_json
 from rl_core.analysis.summary import Summary
 from rl_core.analysis.training_curves import TrainingCurves, read_training
+from rl_core.analysis.training_figure import PREFIXES, WANTED
 from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["AnalysisResult", "ImageOf", "analyze"]
 
@@ -47,6 +50,12 @@ class AnalysisResult:
     def report(self) -> Path:
         """Path of the HTML page."""
         return self.files[0]
+
+    def frame(self) -> pd.DataFrame:
+        """The summary as a table indexed by model; the whole analysis: `rl_core.read_analysis(out)`."""
+        import pandas as pd
+
+        return pd.DataFrame.from_records(self.summary).set_index("model")
 
 
 def analyze(
@@ -76,10 +85,7 @@ def analyze(
     if not models or len(models) > MAX_MODELS:
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
     names, paths = list(models), [Path(path) for path in models.values()]
-    curves = {
-        name: read_training(path, training_figure.WANTED, training_figure.PREFIXES)
-        for name, path in (training or {}).items()
-    }
+    curves = {name: read_training(path, WANTED, PREFIXES) for name, path in (training or {}).items()}
     with EpisodeIndex() as index:
         results = [
             _count(index, number, name, path, image_tools, seed)

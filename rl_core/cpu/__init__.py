@@ -1,1 +1,1 @@
-"""Compiled code for the CPU: products of matrices, a decoding step, and what layers do between products."""
+"""Fast training and decoding on a CPU: the packed forward pass, and compiled code for its operations."""

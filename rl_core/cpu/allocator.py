@@ -1,4 +1,4 @@
-"""Memory on a CPU: what the allocator does with what was freed, and pages for what is read again and again."""
+"""Memory on a CPU: keeping freed memory in the process, huge pages, arenas and scratch buffers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ def keep_freed_memory() -> bool:
 
     A training step allocates the same tensors as the one before. What glibc gives back in between has to be mapped,
     page by page, and filled with zeros again: on virtual machines up to a tenth of a step. The peak stays what it was.
-    Whoever has set the allocator by its environment variables, or brought another one, is left alone.
-    Returns: whether it was done.
+    An allocator that is configured by environment variables, or another one, is left alone. Returns: True = done.
     """
     if platform.libc_ver()[0] != "glibc" or any(os.environ.get(name) for name in _SET_BY_USER):
         return False
@@ -36,7 +35,7 @@ def keep_freed_memory() -> bool:
 
 
 def pages(size: int) -> torch.Tensor:
-    """That many bytes of fresh memory, 0, on pages of 2 MiB where the system has them: they are read faster."""
+    """`size` bytes of zeroed memory on pages of 2 MiB where the system has them: they are read faster."""
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(size, dtype=torch.uint8)
     memory = mmap.mmap(-1, size + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -48,7 +47,7 @@ def pages(size: int) -> torch.Tensor:
 
 
 class Arena:
-    """Memory that is given out piece by piece, and all of it again after `reset`. What is not used takes no place."""
+    """Bump allocator: memory is given out piece by piece, and all of it again after `reset`."""
 
     def __init__(self, chunk: int = 2**26) -> None:
         """chunk: bytes that are reserved at a time."""
@@ -57,11 +56,11 @@ class Arena:
         self.reset()
 
     def reset(self) -> None:
-        """Begin again; what was given out before is overwritten."""
+        """Start over; memory given out before is overwritten."""
         self._number = self._used = 0
 
     def take(self, size: int) -> torch.Tensor:
-        """That many bytes, at a multiple of 64."""
+        """`size` bytes at a multiple of 64."""
         size += -size % 64
         while self._number < len(self._chunks) and self._used + size > len(self._chunks[self._number]):
             self._number, self._used = self._number + 1, 0
@@ -73,13 +72,13 @@ class Arena:
 
 
 class Scratch:
-    """Memory for what a call needs while it runs: each thread of Python's has its own, and keeps it."""
+    """Scratch memory of calls: each Python thread has its own, and keeps it."""
 
     def __init__(self) -> None:
         self._own = threading.local()
 
     def place(self, size: int) -> int:
-        """The address, a multiple of 64, of that many bytes of any content."""
+        """The address, a multiple of 64, of `size` uninitialised bytes."""
         memory: torch.Tensor | None = getattr(self._own, "memory", None)
         if memory is None or len(memory) < size + 64:
             self._own.memory = memory = torch.empty(size + 64, dtype=torch.uint8)

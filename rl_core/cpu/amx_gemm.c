@@ -1,10 +1,10 @@
-/* Products of float32 matrices on processors with AMX, whose tiles multiply bfloat16 and add up in float32.
+/* Float32 matrix products on processors with AMX, whose tiles multiply bfloat16 and add up in float32.
  *
  * A float32 number is the sum of three bfloat16 numbers: high + middle + low, 8 bits of its 24 each. Of the nine products
- * of two such sums the six largest are taken; what is left out is below 2^-25 of the whole, less than what float32 rounds
- * off. That is float32 in all but name, at about twice the speed of the processor's own float32 instructions.
- * (The idea: Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
- * computations", arXiv:1904.06376.)
+ * of two such sums the six largest are computed; the rest is below 2^-25 of the whole, less than float32's own rounding.
+ * So the result has float32's precision, at about twice the speed of the processor's own float32 instructions.
+ * Source: Henry, Tang & Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for higher-precision
+ * computations", arXiv:1904.06376.
  *
  * An operand is packed before it is multiplied: "lines" (rows of the left, columns of the right one) in blocks of 32, and
  * "depth", which is summed over, in blocks of 32; of each block the three parts, of each part two tiles of 16 lines. A
@@ -35,7 +35,7 @@ typedef int32_t packed_t; /* a pair of bfloat16 numbers */
 INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
 
 /* 1 where the operating system lets this process use the tiles. */
-int matrix_ready(void) {
+int tiles_ready(void) {
     enum { ask_for_permission = 0x1023, tile_data = 18 };
     return syscall(SYS_arch_prctl, ask_for_permission, tile_data) == 0;
 }
@@ -166,7 +166,7 @@ typedef struct {
 } Part;
 
 /* Bytes that `product` needs for so many threads. */
-int64_t matrix_room(int64_t threads) {
+int64_t amx_gemm_room(int64_t threads) {
     return (COLUMN_BLOCKS + threads * ROW_BLOCKS) * DEPTH_BLOCKS * PACKED * (int64_t)sizeof(packed_t);
 }
 
@@ -213,6 +213,6 @@ void product(const float *left, int64_t left_stride, int left_across, const Part
 
 #else
 
-int matrix_ready(void) { return 0; }
+int tiles_ready(void) { return 0; }
 
 #endif

@@ -1,6 +1,6 @@
-"""Products of float32 matrices in compiled code (`amx_gemm.c`), on processors whose tiles (AMX) make them faster.
+"""Float32 matrix products by bfloat16 tiles (`amx_gemm.c`), on processors with AMX.
 
-As exact as float32: each number is split into three of bfloat16, whose products are added up in float32.
+As exact as float32: each number is split into three bfloat16 parts, whose products are added up in float32.
 N rows, I inputs, O outputs.
 """
 
@@ -15,14 +15,14 @@ import torch
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Scratch
 
-__all__ = ["Matrix", "load"]
+__all__ = ["AmxGemm", "load"]
 
 
 class _Part(ctypes.Structure):
     _fields_ = [("x", ctypes.c_void_p), ("stride", ctypes.c_int64), ("lines", ctypes.c_int64)]
 
 
-class Matrix:
+class AmxGemm:
     """The products of a linear layer: output, gradient of its input, gradient of its weight.
 
     All tensors are float32 on the CPU, their last dimension contiguous.
@@ -30,7 +30,7 @@ class Matrix:
 
     def __init__(self, code: ctypes.CDLL) -> None:
         count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        self._product, self._room = code.product, code.matrix_room
+        self._product, self._room = code.product, code.amx_gemm_room
         self._product.restype = None
         self._product.argtypes = (
             place, count, number, place, count, number, place, count, count, count, number, place, number,
@@ -84,7 +84,7 @@ class Matrix:
 
 
 @functools.cache
-def load() -> Matrix | None:
+def load() -> AmxGemm | None:
     """The products, or None where nothing is compiled or the processor has no such tiles."""
     code = build.load()
-    return Matrix(code) if code is not None and code.matrix_ready() else None
+    return AmxGemm(code) if code is not None and code.tiles_ready() else None

@@ -1,7 +1,7 @@
 /* Causal self-attention of rows of any length, forward and backward, on a CPU in float32.
  *
- * N tokens lie end to end; a row is a list of them, and rows that begin alike name the same tokens. A row asks only for
- * its last tokens (those before are another row's to ask for) and looks at all. D head size, a multiple of 16; Q query
+ * N tokens lie end to end; a row is a list of them, and rows with a common prefix name the same tokens. Each row computes
+ * outputs for its own last tokens only (those of its prefix belong to another row) and attends to all. D head size, a multiple of 16; Q query
  * heads, K key and value heads; E = (Q + 2 K) D. Sums have one order for any number of threads.
  */
 

@@ -29,11 +29,11 @@ class _Attention(ctypes.Structure):
 
 @dataclass(slots=True)
 class Rows:
-    """Which tokens make up the rows. All int64 on the CPU."""
+    """Rows as indices of their tokens. All int64 on the CPU."""
 
     starts_R: torch.Tensor  # [R + 1] where each row's tokens begin among the T, and where the last row ends
-    tokens_T: torch.Tensor  # which of the N tokens stands at each place
-    first_R: torch.Tensor  # the first token of each row that no row before has asked for
+    tokens_T: torch.Tensor  # the token, of N, at each place
+    first_R: torch.Tensor  # the first token of each row that is in no row before it
     ends_N: torch.Tensor  # [N + 1] where the places of each token begin in `places_T`
     places_T: torch.Tensor
     longest: int
@@ -50,7 +50,7 @@ class AttentionKernel:
 
     @staticmethod
     def suits(head_dim: int) -> bool:
-        """Whether heads have a size that the code is made for."""
+        """True = the code supports heads of this size."""
         return head_dim % WIDTH == 0 and head_dim <= LARGEST_HEAD
 
     def forward(

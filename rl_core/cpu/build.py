@@ -1,4 +1,4 @@
-"""Compiled code for the CPU, made from this folder's C where there is a compiler.
+"""Build of this folder's C into one shared library, where there is a compiler.
 
 The sources are compiled once for a processor and compiler, in seconds, into a cache folder; results then differ from
 those of torch's kernels by rounding. Without a compiler, or with POSTTRAIN_NATIVE=0, torch does it all.
@@ -34,7 +34,7 @@ _COMPILE_SECONDS = 120
 
 @functools.cache
 def load() -> ctypes.CDLL | None:
-    """The library, compiled now if they have not been; None where that is not wanted or does not work."""
+    """The library, compiled now if it has not been; None where that is not wanted or does not work."""
     if os.environ.get("POSTTRAIN_NATIVE") == "0":
         return None
     compiler = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
@@ -57,7 +57,7 @@ def load() -> ctypes.CDLL | None:
 
 
 def _folder(stack: contextlib.ExitStack) -> Path:
-    """Where libraries are kept; where none can be, a folder that goes with the stack (a loaded one needs no file)."""
+    """The cache folder of libraries; a temporary one where none can be written (a loaded library needs no file)."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +108,7 @@ def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
 
 
 def _processor() -> str:
-    """What -march=native looks at."""
+    """The processor's features, which -march=native compiles for."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

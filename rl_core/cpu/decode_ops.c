@@ -1,9 +1,10 @@
-/* What a decoding step does between its matrix products, on a CPU, in float32.
+/* Operations of a decoding step between its matrix products, on a CPU in float32: norms, rotary embedding, attention,
+ * sampling.
  *
- * torch would run some twenty small kernels a layer for it, each with a pass over memory and a price for being called.
- * Sums have one order, so that results are the same every time.
+ * torch would run some twenty small kernels a layer for them, each with a pass over memory and its own call overhead.
+ * Sums have one order, so that results are reproducible.
  *
- * N new tokens, of which each belongs to a slot; D head size, a multiple of 16; Q query heads, K key and value heads.
+ * N new tokens, each in a slot; D head size, a multiple of 16; Q query heads, K key and value heads.
  */
 
 #include <math.h>

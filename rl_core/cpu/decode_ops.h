@@ -1,4 +1,4 @@
-/* What the files of this folder use of each other for decoding. */
+/* Declarations that the decoding sources share. */
 
 #include <stdint.h>
 

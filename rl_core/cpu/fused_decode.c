@@ -1,7 +1,7 @@
-/* A whole decoding step in one call, with products by tiles: embedding, layers, logits.
+/* A whole decoding step in one call, with 8-bit tile products: embedding, layers, logits.
  *
  * N new tokens, the first `count` of which are asked for logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V
- * vocabulary. Norms' weights are multiplied into what comes after them.
+ * vocabulary. Norms' weights are multiplied into the packed weights after them.
  */
 
 #include <string.h>

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 
 from rl_core.cpu import build
-from rl_core.cpu.int8_gemm import Packed
+from rl_core.cpu.int8_gemm import PackedMatrix
 
-__all__ = ["Native", "PackedWeights", "DecodeStep", "WholeStep", "load"]
+__all__ = ["DecodeKernels", "PackedWeights", "DecodeStep", "FusedStep", "load"]
 
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode_ops.c
 
@@ -32,14 +32,14 @@ class _Step(ctypes.Structure):
 
 
 class Norm(Protocol):
-    """What is needed of `layers.RmsNorm`."""
+    """Interface of `decoder_layers.RmsNorm`."""
 
     weight: torch.Tensor
     eps: float
 
 
 class DecodeStep:
-    """What all layers of one decoding step have in common. It keeps the tensors that the compiled code points to."""
+    """Arguments of one decoding step that all layers share. It keeps the tensors that the compiled code points to."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class _Model(ctypes.Structure):
 class PackedWeights:
     """One layer's weights by tiles, with the norms' weights multiplied in, and biases."""
 
-    heads: tuple[Packed, torch.Tensor | None]
-    out: tuple[Packed, torch.Tensor | None]
-    gate_up: tuple[Packed, torch.Tensor | None]
-    down: tuple[Packed, torch.Tensor | None]
+    heads: tuple[PackedMatrix, torch.Tensor | None]
+    out: tuple[PackedMatrix, torch.Tensor | None]
+    gate_up: tuple[PackedMatrix, torch.Tensor | None]
+    down: tuple[PackedMatrix, torch.Tensor | None]
     q_norm: Norm | None
     k_norm: Norm | None
     input_eps: float
@@ -98,13 +98,13 @@ class PackedWeights:
     scale: float
 
 
-class WholeStep:
+class FusedStep:
     """A whole decoding step in one call (`fused_decode.c`), for weights packed for tiles."""
 
     def __init__(
         self,
         layers: Sequence[PackedWeights],
-        head: tuple[Packed, torch.Tensor | None],
+        head: tuple[PackedMatrix, torch.Tensor | None],
         head_eps: float,
         embedding_VH: torch.Tensor,
         cache: torch.Tensor,
@@ -136,7 +136,7 @@ class WholeStep:
             layer=ctypes.addressof(self._layers), embedding=embedding_VH.data_ptr(), head=packed.place,
             head_bias=bias.data_ptr() if bias is not None else None, head_eps=head_eps,
         )  # fmt: skip
-        self._digits, self._room = packed.digits, embedding_VH.new_empty(0)
+        self._gemm, self._room = packed.gemm, embedding_VH.new_empty(0)
 
     def __call__(self, step: DecodeStep, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
         """Logits [count, V] that follow the first `count` of the new tokens; keys and values go into the cache."""
@@ -148,12 +148,12 @@ class WholeStep:
         logits_nV = self._room.new_empty(count, model.V)
         self._call(
             ctypes.addressof(model), ctypes.addressof(fields), tokens_N.data_ptr(), count,
-            self._room.data_ptr(), self._digits.place_for(fields.threads), logits_nV.data_ptr(),
+            self._room.data_ptr(), self._gemm.place_for(fields.threads), logits_nV.data_ptr(),
         )  # fmt: skip
         return logits_nV
 
 
-class Native:
+class DecodeKernels:
     """The compiled functions over contiguous float32 tensors on the CPU. Attention runs on torch's threads."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
@@ -170,7 +170,7 @@ class Native:
 
     @staticmethod
     def can_attend(*, head_dim: int, query_heads: int, kv_heads: int) -> bool:
-        """Whether heads have a size that the code is made for."""
+        """True = the code supports heads of this size and so many queries a key."""
         return head_dim % WIDTH == 0 and head_dim <= LARGEST_HEAD and query_heads // kv_heads <= MOST_IN_GROUP
 
     def normed(self, x_NH: torch.Tensor, eps: float) -> torch.Tensor:
@@ -231,7 +231,7 @@ class Native:
 
 
 @functools.cache
-def load() -> Native | None:
+def load() -> DecodeKernels | None:
     """The functions, or None where nothing is compiled."""
     found = build.load()
-    return Native(found) if found is not None else None
+    return DecodeKernels(found) if found is not None else None

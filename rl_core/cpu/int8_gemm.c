@@ -1,15 +1,15 @@
-/* Products of few float32 rows with weights that are packed once, on processors with AMX, whose tiles multiply 8-bit
- * integers twice as fast as bfloat16.
+/* Float32 products of few rows with weights that are packed once, on processors with AMX, whose tiles multiply 8-bit
+ * integers twice as fast as bfloat16 (Ozaki scheme on integer units).
  *
- * Numbers become fixed-point, and those the sums of digits of 8 bits, from -128 to 127: a line of the weights three of
- * them (24 bits below its largest number), a row of the left four. Of the twelve products of two such sums nine are
- * taken, each exactly; what is left out is below 2^-32 of the largest. So the error is that of rounding the weights to
- * 2^-24 of the largest in their line, which no outlier of the left makes worse, and a packed weight takes three quarters
- * of float32's place: where weights come from far away, fewer bytes are all that counts.
- * (The idea: Ootomo, Ozaki & Yokota 2024, "DGEMM on integer matrix multiplication unit", IJHPCA 38(4), arXiv:2306.11975.)
+ * Numbers become fixed-point, as sums of 8-bit digits from -128 to 127: three for a line of the weights (24 bits below
+ * its largest number), four for a row of the left operand. Of the twelve products of two such sums nine are computed,
+ * each exactly; the rest is below 2^-32 of the largest. So the error is that of rounding the weights to 2^-24 of the
+ * largest in their line, which no outlier of the left operand makes worse, and a packed weight takes three quarters of
+ * float32's memory: where weights are read from main memory, bytes decide the speed.
+ * Source: Ootomo, Ozaki & Yokota 2024, "DGEMM on integer matrix multiplication unit", IJHPCA 38(4), arXiv:2306.11975.
  *
  * "Lines" (rows of the left, columns of the right one) come in blocks of 16, "depth", which is summed over, in blocks of
- * 64: a tile for each digit. Integers add up to the same in any order; at most 4,096 of depth do before they become
+ * 64: a tile for each digit. Integer sums are exact in any order; at most 4,096 of depth are summed before they become
  * float32, in the order of depth, whatever the number of rows and threads.
  */
 
@@ -173,7 +173,7 @@ INLINE void add_up(int32_t found[4][SIDE * SIDE], const float *left_scales, cons
 }
 
 /* Bytes that `product_packed` needs for so many threads. */
-int64_t digits_room(int64_t threads) {
+int64_t int8_gemm_room(int64_t threads) {
     return threads * KEPT * (LEFT_DIGITS * TILE + SIDE * (int64_t)sizeof(float));
 }
 

@@ -1,6 +1,10 @@
-"""Weights packed for products with few rows (`int8_gemm.c`), on processors whose tiles (AMX) multiply 8-bit integers.
+"""Float32 products with few rows by 8-bit integers (`int8_gemm.c`), on processors with AMX tiles.
 
-As exact as float32, in three quarters of its place. N rows, I inputs, O outputs.
+Ozaki scheme on integer units (Ootomo, Ozaki & Yokota 2024, arXiv:2306.11975): numbers become fixed-point with a scale
+for each row, as a sum of 8-bit digits (weights three, inputs four), whose products are exact. Weights are packed
+beforehand. As exact as float32, in three quarters of its memory.
+
+N rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -13,16 +17,16 @@ import torch
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Arena, Scratch
 
-__all__ = ["Digits", "Packed", "load"]
+__all__ = ["Int8Gemm", "PackedMatrix", "load"]
 
 
-class Digits:
+class Int8Gemm:
     """The compiled functions over float32 tensors on the CPU, their last dimension contiguous."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
         count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
         self.size, self._room, self.pack, self.product = (
-            getattr(code, name) for name in ("packed_size", "digits_room", "pack_right", "product_packed")
+            getattr(code, name) for name in ("packed_size", "int8_gemm_room", "pack_right", "product_packed")
         )
         self.size.argtypes, self.size.restype = (count, count), count
         self._room.argtypes, self._room.restype = (count,), count
@@ -32,32 +36,32 @@ class Digits:
         self._scratch = Scratch()
 
     def place_for(self, threads: int) -> int:
-        """Where rows are put while they are multiplied."""
+        """Address of scratch memory for the rows while they are multiplied."""
         return self._scratch.place(self._room(threads))
 
 
-class Packed:
-    """A contiguous weight [O, I] as it was when it was packed."""
+class PackedMatrix:
+    """A packed copy of a contiguous weight [O, I]."""
 
-    def __init__(self, digits: Digits, weight_OI: torch.Tensor, arena: Arena) -> None:
-        self.digits = digits
+    def __init__(self, gemm: Int8Gemm, weight_OI: torch.Tensor, arena: Arena) -> None:
+        self.gemm = gemm
         self.outputs, self.inputs = weight_OI.shape
-        self._memory = arena.take(digits.size(self.outputs, self.inputs))
+        self._memory = arena.take(gemm.size(self.outputs, self.inputs))
         self.place: int = self._memory.data_ptr()
-        digits.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
+        gemm.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
 
     def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """out (+)= x W^T."""
         threads = torch.get_num_threads()
-        self.digits.product(
+        self.gemm.product(
             x_NI.data_ptr(), x_NI.stride(0), self.place, out_NO.data_ptr(), out_NO.stride(0),
-            len(x_NI), self.outputs, self.inputs, add, self.digits.place_for(threads), threads,
+            len(x_NI), self.outputs, self.inputs, add, self.gemm.place_for(threads), threads,
         )  # fmt: skip
         return out_NO
 
 
 @functools.cache
-def load() -> Digits | None:
+def load() -> Int8Gemm | None:
     """The functions, or None where nothing is compiled or the processor has no such tiles."""
     code = build.load()
-    return Digits(code) if code is not None and code.matrix_ready() else None
+    return Int8Gemm(code) if code is not None and code.tiles_ready() else None

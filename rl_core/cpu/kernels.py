@@ -1,6 +1,6 @@
 """Parts of a transformer's layer with backward passes of their own: fewer passes over memory than autograd's.
 
-On a CPU they are compiled code where there is some (`rl_core.cpu`), torch's kernels otherwise.
+On a CPU they are compiled code where it is available, torch's kernels otherwise.
 
 N tokens, H hidden, I width of the MLP, O outputs of linear layers.
 """
@@ -21,7 +21,7 @@ __all__ = ["add_norm", "add_weight_grad", "gated_silu", "input_grad", "linear", 
 
 
 def linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """What some linear layers make of one input, side by side: [N, sum of O]. Adapters are called as they are."""
+    """Outputs of some linear layers for one input, side by side: [N, sum of O]. Adapters are called as they are."""
     if all(_is_plain(module) for module in modules):
         weights = [module.weight for module in modules]
         biases = [module.bias for module in modules if module.bias is not None]
@@ -59,7 +59,7 @@ def gated_silu(both_NI: torch.Tensor) -> torch.Tensor:
 
 def linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """x W^T of several weights [O_i, I], side by side; without gradient."""
-    found = _matrix(x_NI, *weights)
+    found = _gemm(x_NI, *weights)
     if found is not None:
         return found.linear(_rows(x_NI), [_rows(weight) for weight in weights])
     if len(weights) == 1:
@@ -72,7 +72,7 @@ def linear(x_NI: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
     """Gradient of the input of `linear`, from that of its result."""
-    found = _matrix(grad_NO, *weights)
+    found = _gemm(grad_NO, *weights)
     if found is not None:
         return found.input_grad(_rows(grad_NO), [_rows(weight) for weight in weights])
     parts = grad_NO.split([len(weight) for weight in weights], dim=1)
@@ -84,20 +84,20 @@ def input_grad(grad_NO: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.
 
 def weight_grad(grad_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
     """Gradient of the weights of `linear`, one below the other."""
-    found = _matrix(grad_NO, x_NI)
+    found = _gemm(grad_NO, x_NI)
     return found.weight_grad(_rows(grad_NO), _rows(x_NI)) if found is not None else grad_NO.t() @ x_NI
 
 
 def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Tensor) -> None:
     """Add the gradient of the weights to `sum_OI`, contiguous, without another tensor of its size."""
-    found = _matrix(grad_NO, x_NI, sum_OI)
+    found = _gemm(grad_NO, x_NI, sum_OI)
     if found is not None:
         found.add_weight_grad(sum_OI, _rows(grad_NO), _rows(x_NI))
     else:
         sum_OI.addmm_(grad_NO.t(), x_NI)
 
 
-def _matrix(*operands: torch.Tensor) -> amx_gemm.Matrix | None:
+def _gemm(*operands: torch.Tensor) -> amx_gemm.AmxGemm | None:
     """The compiled products, where they apply."""
     for operand in operands:
         if operand.device.type != "cpu" or operand.dtype != torch.float32 or not operand.numel():
@@ -138,7 +138,7 @@ class _Linear(torch.autograd.Function):
 # -- norms and gates ---------------------------------------------------------------------------------------------------
 
 
-def _compiled(x: torch.Tensor, width: int) -> norm_and_gate.Layers | None:
+def _compiled(x: torch.Tensor, width: int) -> norm_and_gate.NormAndGate | None:
     if x.device.type != "cpu" or x.dtype != torch.float32 or width % norm_and_gate.WIDTH:
         return None
     return norm_and_gate.load()

@@ -1,5 +1,5 @@
-/* What the layers of a model do between their matrix products when it is trained on a CPU, in float32: forward and
- * backward, one pass over memory each. Sums over tokens are taken in blocks, in one order for any number of threads.
+/* RMS norms and SwiGLU gates for training on a CPU in float32, forward and backward, one pass over memory each. Sums over
+ * tokens are taken in blocks, in one order for any number of threads.
  *
  * N tokens, H hidden, I width of the MLP.
  */

@@ -1,4 +1,4 @@
-"""What layers do between their matrix products in training, in compiled code (`norm_and_gate.c`).
+"""RMS norms and SwiGLU gates, forward and backward, in compiled code (`norm_and_gate.c`); for training.
 
 All tensors are contiguous float32 on the CPU. N tokens, H hidden, I width of the MLP.
 """
@@ -12,13 +12,13 @@ import torch
 
 from rl_core.cpu import build
 
-__all__ = ["WIDTH", "Layers", "load"]
+__all__ = ["WIDTH", "NormAndGate", "load"]
 
 WIDTH = 16  # as in vectors.h: widths have to be multiples of it
 _SUMMED = 64  # as in norm_and_gate.c
 
 
-class Layers:
+class NormAndGate:
     """Forward and backward of norms and gates, on torch's threads."""
 
     def __init__(self, code: ctypes.CDLL) -> None:
@@ -85,7 +85,7 @@ def _place(tensor: torch.Tensor | None) -> int | None:
 
 
 @functools.cache
-def load() -> Layers | None:
+def load() -> NormAndGate | None:
     """The functions, or None where nothing is compiled."""
     code = build.load()
-    return Layers(code) if code is not None else None
+    return NormAndGate(code) if code is not None else None

@@ -1,7 +1,7 @@
-"""Causal self-attention of a batch's real tokens, which lie end to end and are there once where rows begin alike.
+"""Causal self-attention over a batch's real tokens, laid end to end, with common prefixes stored once.
 
-Where compiled code is available on a CPU (`rl_core.cpu.attention_kernel`) it takes the rows as they are; torch's
-kernel sees rectangles instead: rows of similar length together.
+Compiled code (`rl_core.cpu.attention_kernel`) takes rows of any length; torch's kernel gets rectangles instead, each of
+rows of similar length.
 
 B rows, T real tokens, N of them of which no two have the same beginning, h all heads, D head size.
 """
@@ -120,7 +120,7 @@ class _Rectangles(Attention):
         q_NhD, k_NhD, v_NhD = heads_NhD.split([query_heads, kv_heads, kv_heads], dim=1)
         turning = self._cos_ND[:, None], self._sin_ND[:, None]
         q_NhD, k_NhD = _Rotary.apply(q_NhD, *turning), _Rotary.apply(k_NhD, *turning)
-        parts = zip(*(self._rows.scatter_state(x_NhD) for x_NhD in (q_NhD, k_NhD, v_NhD)), strict=True)
+        parts = zip(*(self._rows.spread(x_NhD) for x_NhD in (q_NhD, k_NhD, v_NhD)), strict=True)
         return self._rows.join(
             [
                 functional.scaled_dot_product_attention(
@@ -140,7 +140,7 @@ class _Rows:
     places_N: torch.Tensor  # int64, one place of each
     repeated: tuple[torch.Tensor, torch.Tensor] | None = None  # int64, the other places of some, and which they are
 
-    def scatter_state(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
+    def spread(self, x_NhD: torch.Tensor) -> list[torch.Tensor]:
         """[N, h, D] -> [rows, h, width, D] of each rectangle; no gradient comes back from padding."""
         padded_PhD: torch.Tensor = _Spread.apply(x_NhD, self.tokens_P, self.places_N, self.repeated)
         parts = padded_PhD.split([rows * width for rows, width in self.shapes])

@@ -1,7 +1,7 @@
-"""Tokens that rows of a batch have in common from their beginning: prompts of a group, of a pair, of a whole task.
+"""Common prefixes of a batch's rows: prompts of a group, of a pair, of a whole task.
 
-What a causal model makes of a token depends on it and on those before it, so rows that begin alike share everything up
-to where they part, and it is enough to compute it once.
+A causal model's states at a token depend on it and on those before it, so rows with a common prefix share the states of
+that prefix, which need computing only once.
 
 B rows, S sequence, T real tokens, N tokens of which no two have the same beginning.
 """
@@ -18,7 +18,7 @@ __all__ = ["SharedPrefixes", "shared_prefixes"]
 
 @dataclass(slots=True)
 class SharedPrefixes:
-    """Which real tokens, laid end to end row by row, are the same token with the same tokens before it."""
+    """Equivalence of real tokens, laid end to end row by row: the same token with the same tokens before it."""
 
     unique_T: torch.Tensor  # int64, index in 0..N-1 of what each real token is
     first_N: torch.Tensor  # int64, ascending: one real token for each of them
@@ -26,7 +26,7 @@ class SharedPrefixes:
 
 
 def shared_prefixes(ids_BS: torch.Tensor, lengths: Sequence[int], *, least: float = 0.0) -> SharedPrefixes | None:
-    """Find them; None where fewer than the share `least` of all real tokens would be saved, or none.
+    """Common prefixes; None where fewer than the share `least` of all real tokens would be saved, or none.
 
     Args:
         ids_BS: right-padded token ids on the CPU. lengths: real tokens of each row.

@@ -1,4 +1,4 @@
-/* What products by tiles have in common (AMX, AVX-512). */
+/* Tile helpers that the matrix products share (AMX, AVX-512). */
 
 #include <stdint.h>
 

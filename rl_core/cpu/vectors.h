@@ -1,4 +1,4 @@
-/* Vectors of 16 float32 numbers, by the extensions of GCC and Clang, for any processor. */
+/* Vectors of 16 float32 numbers by GCC's and Clang's vector extensions, for any processor. */
 
 #include <stdint.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-"""Several processes that train one model: who they are, what they agree on, and how the model's weights are shared."""
+"""Several processes that train one model: their process group, and the sharding of its weights."""
 
 from rl_core.distributed.group import SINGLE_PROCESS, DummyBatch, ProcessGroup, join
 from rl_core.distributed.sharding import Shards, gather_state, local, scatter_state

@@ -1,4 +1,4 @@
-"""The processes that train one model together, and what they tell each other beside gradients.
+"""The process group that trains one model, and its exchange of everything beside gradients.
 
 Every process runs the same program on the same rows in the same order, and decides nothing by itself: what one alone
 knows (a stop signal, a loss that is not finite, a number that it measured) is exchanged first. In one process every
@@ -27,21 +27,21 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True)
 class DummyBatch(Generic[Batch]):
-    """A micro-batch that is run for nothing, because other processes have one more: sharding needs equal passes."""
+    """A micro-batch with weight 0, where other processes have one more: sharding needs equal numbers of passes."""
 
     batch: Batch
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """The processes, seen from one of them. `ProcessGroup()` is a process alone."""
+    """The processes, seen from one of them. `ProcessGroup()` is a single process."""
 
     rank: int = 0
     size: int = 1
 
     @property
     def is_rank_zero(self) -> bool:
-        """Whether this is the process that writes: metrics, checkpoints, models."""
+        """True = this process writes metrics, checkpoints and models."""
         return self.rank == 0
 
     def all_gather(self, value: T) -> list[T]:
@@ -75,9 +75,9 @@ class ProcessGroup:
         return self.all_reduce_sum(own.float().square()).sqrt()
 
     def on_rank_zero(self, make: Callable[[], T]) -> T:
-        """What `make` gives in the first process, for all of them: for what must not be done, or decided, twice.
+        """Result of `make` in rank 0, broadcast to all: for what must not be done, or decided, twice.
 
-        Raises: in the first process what `make` raised; in the others WorkerFailed.
+        Raises: in rank 0 the error of `make`; in the others WorkerFailed.
         """
         if self.size == 1:
             return make()
@@ -95,9 +95,9 @@ class ProcessGroup:
         return made
 
     def share(self, lengths: Sequence[int]) -> list[int]:
-        """Indices of this process's rows, ascending: all rows are somebody's, each one's tokens are about as many.
+        """Indices of this process's rows, ascending; every row has one owner, and token counts are balanced.
 
-        Longest first, dealt out there and back again, so that nothing but the lengths decides.
+        Longest first, dealt out there and back again, so that the lengths alone decide.
         """
         order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
         mine = []

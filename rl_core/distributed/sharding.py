@@ -1,4 +1,4 @@
-"""A model whose weights are shared out among processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
+"""A model whose weights are sharded among processes: FSDP2 (`torch.distributed.fsdp.fully_shard`).
 
 Source: Zhao et al. 2023, arXiv:2304.11277 (FSDP); Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO).
 """
@@ -41,18 +41,18 @@ class _Shell(nn.Module):
 
 
 class Shards:
-    """A model's weights, gradients and optimizer state over all processes: each holds rows of every tensor.
+    """Sharding of a model's weights, gradients and optimizer state: each process holds rows of every tensor.
 
-    After construction the model's parameters are DTensors; what computes with the model does so within `run`. Gradients
-    are summed over processes, not averaged: losses are divided by what the whole step counts.
+    After construction the model's parameters are DTensors; computations with the model run in `with_full_weights`.
+    Gradients are summed over processes, not averaged: losses are divided by what the whole step counts.
     """
 
     def __init__(self, model: nn.Module, process_group: ProcessGroup, *, by_layer: bool | None = None) -> None:
-        """Share out the weights, in place.
+        """Shard the weights, in place.
 
         Args:
             by_layer: collect the weights of one block at a time, which is what saves memory; None = on GPUs. Otherwise
-                all at once, so that what reads the weights of a block without calling it (`models/trunk.py`, on a CPU)
+                all at once, so that code that reads a block's weights without calling it (`cpu/packed_forward.py`)
                 finds them.
         """
         device = next(model.parameters()).device
@@ -75,7 +75,7 @@ class Shards:
                 module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
 
     def with_full_weights(self, compute: Callable[[], T]) -> T:
-        """What `compute` gives, with the whole weights in the model while it runs."""
+        """Result of `compute()`, with full weights in the model while it runs."""
         try:
             result: T = self.shell(compute)
         finally:
@@ -86,13 +86,14 @@ class Shards:
 
     @torch.no_grad()
     def with_full_weights_independent(self, compute: Callable[[], T]) -> T:
-        """What `compute` gives, with the weights of every block in place until it ends; without gradient.
+        """Result of `compute()`, with the weights of every block in place until it ends; without gradient.
 
-        Unlike in `run`, the processes need not call the blocks equally often: nothing is exchanged meanwhile.
+        Nothing is exchanged meanwhile, so the processes need not call the blocks equally often (in `with_full_weights`
+        they do).
         """
         blocks = [module for module in self.shell.model.modules() if isinstance(module, FSDPModule)]
 
-        def freely() -> T:
+        def with_blocks_unsharded() -> T:
             for block in blocks:
                 block.set_reshard_after_forward(False, recurse=False)
                 block.unshard()
@@ -103,7 +104,7 @@ class Shards:
                     block.reshard()
                     block.set_reshard_after_forward(True, recurse=False)
 
-        return self.with_full_weights(freely)
+        return self.with_full_weights(with_blocks_unsharded)
 
     def run_loss(
         self, compute: Callable[[], tuple[torch.Tensor, Mapping[str, Any]]], weight: float = 1.0
@@ -119,13 +120,13 @@ class Shards:
                 loss, metrics = compute()
             except NonFiniteTensor as error:
                 problem.append(str(error))
-                return self._nothing(), {}
+                return self._zero_loss(), {}
             return loss * weight if weight != 1.0 else loss, metrics
 
         loss, metrics = self.with_full_weights(guarded)
         return loss, metrics, problem[0] if problem else None
 
-    def _nothing(self) -> torch.Tensor:
+    def _zero_loss(self) -> torch.Tensor:
         present = [p for p in self.shell.parameters() if p.requires_grad and not isinstance(p, DTensor)]
         parts = [parameter.float().sum() for parameter in present]
         if self._last_states is not None:
@@ -144,12 +145,12 @@ def _blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's rows of a shared tensor; any other tensor as it is."""
+    """This process's rows of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gather_state(state: Any, process_group: ProcessGroup) -> Any:
-    """A nested state with every shared tensor whole, on the CPU of the first process (empty elsewhere).
+    """A nested state with every sharded tensor whole, on the CPU of rank 0 (empty elsewhere).
 
     All processes have to call it, with states of one structure. A tensor that stands at two places is gathered once.
     """
@@ -170,7 +171,7 @@ def gather_state(state: Any, process_group: ProcessGroup) -> Any:
 
 @dataclass(frozen=True)
 class _Slot:
-    """Where a tensor stands in a state."""
+    """Placeholder of a tensor in a state."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -181,13 +182,13 @@ def scatter_state(
     process_group: ProcessGroup,
     *,
     mesh: DeviceMesh | None,
-    is_shared: Callable[[Path, tuple[int, ...]], bool],
+    is_sharded: Callable[[Path, tuple[int, ...]], bool],
 ) -> Any:
-    """The first process's nested state in every process; the inverse of `gather_state`. Tensors travel one by one.
+    """Rank 0's nested state in every process; the inverse of `gather_state`. Tensors travel one by one.
 
     Args:
-        state: read in the first process alone.
-        is_shared: whether the tensor at a path (keys and indices) of some shape is to be shared out over `mesh`; the
+        state: read in rank 0 alone.
+        is_sharded: whether the tensor at a path (keys and indices) of some shape is to be sharded over `mesh`; the
             others come whole, on the CPU.
     """
     if process_group.size == 1:
@@ -204,7 +205,7 @@ def scatter_state(
 
     def fill(path: Path, place: _Slot) -> torch.Tensor:
         value = next(waiting) if process_group.is_rank_zero else torch.empty(place.shape, dtype=place.dtype)
-        if mesh is not None and is_shared(path, place.shape):
+        if mesh is not None and is_sharded(path, place.shape):
             return distribute_tensor(value.to(mesh.device_type), mesh, [Shard(0)])
         value = value.cpu().contiguous()
         dist.broadcast(value, src=0)

@@ -1,8 +1,8 @@
 """Decoding steps on a GPU, recorded once for each size and replayed (CUDA graphs).
 
 A step is hundreds of kernels that run for a few microseconds each; launched one by one they wait for Python most of the
-time. Sizes are rounded up, so that few recordings serve a whole run, and so are those of steps that are not recorded
-yet: what a row gets does not depend on whether they are.
+time. Sizes are rounded up, so that few recordings serve a whole run. So are those of steps that are not recorded yet: a
+row's result does not depend on whether they are.
 
 R rows.
 """
@@ -48,7 +48,7 @@ class StepGraphs:
         self._forget()
 
     def bind(self, places: Hashable) -> None:
-        """Recordings read from these places in memory: others end them."""
+        """Discard all recordings if the memory that they read from has changed."""
         if places != self._bound:
             self._bound = places
             self._forget()
@@ -78,7 +78,7 @@ class StepGraphs:
 
 
 class _Recorder:
-    """Records on a GPU; all recordings share their memory, as one result is used up before the next one comes."""
+    """Records on a GPU; all recordings share one memory pool, as each result is consumed before the next replay."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -87,7 +87,7 @@ class _Recorder:
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            for _ in range(2):  # libraries make up their minds, and take their own memory, before
+            for _ in range(2):  # libraries choose kernels and allocate workspaces beforehand
                 compute(inputs)
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()

@@ -1,7 +1,7 @@
 """The forward pass of Llama, Qwen2 and Qwen3 over preallocated key/value slots, on the module's own weights.
 
 Every run takes the module's parameters as they are when it begins, so an optimizer step in place is all it takes to
-sample from new weights. On a GPU they are read where they are; on a CPU the run packs copies (`layers.py`).
+sample from new weights. On a GPU they are read where they are; on a CPU the run packs copies (`decoder_layers.py`).
 
 n active slots, N new tokens, M prompts, T prompt tokens, L attended prefix, H hidden, V vocabulary, D head size,
 Q query heads, K key/value heads.
@@ -16,28 +16,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
-from rl_core.cpu.fused_decode import DecodeStep, Native, WholeStep
+from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
-from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead, can_pack
+from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead
 from rl_core.inference.sampling import draw
-from rl_core.models.hidden_states import STATIC_ROPES
-from rl_core.models.lora import is_lora, plain_linear, unwrap
+from rl_core.models.lora import plain_linear, unwrap
 
 __all__ = ["Decoder", "AppendedTokens"]
-
-_FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(slots=True)
 class AppendedTokens:
-    """Tokens that some slots take in beside the one that every slot takes in (observations appended to the cache).
+    """Observation tokens that some slots append to the cache in the step in which every slot takes in its newest token.
 
     X extended slots; each row is padded to W = the longest.
     """
@@ -52,30 +48,6 @@ class AppendedTokens:
 
 class Decoder:
     """Prefill and single steps over slots; `bind` before a run, `reserve` once its size is known."""
-
-    @staticmethod
-    def supports(model: PreTrainedModel) -> bool:
-        """Whether `model` is of a family, and of plain enough layers, for this forward pass."""
-        base: Any = unwrap(model)
-        if type(base).__name__ not in _FAMILIES or not type(base).__module__.startswith("transformers."):
-            return False
-        rotary = base.model.rotary_emb
-        if getattr(rotary, "rope_type", "default") not in STATIC_ROPES:
-            return False
-        if any(kind != "full_attention" for kind in getattr(base.config, "layer_types", None) or ()):
-            return False
-        if 2 * rotary.inv_freq.numel() != base.model.layers[0].self_attn.head_dim:
-            return False
-        linears = [
-            base.lm_head,
-            *(getattr(p, name) for p in _layer_parts(base) for name in _LINEARS if hasattr(p, name)),
-        ]
-        if any(type(plain_linear(linear)) is not nn.Linear for linear in linears):
-            return False
-        if is_lora(model) and any("modules_to_save" in name for name, _ in model.named_parameters()):
-            return False
-        parameters = list(base.parameters())
-        return len({p.device for p in parameters}) == 1 and all(p.is_floating_point() for p in parameters)
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._base: Any = unwrap(model)
@@ -94,24 +66,22 @@ class Decoder:
         """Take hold of the module's parameters as they are now."""
         layers = self._base.model.layers
         self._embedding = self._base.model.embed_tokens.weight.detach()
-        self._native: Native | None = None
+        self._compiled: DecodeKernels | None = None
         self._arena.reset()
-        if can_pack(self._base):
-            if self._embedding.dtype == torch.float32 and Native.can_attend(
-                head_dim=self.head_dim, query_heads=self.query_heads, kv_heads=self.kv_heads
-            ):
-                self._native = fused_decode.load()
-            self._layers: Sequence[Layer] = [PackedLayer(layer, self._arena, self._native) for layer in layers]
-            self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._native)
+        if decoding.packed_weights(self._base).allowed:
+            if decoding.compiled_decoding(self._base).allowed:
+                self._compiled = fused_decode.load()
+            self._layers: Sequence[Layer] = [PackedLayer(layer, self._arena, self._compiled) for layer in layers]
+            self._head: OutputHead = PackedOutputHead(self._base, self._arena, self._compiled)
         else:
             self._layers, self._head = [Layer(layer) for layer in layers], OutputHead(self._base)
-        self._whole: WholeStep | None = None
+        self._fused: FusedStep | None = None
         self.device, self.dtype = self._embedding.device, self._embedding.dtype
 
     @torch.inference_mode()
     def reserve(self, slots: int, max_length: int) -> None:
-        """Make room for `slots` sequences of at most `max_length` tokens; larger room from before is kept."""
-        padding_slot = 0 if self.graphs is None else 1  # the slot of rows that only fill up a recorded step
+        """Allocate cache for `slots` sequences of at most `max_length` tokens; a larger one from before is kept."""
+        padding_slot = 0 if self.graphs is None else 1  # of rows that only fill up a recorded step
         shape = (len(self._layers), 2, slots + padding_slot, self.kv_heads, max_length, self.head_dim)
         cache = self._cache
         if (
@@ -125,13 +95,13 @@ class Decoder:
         if cache is not self._tables_of:
             self._make_tables(cache)
             self._tables_of = cache
-        self._whole = self._whole_step(cache)
+        self._fused = self._make_fused_step(cache)
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
 
     def _make_tables(self, cache: torch.Tensor) -> None:
-        """What steps look up: views of the cache, positions, sines."""
+        """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
         self._keys = [cache[layer, 0].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._values = [cache[layer, 1].view(-1, self.head_dim) for layer in range(len(self._layers))]
         self._slot_strides_1K = torch.arange(self.kv_heads, device=self.device)[None] * self.max_length
@@ -148,19 +118,17 @@ class Decoder:
             return torch.zeros(shape, device=self.device, dtype=self.dtype)
         return pages(math.prod(shape) * self.dtype.itemsize).view(self.dtype).view(shape)
 
-    def _whole_step(self, cache: torch.Tensor) -> WholeStep | None:
-        """A step in one call, where everything in it is compiled."""
-        if self._native is None or not isinstance(self._head, PackedOutputHead):
+    def _make_fused_step(self, cache: torch.Tensor) -> FusedStep | None:
+        """A whole step in one call, where that is allowed."""
+        if not isinstance(self._head, PackedOutputHead) or not decoding.fused_step(self._base).allowed:
             return None
-        tiles, head = [layer.tiles() for layer in self._layers if isinstance(layer, PackedLayer)], self._head.tiles()
-        weights = [layer for layer in tiles if layer is not None]
-        if head is None or len(weights) < len(self._layers):
-            return None
-        return WholeStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
+        weights = [layer.packed_weights() for layer in self._layers if isinstance(layer, PackedLayer)]
+        head = self._head.packed_weight()
+        return FusedStep(weights, head, self._head.norm.eps, self._embedding.contiguous(), cache)
 
     @torch.inference_mode()
     def prefill(self, ids_MT: torch.Tensor) -> torch.Tensor:
-        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; what padding leaves there is never read."""
+        """Keys and values of right-padded prompts: [layers, 2, M, K, T, D]; those of padding are never read."""
         rows, width = ids_MT.shape
         kv = self._embedding.new_empty(len(self._layers), 2, rows, self.kv_heads, width, self.head_dim)
         x_NH = self._embedding[ids_MT.reshape(-1)]
@@ -175,7 +143,7 @@ class Decoder:
             )
             kv[index, 0] = k_MKTD
             kv[index, 1] = v_NKD.view(rows, width, -1, self.head_dim).transpose(1, 2)
-            if index + 1 == len(self._layers):  # nobody reads what the last layer adds
+            if index + 1 == len(self._layers):  # the output of the last layer is not read
                 break
             out_MQTD = functional.scaled_dot_product_attention(
                 q_MQTD,
@@ -207,14 +175,14 @@ class Decoder:
         positions_N: torch.Tensor,
         count: int,
         length: int,
-        extension: AppendedTokens | None = None,
+        appended: AppendedTokens | None = None,
         slots_n: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Take in new tokens and give the logits that follow the last one of each active slot.
 
         Args:
             tokens_N, positions_N: int64 [N]; the first n = `count` are the newest tokens of slots 0..n-1, the others
-                (observations) come before these and are described by `extension`.
+                (observations) come before these and are described by `appended`.
             length: attended prefix, the longest of all active slots, new tokens included.
             slots_n: where the newest tokens' keys and values go; 0, 1, ... where it is left out.
         Returns: [n, V].
@@ -222,14 +190,14 @@ class Decoder:
         cache = self._cache
         assert cache is not None
         slots_N = self._positions[:count] if slots_n is None else slots_n
-        if extension is not None:
-            slots_N = torch.cat([slots_N, extension.slots_E])
-        if self._native is not None:
-            return self._step_compiled(self._native, tokens_N, positions_N, slots_N, count)
+        if appended is not None:
+            slots_N = torch.cat([slots_N, appended.slots_E])
+        if self._compiled is not None:
+            return self._step_compiled(self._compiled, tokens_N, positions_N, slots_N, count)
         index = ((slots_N * (self.kv_heads * self.max_length) + positions_N)[:, None] + self._slot_strides_1K).view(-1)
         masked_nL = self._positions[:length] > positions_N[:count, None]
         mask_n11L = torch.zeros_like(masked_nL, dtype=self.dtype).masked_fill_(masked_nL, -torch.inf)[:, None, None]
-        extended_mask = self._extension_mask(extension) if extension is not None else mask_n11L
+        extended_mask = self._appended_mask(appended) if appended is not None else mask_n11L
         cos_N1D, sin_N1D = self._cos[positions_N][:, None], self._sin[positions_N][:, None]
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
@@ -243,8 +211,8 @@ class Decoder:
             ).reshape(count, -1)
             if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
                 x_NH = x_NH[:count]
-            elif extension is not None:
-                extra_EE = self._attend_extension(layer, extension, extended_mask, qk_NhD, keys, values)
+            elif appended is not None:
+                extra_EE = self._attend_appended(layer, appended, extended_mask, qk_NhD, keys, values)
                 out_NE = torch.cat([out_NE, extra_EE])
             x_NH = layer.add_mlp(layer.add_attention(x_NH, out_NE))
         return self._head(x_NH)
@@ -252,7 +220,7 @@ class Decoder:
     def sample(
         self, tokens_n: np.ndarray, positions_n: np.ndarray, uniforms_n: np.ndarray, temperature: float
     ) -> np.ndarray:
-        """`step` and `draw` by recordings (`graphs`): one upload, one replay, one read-back.
+        """`step` and `draw` by recorded steps (`graphs`): one upload, one replay, one read-back.
 
         Returns: float64 [2, n], tokens and log-probabilities.
         """
@@ -261,7 +229,7 @@ class Decoder:
         rows = min(padded_rows(count), self.slots)
         length = min(padded_length(int(positions_n.max()) + 1), self.max_length)
         inputs_4R = np.zeros((4, rows))  # token ids are exact in float64
-        inputs_4R[3] = self.slots  # nobody's
+        inputs_4R[3] = self.slots  # the padding slot
         inputs_4R[:, :count] = tokens_n, positions_n, uniforms_n, np.arange(count)
 
         @torch.inference_mode()
@@ -278,17 +246,22 @@ class Decoder:
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `sampling.draw`."""
-        return (self._native.draw if self._native is not None else draw)(logits_nV, uniforms_n, temperature)
+        return (self._compiled.draw if self._compiled is not None else draw)(logits_nV, uniforms_n, temperature)
 
     def _step_compiled(
-        self, compiled: Native, tokens_N: torch.Tensor, positions_N: torch.Tensor, slots_N: torch.Tensor, count: int
+        self,
+        compiled: DecodeKernels,
+        tokens_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        slots_N: torch.Tensor,
+        count: int,
     ) -> torch.Tensor:
         """As `step`: every token attends to what its slot holds up to its own position, so none needs a mask."""
         cache = self._cache
         assert cache is not None
         step = DecodeStep(positions_N, slots_N, self._cos, self._sin, cache, self.query_heads)
-        if self._whole is not None:
-            return self._whole(step, tokens_N.contiguous(), count)
+        if self._fused is not None:
+            return self._fused(step, tokens_N.contiguous(), count)
         x_NH = functional.embedding(tokens_N, self._embedding)
         for number, layer in enumerate(self._layers):
             if number + 1 == len(self._layers):  # from here on only the newest token of each slot matters
@@ -311,39 +284,34 @@ class Decoder:
         turned_NhD = torch.roll(qk_NhD, self.head_dim // 2, dims=-1)
         return torch.addcmul(qk_NhD * cos_N1D, turned_NhD, sin_N1D), v_NKD
 
-    def _attend_extension(
+    def _attend_appended(
         self,
         layer: Layer,
-        extension: AppendedTokens,
+        appended: AppendedTokens,
         mask_X1rL: torch.Tensor,
         qk_NhD: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
     ) -> torch.Tensor:
         """Attention of the E observation tokens over their own slots: [E, Q * D]."""
-        count, width = extension.rows_XW.shape
-        q_XWKGD = qk_NhD[extension.rows_XW.view(-1), : self.query_heads].view(
+        count, width = appended.rows_XW.shape
+        q_XWKGD = qk_NhD[appended.rows_XW.view(-1), : self.query_heads].view(
             count, width, self.kv_heads, -1, self.head_dim
         )
         q_XKrD = q_XWKGD.permute(0, 2, 3, 1, 4).reshape(count, self.kv_heads, -1, self.head_dim)  # r = G * W rows
         out_XKrD = functional.scaled_dot_product_attention(
             q_XKrD,
-            keys[extension.slots_X, :, : extension.length],
-            values[extension.slots_X, :, : extension.length],
+            keys[appended.slots_X, :, : appended.length],
+            values[appended.slots_X, :, : appended.length],
             attn_mask=mask_X1rL,
             scale=layer.scale,
         )
         out_XKGWD = out_XKrD.view(count, self.kv_heads, -1, width, self.head_dim)
         out_SE = out_XKGWD.permute(0, 3, 1, 2, 4).reshape(count * width, -1)
-        return out_SE[extension.places_E]
+        return out_SE[appended.places_E]
 
-    def _extension_mask(self, extension: AppendedTokens) -> torch.Tensor:
+    def _appended_mask(self, appended: AppendedTokens) -> torch.Tensor:
         """Causal mask [X, 1, G * W, L] of the observation tokens, added to their scores."""
-        masked_XWL = self._positions[: extension.length] > extension.positions_XW[:, :, None]
+        masked_XWL = self._positions[: appended.length] > appended.positions_XW[:, :, None]
         mask_XWL = torch.zeros_like(masked_XWL, dtype=self.dtype).masked_fill_(masked_XWL, -torch.inf)
         return mask_XWL.repeat(1, self.query_heads // self.kv_heads, 1)[:, None]
-
-
-def _layer_parts(base: Any) -> list[Any]:
-    """Attention and MLP modules of all layers."""
-    return [part for layer in base.model.layers for part in (layer.self_attn, layer.mlp)]

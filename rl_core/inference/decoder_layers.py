@@ -1,7 +1,7 @@
 """One layer of Llama, Qwen2 or Qwen3 for decoding: its three products with weights, and the norms before them.
 
 `Layer` reads the module's parameters where they are. `PackedLayer`, for the CPU, multiplies by copies that are made
-anew before every run: laid out for it, with queries, keys and values side by side, gate and up too, and the norms'
+anew before every run: queries, keys and values side by side, gate and up too, and the norms'
 weights multiplied in. With a few dozen rows a matrix product on a CPU is bound by how it walks through the weights.
 
 N tokens, H hidden, F features of the MLP, V vocabulary, D head size, h all query, key and value heads.
@@ -17,21 +17,12 @@ from torch.nn import functional
 
 from rl_core.cpu import int8_gemm
 from rl_core.cpu.allocator import Arena
-from rl_core.cpu.fused_decode import Native, PackedWeights
+from rl_core.cpu.fused_decode import DecodeKernels, PackedWeights
 from rl_core.models.lora import plain_linear
 
-__all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm", "can_pack"]
-
-_PACKED_BYTES = 1 << 30  # larger copies cost memory that people miss, and their products are bound by reading anyway
+__all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm"]
 
 Weights = tuple[torch.Tensor, torch.Tensor | None]  # [out, in] and bias
-
-
-def can_pack(base: Any) -> bool:
-    """Whether copies of the weights are affordable and of use."""
-    weight = base.lm_head.weight
-    size = sum(p.numel() * p.element_size() for p in base.parameters())
-    return weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64) and size <= _PACKED_BYTES
 
 
 class RmsNorm:
@@ -57,7 +48,7 @@ class RmsNorm:
 
 
 class Layer:
-    """One decoder layer's parameters, seen without their modules."""
+    """One decoder layer's parameters, without their modules."""
 
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -84,7 +75,7 @@ class Layer:
         return joined
 
     def add_attention(self, x_NH: torch.Tensor, attended_NE: torch.Tensor) -> torch.Tensor:
-        """x + what was attended to, through the output projection; x may be changed."""
+        """x + output projection of the attended values; x may be changed."""
         weight, bias = self.out
         x_NH = torch.addmm(x_NH, attended_NE, weight.t())
         return x_NH if bias is None else x_NH.add_(bias)
@@ -99,24 +90,23 @@ class Layer:
 class PackedLayer(Layer):
     """A layer that multiplies by packed copies of the module's parameters as they are now.
 
-    Norms and gates are compiled code where there is some (`native`).
+    Norms and gates are compiled code where there is some (`compiled`).
     """
 
-    def __init__(self, layer: Any, arena: Arena, native: Native | None = None) -> None:
+    def __init__(self, layer: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
         super().__init__(layer)
-        self._native = native
+        self._compiled = compiled
         self._is_silu = type(self.act).__name__ in ("SiLU", "SiLUActivation")
-        self._heads = _Packed(arena, self.qkv, self.input_norm.weight)
-        self._out = _Packed(arena, [self.out])
-        self._gate_up = _Packed(arena, [self.gate, self.up], self.mlp_norm.weight)
-        self._down = _Packed(arena, [self.down])
+        self._heads = _PackedLinear(arena, self.qkv, self.input_norm.weight)
+        self._out = _PackedLinear(arena, [self.out])
+        self._gate_up = _PackedLinear(arena, [self.gate, self.up], self.mlp_norm.weight)
+        self._down = _PackedLinear(arena, [self.down])
 
-    def tiles(self) -> PackedWeights | None:
-        """The weights for `WholeStep`, where they are packed for tiles and the layer is what it computes."""
-        parts = [self._heads.tiles(), self._out.tiles(), self._gate_up.tiles(), self._down.tiles()]
-        if not self._is_silu or any(part is None for part in parts):
-            return None
-        heads, out, gate_up, down = (part for part in parts if part is not None)
+    def packed_weights(self) -> PackedWeights:
+        """The weights of a `FusedStep`, where that is allowed."""
+        heads, out, gate_up, down = (
+            part.packed_weight() for part in (self._heads, self._out, self._gate_up, self._down)
+        )
         return PackedWeights(
             heads, out, gate_up, down, self.q_norm, self.k_norm, self.input_norm.eps, self.mlp_norm.eps, self.scale
         )
@@ -132,13 +122,13 @@ class PackedLayer(Layer):
     def add_mlp(self, x_NH: torch.Tensor) -> torch.Tensor:
         """As `Layer.add_mlp`."""
         both_NF = self._gate_up(self._without_weight(self.mlp_norm, x_NH))
-        if self._native is not None and self._is_silu:
-            return self._down.add_(x_NH, self._native.gated(both_NF))
+        if self._compiled is not None and self._is_silu:
+            return self._down.add_(x_NH, self._compiled.gated(both_NF))
         gate_NF, up_NF = both_NF.chunk(2, dim=1)
         return self._down.add_(x_NH, self.act(gate_NF).mul_(up_NF))
 
     def _without_weight(self, norm: RmsNorm, x_NH: torch.Tensor) -> torch.Tensor:
-        return norm.without_weight(x_NH) if self._native is None else self._native.normed(x_NH, norm.eps)
+        return norm.without_weight(x_NH) if self._compiled is None else self._compiled.normed(x_NH, norm.eps)
 
 
 class OutputHead:
@@ -154,25 +144,25 @@ class OutputHead:
 
 
 class PackedOutputHead(OutputHead):
-    """The same by a packed copy."""
+    """As `OutputHead`, by a packed copy of the weight."""
 
-    def __init__(self, base: Any, arena: Arena, native: Native | None = None) -> None:
+    def __init__(self, base: Any, arena: Arena, compiled: DecodeKernels | None = None) -> None:
         super().__init__(base)
-        self._native = native
-        self._packed = _Packed(arena, [self.head], self.norm.weight)
+        self._compiled = compiled
+        self._packed = _PackedLinear(arena, [self.head], self.norm.weight)
 
-    def tiles(self) -> tuple[int8_gemm.Packed, torch.Tensor | None] | None:
-        """As `PackedLayer.tiles`."""
-        return self._packed.tiles()
+    def packed_weight(self) -> tuple[int8_gemm.PackedMatrix, torch.Tensor | None]:
+        """As `PackedLayer.packed_weights`."""
+        return self._packed.packed_weight()
 
     def __call__(self, x_NH: torch.Tensor) -> torch.Tensor:
         """Logits [N, V]."""
-        if self._native is not None:
-            return self._packed(self._native.normed(x_NH, self.norm.eps))
+        if self._compiled is not None:
+            return self._packed(self._compiled.normed(x_NH, self.norm.eps))
         return self._packed(self.norm.without_weight(x_NH))
 
 
-class _Packed:
+class _PackedLinear:
     """Linear layers of one input, side by side, copied for products with few rows."""
 
     def __init__(self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
@@ -180,10 +170,12 @@ class _Packed:
         weights = [weight for weight, _ in linears]
         self._size = sum(len(weight) for weight in weights)
         products = int8_gemm.load() if weights[0].dtype == torch.float32 else None
-        self._tiles: int8_gemm.Packed | None = None
+        self._tiles: int8_gemm.PackedMatrix | None = None
         if products is not None:
             weight_OI = torch.cat(weights)
-            self._tiles = int8_gemm.Packed(products, weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena)
+            self._tiles = int8_gemm.PackedMatrix(
+                products, weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena
+            )
         else:
             self._weight = weights[0].new_empty(weights[0].shape[1], self._size)
             for part, weight in zip(self._weight.split([len(w) for w in weights], dim=1), weights, strict=True):
@@ -197,9 +189,10 @@ class _Packed:
                 [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in linears]
             )
 
-    def tiles(self) -> tuple[int8_gemm.Packed, torch.Tensor | None] | None:
+    def packed_weight(self) -> tuple[int8_gemm.PackedMatrix, torch.Tensor | None]:
         """Weight and bias, where the weight is packed for tiles."""
-        return (self._tiles, self._bias) if self._tiles is not None else None
+        assert self._tiles is not None
+        return self._tiles, self._bias
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         """x W + bias."""

@@ -1,9 +1,9 @@
 """The rollout engine: sequences decoded together over preallocated key/value slots.
 
     prompts are prefilled once and copied to every sequence that begins with them;
-    a slot is refilled as soon as its sequence ends; with nothing left to refill from, the active slots close up;
-    observations are appended to the live cache in the very step in which the other slots decode;
-    a sequence whose environment takes its time is parked in its slot, and the others go on;
+    a slot is refilled as soon as its sequence ends; when the queue is empty, active slots are compacted;
+    observations are appended to the live cache in the same step in which the other slots decode;
+    a sequence whose environment step is pending keeps its slot, and the others go on;
     a token's sampling and its log-probability come from one pass over the logits, with one read-back per step.
 
 n active slots, B rows.
@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import decoding
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn, wait_for_any
@@ -40,14 +41,14 @@ _LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with 
 
 
 def make_backend(model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> RolloutBackend:
-    """The engine where it knows the model's family (Llama, Qwen2, Qwen3), else transformers' own forward pass.
+    """The engine where the decoder supports the model (`rl_core.capabilities`), else transformers' own forward pass.
 
     Args:
         eos_ids: tokens that end an action.
         pad_id: any token; used where a batch needs filling.
         max_length: longest prompt and completion together, in tokens.
     """
-    backend = Engine if Decoder.supports(model) else TransformersBackend
+    backend = Engine if decoding.decoder(model).allowed else TransformersBackend
     return backend(model, eos_ids=eos_ids, pad_id=pad_id, max_length=max_length)
 
 
@@ -80,9 +81,9 @@ class Engine:
 class _Run:
     """One call of `Engine.run`: the host's side of every slot.
 
-    Slots 0..n-1 are active, n = `count`; those after them are free or parked. `length` counts a slot's tokens in the
-    cache; the newest token, `pending`, is taken in by the next step, and so are the tokens of `before`, which come
-    before it.
+    Slots 0..n-1 are active, n = `count`; those after them are free or wait for their environment. `length` counts a
+    slot's tokens in the cache; the newest token, `pending`, is taken in by the next step, together with the slot's
+    `to_append` (an observation's earlier tokens), which come before it.
     """
 
     def __init__(
@@ -128,12 +129,12 @@ class _Run:
     # -- beginning, waiting and ending ---------------------------------------------------------------------------------
 
     def _rejoin(self) -> list[int]:
-        """The slots that shall be active next, after those that waited long enough took up what came back.
+        """Slots to be active next: those that decode, and those whose environments have answered.
 
-        With 'together' they do so once there is nothing else to decode: who is decoded beside whom, and with it every
-        last bit, then depends on the tokens alone.
+        With 'together' a finished step rejoins only when no other sequence is decodable, so results are bit-identical
+        regardless of timing; with 'ready' at once.
         """
-        active = self._going()
+        active = self._decodable()
         while self._waiting_on_env and (not active or self._sampling.rejoin == "ready"):
             waiting = sorted(self._waiting_on_env)
             if self._sampling.rejoin == "ready":
@@ -142,13 +143,13 @@ class _Run:
                 waiting = [slot for slot in waiting if self._waiting_on_env[slot].done()]
             ended = [slot for slot in waiting if not self._go_on(slot, self._waiting_on_env.pop(slot).result())]
             self._begin(ended[: len(self._queue)])
-            active = self._going()
+            active = self._decodable()
             if active:
                 break
         return active
 
-    def _going(self) -> list[int]:
-        """Slots whose sequences are neither over nor parked."""
+    def _decodable(self) -> list[int]:
+        """Slots whose sequences have neither ended nor wait for their environment."""
         return [
             slot
             for slot in range(self._slots)
@@ -181,7 +182,7 @@ class _Run:
             self._decoder.fill(self._tensor(targets), kv, self._tensor(rows))
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Prefill the prompts that are not yet, all but their last token, and some that will be wanted soon."""
+        """Prefill all but the last token of these prompts, where not done yet, and of some of the queue's next ones."""
         missing = [p for p in dict.fromkeys(prompts) if len(p) > 1 and p not in self._prefilled]
         if not missing:
             return
@@ -202,7 +203,7 @@ class _Run:
                 self._prefilled[missing[index]] = (kv, row)
 
     def _compact(self, active: list[int]) -> None:
-        """Make these slots 0..n-1: the last ones move into the holes, and what is parked there changes places."""
+        """Make these slots 0..n-1: the last ones move into the holes, and sequences that wait there move out."""
         self._count = len(active)
         holes = sorted(set(range(self._count)) - set(active))
         if not holes:
@@ -211,7 +212,7 @@ class _Run:
         moves = dict(zip(holes, outside, strict=True))  # target -> source
         moves |= {source: hole for hole, source in zip(holes, outside, strict=True) if hole in self._waiting_on_env}
         targets, sources = list(moves), list(moves.values())
-        # whatever moves is read before anything is written, so two slots can change places
+        # all sources are read before any target is written, so two slots can change places
         self._decoder.move(self._tensor(sources), self._tensor(targets), int(self._length[sources].max()))
         for array in (self._pending, self._length, self._limit, self._sampled, self._acted):
             array[targets] = array[sources]
@@ -229,17 +230,17 @@ class _Run:
     def _step(self) -> tuple[bool, list[int]]:
         """Sample one token in every active slot.
 
-        Returns: whether some slots are active no more (their sequences ended, or wait); those that ended, in order.
+        Returns: True = some slots are no longer active (sequences ended, or wait); the slots that ended, in order.
         """
         n = self._count
-        before, self._to_append = self._to_append, {}
-        extension, extra_tokens, extra_positions = self._extension(before, n)
-        for slot, ids in before.items():
+        to_append, self._to_append = self._to_append, {}
+        appended, extra_tokens, extra_positions = self._appended_tokens(to_append, n)
+        for slot, ids in to_append.items():
             self._length[slot] += len(ids)
         tokens, positions = self._pending[:n], self._length[:n]
-        if extension is not None:
+        if appended is not None:
             tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
-        chosen, logprobs = self._sample(tokens, positions, n, extension)
+        chosen, logprobs = self._sample(tokens, positions, n, appended)
         rows = self._rows[:n]
         self._length[:n] += 1
         self._sampled[:n] += 1
@@ -255,15 +256,15 @@ class _Run:
         return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
 
     def _sample(
-        self, tokens: np.ndarray, positions: np.ndarray, n: int, extension: AppendedTokens | None
+        self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The device's part of a step: one upload, one read-back."""
         drawn, temperature = self._uniforms[self._rows[:n], self._sampled[:n]], self._sampling.temperature
-        if self._decoder.graphs is not None and extension is None:
+        if self._decoder.graphs is not None and appended is None:
             both_2n = self._decoder.sample(tokens, positions, drawn, temperature)
             return both_2n[0].astype(np.int64), both_2n[1]
         logits_nV = self._decoder.step(
-            self._tensor(tokens), self._tensor(positions), n, int(positions[:n].max()) + 1, extension
+            self._tensor(tokens), self._tensor(positions), n, int(positions[:n].max()) + 1, appended
         )
         tokens_n, logprobs_n = self._decoder.draw(logits_nV, self._tensor(drawn), temperature)
         if tokens_n.device.type == "cpu":
@@ -272,7 +273,7 @@ class _Run:
         return both_2n[0].astype(np.int64), both_2n[1]
 
     def _end_turn(self, slot: int, hit_limit: bool) -> None:
-        """Hand a finished action over; the slot is then going on, free or parked."""
+        """Hand a finished action over; the slot then goes on, is free, or waits for its environment."""
         sequence, count = self._sequences[slot], int(self._acted[slot])
         assert sequence is not None
         turnover = sequence.advance(
@@ -285,7 +286,7 @@ class _Run:
             self._go_on(slot, turnover, hit_limit)
 
     def _go_on(self, slot: int, observation: list[int] | None, hit_limit: bool = False) -> bool:
-        """Take what came back; False = the sequence has ended."""
+        """Append the environment's answer; False = the sequence has ended."""
         if observation is None:
             self._sequences[slot] = None
             return False
@@ -294,20 +295,22 @@ class _Run:
         self._pending[slot] = observation[-1]
         return True
 
-    def _extension(self, before: dict[int, list[int]], n: int) -> tuple[AppendedTokens | None, np.ndarray, np.ndarray]:
+    def _appended_tokens(
+        self, to_append: dict[int, list[int]], n: int
+    ) -> tuple[AppendedTokens | None, np.ndarray, np.ndarray]:
         """Indices of the observation tokens of this step, and the tokens and positions themselves."""
-        if not before:
+        if not to_append:
             nothing = np.zeros(0, dtype=np.int64)
             return None, nothing, nothing
-        slots = np.array(list(before), dtype=np.int64)
-        counts = np.array([len(ids) for ids in before.values()])
+        slots = np.array(list(to_append), dtype=np.int64)
+        counts = np.array([len(ids) for ids in to_append.values()])
         width = int(counts.max())
         starts = np.cumsum(counts) - counts
         column = np.arange(width)
         inside = column < counts[:, None]
         within = np.minimum(column, counts[:, None] - 1)  # padding repeats a row's last token
         positions_XW = self._length[slots][:, None] + within
-        extension = AppendedTokens(
+        appended = AppendedTokens(
             slots_X=self._tensor(slots),
             slots_E=self._tensor(np.repeat(slots, counts)),
             rows_XW=self._tensor(n + starts[:, None] + within),
@@ -315,8 +318,8 @@ class _Run:
             places_E=self._tensor(np.flatnonzero(inside)),
             length=int(positions_XW.max()) + 1,
         )
-        tokens = np.array([token for ids in before.values() for token in ids], dtype=np.int64)
-        return extension, tokens, positions_XW[inside]
+        tokens = np.array([token for ids in to_append.values() for token in ids], dtype=np.int64)
+        return appended, tokens, positions_XW[inside]
 
     def _tensor(self, values: np.ndarray | list[int]) -> torch.Tensor:
         """On the device; integers as int64, floats as float64."""

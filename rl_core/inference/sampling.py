@@ -1,4 +1,4 @@
-"""What every rollout backend shares: the sequence protocol and the drawing of tokens.
+"""Protocols of rollout backends and of the sequences that they play; seeds and sampling of tokens.
 
 B rows, V vocabulary.
 """
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class RolloutSequence(Protocol):
-    """One episode, as a backend sees it: a prompt, then turns of sampled actions and appended observations."""
+    """Interface of one episode to a backend: a prompt, then turns of sampled actions and appended observations."""
 
     prompt_ids: list[int]  # at least one token; sequences with equal prompts share one prefill
     seed: int  # 0 <= seed < 2**128; the sequence's samples depend on it and on the weights alone
@@ -54,7 +54,7 @@ class RolloutBackend(Protocol):
         """Play every sequence to its end, through its `advance`."""
 
     def refresh(self) -> None:
-        """Say that the model's weights have changed since the last run."""
+        """Notice that the model's weights have changed since the last run."""
 
 
 def sequence_seed(*parts: object) -> int:

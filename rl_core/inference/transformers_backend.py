@@ -1,7 +1,7 @@
-"""Rollouts through the model's own forward: right for every causal LM, fast for none.
+"""Rollouts through the model's own forward pass: the fallback, correct for every causal LM.
 
-Sessions are played in batches of `slots`, turn by turn: each turn reads the whole sequences again, padded on the
-left, and then decodes token by token over transformers' cache until every row has ended its action.
+Sequences are played in batches of `slots`, turn by turn: each turn reads the whole sequences again, padded on the left,
+and then decodes token by token over transformers' cache until every row has ended its action.
 
 B rows, S padded width.
 """
@@ -46,7 +46,7 @@ class TransformersBackend:
                 rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
                 while rows:
                     self._play_turn(rows, sampling.temperature)
-                    turns = [row.end_turn(self._eos_ids) for row in rows]  # all steps begin before one is waited for
+                    turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
     @torch.inference_mode()
@@ -74,7 +74,7 @@ class TransformersBackend:
                     row.add(token, logprob)
             if all(row.has_acted(self._eos_ids) for row in rows):
                 return
-            ids_BS = tokens_B[:, None]  # rows that have acted go on, unheard
+            ids_BS = tokens_B[:, None]  # rows that have acted decode on; their tokens are dropped
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
 
 
@@ -92,7 +92,7 @@ class _Row:
         self._hit_limit = False
 
     def next_uniform(self) -> float:
-        """The uniform that decides the next token; rows that have acted stay where they are."""
+        """The uniform of the next token; it stays the same for a row that has acted."""
         return float(self._uniforms[min(self._num_sampled, len(self._uniforms) - 1)])
 
     def add(self, token: int, logprob: float) -> None:
@@ -103,7 +103,7 @@ class _Row:
         self._num_sampled += 1
 
     def has_acted(self, eos_ids: Collection[int]) -> bool:
-        """Whether this turn's action has ended, or can go no further."""
+        """True = this turn's action has ended, or has reached the sequence's limit."""
         return bool(self.action) and (self.action[-1] in eos_ids or len(self.ids) >= self.limit)
 
     def end_turn(self, eos_ids: Collection[int]) -> Turnover:

@@ -1,4 +1,4 @@
-"""Causal language models: made from a preset, loaded from a folder or a hub name, saved as Hugging Face safetensors."""
+"""Causal language models: creation from a preset, loading from a folder or hub name, saving as safetensors."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ __all__ = [
     "load",
     "load_pretrained",
     "load_tokenizer",
+    "load_without_weights",
     "num_parameters",
     "save",
 ]
@@ -130,6 +131,27 @@ def load(
     return model.to(device_of(settings)).train(), tokenizer
 
 
+def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
+    """The causal language model of a folder or hub name on the meta device, built from its config alone.
+
+    Adapters are added when `settings.lora` is given. Raises: CheckpointError as `load`.
+    """
+    place = _checked_place(path)
+    try:
+        config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype_of(settings), trust_remote_code=settings.trust_remote_code
+            )
+            if settings.lora is not None:
+                model = lora.add_adapter(model, settings.lora)
+    except SettingsError:
+        raise
+    except Exception as error:
+        raise _unreadable(place, "config", error) from error
+    return model.train()
+
+
 def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name, with a padding token.
 
@@ -163,7 +185,7 @@ def context_length(path: str | Path, settings: ModelSettings) -> int:
 def load_pretrained(
     auto_class: Any, path: str | Path, settings: ModelSettings, *, may_miss: tuple[str, ...] = (), **options: Any
 ) -> PreTrainedModel:
-    """`auto_class.from_pretrained` with this project's rules: safetensors only, typed errors, dtype of the settings.
+    """`auto_class.from_pretrained` restricted to safetensors, with typed errors and the settings' dtype.
 
     Args:
         may_miss: weights that the files need not hold; transformers makes them up. Any other one missing is an error.
@@ -206,7 +228,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
 
 
 def _checked_place(path: str | Path) -> str:
-    """`path` as text; CheckpointError when it can only be a folder and is none."""
+    """`path` as text. Raises: CheckpointError when it can only be a folder and is none."""
     place = str(path)
     local = Path(place).expanduser()
     if local.is_dir():
@@ -236,7 +258,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _unreadable(place: str, what: str, error: Exception) -> CheckpointError:
-    """One sentence for whatever transformers raised."""
+    """An error for people in place of one that transformers raised."""
     reason = " ".join(str(error).split())[:300]
     if Path(place).is_dir():
         return CheckpointError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")

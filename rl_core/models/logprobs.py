@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import plain_head
 from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
 from rl_core.errors import DataError
-from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states, model_inputs
 from rl_core.models.lora import unwrap
 from rl_core.types import TrainBatch
@@ -26,21 +26,19 @@ __all__ = [
     "TokenOutputs",
     "completion_logprobs",
     "next_token_logprobs",
-    "probe_head",
     "selected_logprobs",
     "token_outputs",
 ]
 
-_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
 
 
 @dataclass(slots=True)
 class TokenOutputs:
-    """What a model says about the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
+    """Outputs of a model at the tokens that carry loss. All [B, S], 0 where the mask is False, with gradient."""
 
     logprobs_BS: torch.Tensor  # nats
-    entropy_BS: torch.Tensor | None = None  # nats, of the distribution over the token's alternatives
+    entropy_BS: torch.Tensor | None = None  # nats, of the distribution over the vocabulary before the token
     values_BS: torch.Tensor | None = None  # value of the state before the token
     value_after_B: torch.Tensor | None = None  # value of the state after each row's last real token
 
@@ -72,7 +70,7 @@ def token_outputs(
     buffers of [chunk_tokens, V] exist at any time, in backward too. Rows are padded on the right, so the causal mask
     alone keeps padding out of real tokens: no attention mask is passed, and the attention kernels take their fast
     causal path. Rows that hold several sequences say so by `position_ids_BS`; the model must be one that heeds it
-    (`rl_core.models.packing`).
+    (`capabilities.sequence_packing`).
 
     Where tokens were drawn from softmax(logits / temperature), `temperatures_BS` says so, and log-probabilities and
     entropies are of that distribution: a policy gradient taken at another temperature is another policy's.
@@ -98,7 +96,7 @@ def token_outputs(
     temperatures_N = _temperatures(batch, positions_N)
     base = unwrap(model)
     head = base.get_output_embeddings()
-    if _is_plain_head(base, head):
+    if plain_head(base).allowed:
         hidden_BSH = hidden_states(base, batch, _read_places(batch, with_last=value_head is not None))
         hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
         logprobs_N, entropy_N = selected_logprobs(
@@ -121,13 +119,13 @@ def token_outputs(
         logprobs_N = log_p_NV.gather(1, targets_N[:, None]).squeeze(1)
         entropy_N = -(log_p_NV.exp() * log_p_NV).sum(-1) if with_entropy else None
 
-    def scatter_state(values_N: torch.Tensor) -> torch.Tensor:
+    def scatter(values_N: torch.Tensor) -> torch.Tensor:
         return values_N.new_zeros(ids_BS.numel()).index_copy(0, positions_N, values_N).view(ids_BS.shape)
 
-    result = TokenOutputs(scatter_state(logprobs_N), scatter_state(entropy_N) if entropy_N is not None else None)
+    result = TokenOutputs(scatter(logprobs_N), scatter(entropy_N) if entropy_N is not None else None)
     if value_head is not None:
         flat = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
-        result.values_BS = scatter_state(value_head(flat.index_select(0, positions_N - 1)))
+        result.values_BS = scatter(value_head(flat.index_select(0, positions_N - 1)))
         last_B = batch.attention_mask_BS.sum(1) - 1
         result.value_after_B = value_head(hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
     return result
@@ -159,7 +157,7 @@ def _read_places(batch: TrainBatch, *, with_last: bool) -> torch.Tensor:
 def next_token_logprobs(
     model: PreTrainedModel, batch: TrainBatch, *, chunk_tokens: int | None = None
 ) -> Iterator[torch.Tensor]:
-    """The whole distributions over the tokens that carry loss, at temperature 1, some positions at a time.
+    """Distributions over the vocabulary before every token that carries loss, at temperature 1, chunk by chunk.
 
     Args, Raises: as `token_outputs`, but the batch's temperatures are ignored. Two models of one vocabulary and device
     give chunks of equal positions.
@@ -169,7 +167,7 @@ def next_token_logprobs(
     positions_N = mask_BS.reshape(-1).nonzero().squeeze(1) - 1
     base = unwrap(model)
     head = base.get_output_embeddings()
-    plain = _is_plain_head(base, head)
+    plain = plain_head(base).allowed
     if plain:
         states_BS = hidden_states(base, batch, _read_places(batch, with_last=False))
     else:
@@ -335,29 +333,3 @@ def _log_softmax(
 def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:
     """Row-wise dot products [C], in place of a third [C, V] buffer."""
     return left_CV.mul_(right_CV).sum(-1)
-
-
-def probe_head(model: nn.Module) -> None:
-    """Find out now what `token_outputs` has to know of the head; later the model may be no longer in one piece."""
-    base = unwrap(model)
-    _is_plain_head(base, base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None)
-
-
-def _is_plain_head(base: PreTrainedModel, head: torch.nn.Module | None) -> bool:
-    """Whether the model's logits are exactly its head applied to its trunk's last hidden state.
-
-    Some families scale or cap their logits; their configurations say so under known names, and a probe of a few tokens,
-    once for each model, catches what they do not say.
-    """
-    if type(head) is not torch.nn.Linear or any(getattr(base.config, name, None) for name in _LOGIT_OPTIONS):
-        return False
-    known = getattr(base, "_posttrain_plain_head", None)
-    if known is None:
-        vocab_size = head.weight.shape[0]
-        ids = torch.arange(1, vocab_size, max(1, vocab_size // 8), device=head.weight.device)[None]
-        with evaluating(base), torch.no_grad():
-            hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
-            logits = base(input_ids=ids, use_cache=False).logits
-            known = torch.equal(head(hidden), logits)
-        setattr(base, "_posttrain_plain_head", known)  # noqa: B010 a plain attribute: in no state dict
-    return known

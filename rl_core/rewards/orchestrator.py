@@ -1,4 +1,4 @@
-"""The reward that training uses: a weighted sum of named components."""
+"""Reward orchestration: components scored, normalised, clipped and weighted into one total per rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rewards.component import Component, describe
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.rewards.format import FormatReward
-from rl_core.rewards.hacking_monitor import RewardWatch
+from rl_core.rewards.hacking_monitor import HackingMonitor
 from rl_core.rewards.learned import LearnedReward, Scorer
 from rl_core.rewards.length import LengthReward
 from rl_core.rewards.running_stats import RunningNorm
@@ -28,7 +28,7 @@ __all__ = ["COMPONENTS", "WEIGHTED", "RewardFunction", "RewardOrchestrator"]
 
 logger = logging.getLogger(__name__)
 
-WEIGHTED = "weighted/"  # goes before a component's name in `trajectory.rewards`, for what it adds to the total
+WEIGHTED = "weighted/"  # prefix of a component's name in `trajectory.rewards`, for its contribution to the total
 
 COMPONENTS: dict[str, str] = {
     "task": "what the environment gave, for the final answer above all",
@@ -42,7 +42,7 @@ COMPONENTS: dict[str, str] = {
 
 
 class RewardOrchestrator:
-    """Scores rollouts with every component, normalises, clips and weighs the parts, and watches what comes of it.
+    """Scores rollouts: the only place that sets `Trajectory.reward` once an episode has been played.
 
     A component is a name from COMPONENTS or an import path 'package.module:function' of a function that takes a list of
     Trajectory and gives as many numbers.
@@ -55,43 +55,57 @@ class RewardOrchestrator:
         scorer: Scorer | None = None,
         options: RewardSettings | None = None,
         seed: int = 0,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        """`scorer`: what the component `learned` asks; `seed`: of what components draw.
+        """Build the components.
 
+        Args:
+            scorer: the reward model behind the component `learned`.
+            seed: of the components' random numbers.
+            functions: user-defined components by name, beside those named by import path.
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
         if not weights:
             raise SettingsError("rewards: names no component; task: 1.0 is what the environment gives")
         self.options = options if options is not None else RewardSettings()
         self.seed = seed
+        self._functions = dict(functions or {})
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
         self.components: dict[str, Component] = {name: self._component(name, scorer) for name in self._base}
         self.norms = {name: RunningNorm() for name in self.options.normalise if name in self.components}
-        self.watch = RewardWatch(self.options.window, self.options.alarm_margin)
+        self.hacking_monitor = HackingMonitor(self.options.window, self.options.alarm_margin)
 
     @property
     def needs_states(self) -> bool:
-        """Whether `score` has to be given `embed`."""
+        """True = `score` needs `embed`."""
         return any(component.needs_states for component in self.components.values())
 
     def set_weights(self, changes: Mapping[str, float]) -> None:
-        """From now on: the weights given at the start, but for these. Raises: SettingsError for an unknown one."""
+        """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""
         for name in changes:
             if name not in self._base:
                 raise SettingsError(f"rewards.{name}: no component to weigh; {nearest(name, self._base)}")
         self.weights = {**self._base, **changes}
 
-    def score(self, groups: Iterable[RolloutGroup], *, embed: Embed | None = None) -> dict[str, float]:
-        """Set `trajectory.rewards` (raw and weighted parts), `trajectory.reward` and `rollout.reward` of every rollout.
+    def score(
+        self,
+        groups: Iterable[RolloutGroup],
+        *,
+        embed: Embed | None = None,
+        penalties: Mapping[str, Component] | None = None,
+    ) -> dict[str, float]:
+        """Write each rollout's components (raw and weighted) and total into its trajectory, and `is_masked`.
 
-        A rollout that a component could not score is masked (`is_masked`): it carries no loss, and its reward is the
-        mean of its group's others, so that it changes none of their differences.
+        A rollout that a component could not score is masked: it carries no loss, and its reward is the mean of its
+        group's others, so that none of their differences changes.
 
         Args:
             embed: gives the policy's states; called once, and only when a component needs them.
-        Returns: reward/mean, reward/std (over all scored rollouts), reward/<component> (mean raw part),
-            reward/weighted/<component> (mean of what it adds), reward/<component>/..., reward/masked_rate.
+            penalties: by name, components of the algorithm's own, added to the total as they are (see `overlong`).
+        Returns: reward/mean, reward/std (of the total, over unmasked rollouts), reward/<component> (mean raw value),
+            reward/weighted/<component> (mean contribution), reward/<component>/..., reward/<penalty> (mean),
+            reward/masked_rate.
         Raises: RewardError naming the component and the sample when one raises, hangs, gives another number of values
             than there are rollouts, or a value that is no finite number.
         """
@@ -104,39 +118,32 @@ class RewardOrchestrator:
         masked = [any(values[index] is None for values in raw.values()) for index in range(len(rollouts))]
         self._check_masked(raw, masked, rollouts)
         weighted = {name: [self.weights[name] * v for v in self._scaled(name, values)] for name, values in raw.items()}
+        penalised = self._penalties(penalties or {}, rollouts, masked)
+        totals: list[float | None] = []
         for index, rollout in enumerate(rollouts):
             found = {name: value for name, values in raw.items() if (value := values[index]) is not None}
             adds = {} if masked[index] else {WEIGHTED + name: values[index] for name, values in weighted.items()}
+            taken = {name: values[index] for name, values in penalised.items() if index in values}
             # The environment's own reward stays in the record also where training does not use it.
-            rollout.trajectory.rewards = {**rollout.trajectory.rewards, **found, **adds}
+            rollout.trajectory.rewards = {**rollout.trajectory.rewards, **found, **adds, **taken}
             rollout.is_masked = masked[index]
-            rollout.reward = math.fsum(adds.values())
-        totals = [rollout.reward for rollout in rollouts if not rollout.is_masked]
-        _fill_masked(groups, statistics.fmean(totals))
-        for rollout in rollouts:
-            rollout.trajectory.reward = rollout.reward
-        metrics = {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
-        for name, values in raw.items():
-            short = name.replace(":", ".")
-            metrics[f"reward/{short}"] = statistics.fmean(value for value in values if value is not None)
-            kept = [value for value, out in zip(weighted[name], masked, strict=True) if not out]
-            metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
-            metrics |= {f"reward/{short}/{key}": value for key, value in self.components[name].metrics.items()}
-        if self.options.on_error == "mask":
-            metrics["reward/masked_rate"] = sum(masked) / len(masked)
-        return metrics
+            totals.append(None if masked[index] else sum(taken.values(), math.fsum(adds.values())))
+        for rollout, total in zip(rollouts, _fill_masked(groups, totals), strict=True):
+            rollout.trajectory.reward = total
+        metrics = self._metrics(raw, weighted, totals)
+        return metrics | {f"reward/{name}": statistics.fmean(values.values()) for name, values in penalised.items()}
 
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
-        """Compare an iteration's scored rollouts with their true success: reward/correlation/..., reward/alarm."""
+        """Metrics of the hacking monitor after an iteration's scored rollouts: reward/correlation/..., reward/alarm."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        return self.watch.observe(rollouts, list(self.components), phase)
+        return self.hacking_monitor.observe(rollouts, list(self.components), phase)
 
     def state_dict(self) -> dict[str, Any]:
-        """Components, running statistics, and what is watched. Weights follow from settings and curriculum."""
+        """Components, running statistics, and hacking monitor. Weights follow from settings and curriculum."""
         return {
             "components": {name: component.state_dict() for name, component in self.components.items()},
             "norms": {name: norm.state_dict() for name, norm in self.norms.items()},
-            "watch": self.watch.state_dict(),
+            "watch": self.hacking_monitor.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,10 +152,12 @@ class RewardOrchestrator:
             component.load_state_dict(state["components"][name])
         for name, norm in self.norms.items():
             norm.load_state_dict(state["norms"][name])
-        self.watch.load_state_dict(state["watch"])
+        self.hacking_monitor.load_state_dict(state["watch"])
 
     def _component(self, name: str, scorer: Scorer | None) -> Component:
         options = self.options
+        if name in self._functions:
+            return UserReward(name, options, self._functions[name])
         made: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
@@ -184,7 +193,7 @@ class RewardOrchestrator:
     def _score(
         self, name: str, component: Component, rollouts: Sequence[Rollout], states: Sequence[TurnStates]
     ) -> list[float | None]:
-        """One component's values, checked."""
+        """Values of one component, checked."""
         if isinstance(component, UserReward):
             return component(rollouts)
         try:
@@ -198,8 +207,38 @@ class RewardOrchestrator:
                 raise RewardError(f"reward '{name}' gave {value!r}, no finite number, for {describe(rollout)}")
         return values
 
+    def _penalties(
+        self, penalties: Mapping[str, Component], rollouts: Sequence[Rollout], masked: Sequence[bool]
+    ) -> dict[str, dict[int, float]]:
+        """Penalties of the unmasked rollouts: name -> index of the rollout -> value."""
+        kept = [index for index, is_masked in enumerate(masked) if not is_masked]
+        found: dict[str, dict[int, float]] = {}
+        for name, penalty in penalties.items():
+            values = self._score(name, penalty, [rollouts[index] for index in kept], [])
+            found[name] = {index: value for index, value in zip(kept, values, strict=True) if value is not None}
+        return found
+
+    def _metrics(
+        self,
+        raw: Mapping[str, Sequence[float | None]],
+        weighted: Mapping[str, Sequence[float]],
+        totals: Sequence[float | None],
+    ) -> dict[str, float]:
+        """Means of totals, raw values and contributions; see `score`. `totals`: None = masked."""
+        known = [total for total in totals if total is not None]
+        metrics = {"reward/mean": statistics.fmean(known), "reward/std": statistics.pstdev(known)}
+        for name, values in raw.items():
+            short = name.replace(":", ".")
+            metrics[f"reward/{short}"] = statistics.fmean(value for value in values if value is not None)
+            kept = [value for value, total in zip(weighted[name], totals, strict=True) if total is not None]
+            metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
+            metrics |= {f"reward/{short}/{key}": value for key, value in self.components[name].metrics.items()}
+        if self.options.on_error == "mask":
+            metrics["reward/masked_rate"] = (len(totals) - len(known)) / len(totals)
+        return metrics
+
     def _scaled(self, name: str, values: Sequence[float | None]) -> list[float]:
-        """Normalised where the settings say so, then clipped; 0.0 where there is no value."""
+        """Values normalised where the settings ask for it, then clipped; 0.0 for a missing one."""
         known = [value for value in values if value is not None]
         norm, clip = self.norms.get(name), self.options.clip
         if norm is not None:
@@ -213,7 +252,7 @@ class RewardOrchestrator:
     def _check_masked(
         self, raw: Mapping[str, Sequence[float | None]], masked: Sequence[bool], rollouts: Sequence[Rollout]
     ) -> None:
-        """Raise RewardError when more samples failed than the settings allow; say which failed else."""
+        """Raise RewardError when more samples failed than the settings allow; otherwise log a warning."""
         if not any(masked):
             return
         index = masked.index(True)
@@ -226,11 +265,13 @@ class RewardOrchestrator:
         logger.warning("%s, which are masked; %s", text, first)
 
 
-def _fill_masked(groups: Iterable[RolloutGroup], otherwise: float) -> None:
-    """A masked rollout's reward: the mean of its group's others; `otherwise` where all of them are masked."""
+def _fill_masked(groups: Iterable[RolloutGroup], totals: Sequence[float | None]) -> list[float]:
+    """Totals in which a masked rollout (None) has the mean of its group's others; of all others where it has none."""
+    overall = statistics.fmean(total for total in totals if total is not None)
+    filled: list[float] = []
     for group in groups:
-        known = [rollout.reward for rollout in group.rollouts if not rollout.is_masked]
-        if len(known) < len(group.rollouts):
-            mean = statistics.fmean(known) if known else otherwise
-            for rollout in group.rollouts:
-                rollout.reward = mean if rollout.is_masked else rollout.reward
+        own = totals[len(filled) : len(filled) + len(group.rollouts)]
+        known = [total for total in own if total is not None]
+        mean = statistics.fmean(known) if known else overall
+        filled += [mean if total is None else total for total in own]
+    return filled

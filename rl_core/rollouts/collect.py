@@ -1,4 +1,4 @@
-"""Multi-turn collection: environment episodes played by the policy, as groups of rollouts of the same episode."""
+"""Multi-turn collection: episodes played by the policy, in groups of rollouts of the same episode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EpisodeRequest:
 
 
 class Renderer(Protocol):
-    """What collection needs of `data.chat.ChatRenderer`."""
+    """The part of `data.chat.ChatRenderer` that collection needs."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the opening messages and the header of the first action."""
@@ -53,18 +53,17 @@ def collect(
     policy_version: int = 0,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[RolloutGroup]:
-    """Play every requested episode `group_size` times and record everything.
+    """Play every requested episode `group_size` times.
 
-    Sample g of an episode is drawn from numbers that (seed, environment, level, episode seed, g) determine, whatever
-    else is played beside it; an episode that is requested twice gets new samples the second time. Steps of a
-    `blocking` environment run on threads; what comes out, and in which order, does not depend on when they
-    finish, except as `sampling.rejoin` says.
+    The random numbers of sample g of an episode follow from (seed, environment, level, episode seed, g) alone; an
+    episode that is requested twice gets new samples the second time. Steps of a `blocking` environment run on threads;
+    results and their order do not depend on when they finish, except as `sampling.rejoin` says.
 
     Args:
         seed: of the sampling; give another one at every iteration.
-        policy_version: kept in each rollout: optimizer steps behind the sampling weights.
-        workers: processes that each play a share of the requests; all of them get all groups.
-    Returns: one group per request, in order; its reward is the episode's.
+        policy_version: kept in each trajectory: optimizer steps behind the sampling weights.
+        process_group: processes that each play a share of the requests; all of them get all groups.
+    Returns: one group per request, in order; a rollout's reward is the sum of its episode's.
     Raises: EnvironmentFault naming environment, level and seed when an environment raises, hangs or breaks its
         protocol; DataError when a prompt leaves no room in the context.
     """
@@ -163,7 +162,7 @@ class _EpisodeSequence:
         return PendingTurn(call, self._take)
 
     def _take(self, step: Step) -> list[int] | None:
-        """What a step brought about, as tokens."""
+        """Observation tokens of a finished step; None = the episode is over."""
         self._last, turn = step, self._turns[-1]
         if not math.isfinite(step.reward):
             raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
@@ -186,7 +185,7 @@ class _EpisodeSequence:
         return observation_ids
 
     def rollout(self, sample: int, policy_version: int) -> Rollout:
-        """What was played, once it has ended."""
+        """The finished episode as a rollout."""
         assert self._stop_reason is not None, f"{self.place}: the backend left the episode unfinished"
         num_actions = sum(self._loss_mask)
         trajectory = Trajectory(
@@ -200,6 +199,7 @@ class _EpisodeSequence:
             answer=self._last.answer,
             success=bool(self._last.success),
             is_grounded=self._last.is_grounded,
+            temperature=self._temperature,
             reward=self._reward,
             rewards={"task": self._reward},
             stop_reason=self._stop_reason,
@@ -209,17 +209,15 @@ class _EpisodeSequence:
             mean_logprob=sum(self._logprobs) / num_actions,
             policy_version=policy_version,
             sample=sample,
+            row=self._episode.row,
         )
         return Rollout(
             prompt_ids=self.prompt_ids,
             completion_ids=self._completion_ids,
             loss_mask=self._loss_mask,
             sampler_logprobs=self._logprobs,
-            reward=self._reward,
             trajectory=trajectory,
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
-            policy_version=policy_version,
-            temperature=self._temperature,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
@@ -231,7 +229,7 @@ class _EpisodeSequence:
         """Call into the environment; whatever it raises names the episode."""
         try:
             return function(*args, **kwargs)
-        except SettingsError:  # an unknown level is the user's to mend
+        except SettingsError:  # an unknown level is for the user to correct
             raise
         except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
             raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error

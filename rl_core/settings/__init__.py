@@ -1,7 +1,8 @@
 """Typed settings: one frozen dataclass per algorithm and part.
 
-Defaults follow the literature, with sources where they are not common knowledge. Ranges are declared once, in
-`setting(...)`; they are checked on construction and used by the configuration loader for messages and forms.
+Defaults follow the literature, with sources where they are not common knowledge; those that depend on the model are in
+`defaults.py` and filled in by `resolve_defaults`. Ranges are declared once, in `setting(...)`; they are checked on
+construction and used by the configuration loader for messages and forms.
 """
 
 from rl_core.settings.base import Settings, setting
@@ -24,6 +25,7 @@ from rl_core.settings.policy import (
     ReplaySettings,
     ThoughtsSettings,
 )
+from rl_core.settings.resolution import resolve_defaults
 from rl_core.settings.rewards import (
     CoherenceSettings,
     CuriositySettings,
@@ -70,5 +72,6 @@ __all__ = [
     "Settings",
     "ThoughtsSettings",
     "ToolUseSettings",
+    "resolve_defaults",
     "setting",
 ]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.defaults import DEFAULTS
 
 __all__ = [
     "AnalysisSettings",
@@ -59,7 +60,9 @@ class SamplingSettings(Settings):
     """Sampling of completions."""
 
     temperature: float = setting(1.0, ge=0, le=5, doc="divides the logits; 0 = greedy, evaluation only")
-    max_completion_tokens: int = setting(64, ge=1, doc="tokens after the prompt, observations included")
+    max_completion_tokens: int = setting(
+        DEFAULTS["SamplingSettings.max_completion_tokens"], ge=1, doc="tokens after the prompt, observations included"
+    )
     max_turns: int = setting(6, ge=1, doc="maximum actions per episode")
     slots: int = setting(128, ge=1, doc="episodes decoded concurrently")
     max_concurrent_steps: int = setting(

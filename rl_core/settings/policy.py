@@ -9,6 +9,7 @@ from typing import Any, Literal
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
+from rl_core.settings.defaults import DEFAULTS, is_open
 from rl_core.settings.parts import SamplingSettings
 from rl_core.settings.rewards import RewardSettings
 from rl_core.settings.training import LoopSettings, OptimizerSettings
@@ -30,7 +31,13 @@ class CriticSettings(Settings):
     kind: Literal["separate", "shared"] = setting(
         "separate", doc="separate: a copy of the starting model; shared: a head on the policy's own hidden states"
     )
-    learning_rate: float | None = setting(None, gt=0, le=1, doc="of a separate critic; default: the policy's")
+    learning_rate: float | None = setting(
+        None,
+        gt=0,
+        le=1,
+        doc="of a separate critic; left out: the policy's where that is set, else "
+        + DEFAULTS["CriticSettings.learning_rate"].words(),
+    )
     value_coef: float = setting(0.5, gt=0, doc="weight of a shared head's value loss (arXiv:1707.06347)")
     value_clip_eps: float | None = setting(None, gt=0, doc="value clipping around the old values; default: none")
     warmup_iterations: int = setting(0, ge=0, doc="initial iterations that train only the critic")
@@ -63,7 +70,7 @@ _CLIPS = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}  # arXiv:2507.18071; arXiv:
 class PolicySettings(OptimizerSettings, LoopSettings):
     """Policy optimisation."""
 
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate")
+    learning_rate: float = setting(DEFAULTS["PolicySettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     algorithm: Algorithm = setting("grpo", doc="advantage estimator and loss")
     iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
@@ -145,8 +152,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return self.critic if self.critic is not None or self.algorithm != "ppo" else CriticSettings()
 
     @property
-    def whitens(self) -> bool:
-        """True if advantages are whitened over the iteration."""
+    def uses_whitening(self) -> bool:
+        """True if advantages are whitened over the iteration: as set, else only with a critic."""
         return self.value_function is not None if self.whiten_advantages is None else self.whiten_advantages
 
     @property
@@ -161,7 +168,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         own = max(1, self.sampling.max_completion_tokens // 5) if self.algorithm == "dapo" else 0
         return own if self.overlong_buffer is None else self.overlong_buffer
 
-    def within(self, stage: CurriculumStage) -> PolicySettings:
+    def for_stage(self, stage: CurriculumStage) -> PolicySettings:
         """Settings with a curriculum stage's overrides applied; `self` if there are none."""
         changes: dict[str, Any] = {}
         if stage.group_size is not None:
@@ -208,14 +215,15 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         for name in self.reward_options.normalise:
             if name not in self.rewards:
                 raise SettingsError(f"reward_options.normalise: '{name}' is no component of rewards")
-        if self.overlong_tokens > self.sampling.max_completion_tokens:
+        limit = self.sampling.max_completion_tokens
+        if not is_open(limit) and self.overlong_tokens > limit:
             raise SettingsError(
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
         for stage in self.curriculum:
             try:
-                self.within(stage)
+                self.for_stage(stage)
             except SettingsError as error:
                 raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 
@@ -224,7 +232,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
 class ThoughtsSettings(OptimizerSettings, LoopSettings):
     """Thoughts before answers, trained by REINFORCE on their likelihood gain (similar to arXiv:2403.09629)."""
 
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate")
+    learning_rate: float = setting(DEFAULTS["ThoughtsSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = setting("cosine", doc="shape after the warm-up")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     eval_every: int = setting(20, ge=0, doc="iterations between validations; 0 = only at the end")
@@ -237,7 +245,9 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
         doc="gain of a thought: in the right answer's log-probability (nats) or probability, compared with no thought",
     )
     gain_clip: float = setting(3.0, gt=0, doc="gains are clipped to +-this; a turn without an answer gets minus this")
-    max_thought_tokens: int = setting(64, ge=1, doc="a longer thought counts as a turn without an answer")
+    max_thought_tokens: int = setting(
+        DEFAULTS["ThoughtsSettings.max_thought_tokens"], ge=1, doc="a longer thought counts as a turn without an answer"
+    )
     gamma: float = setting(0.99, ge=0, le=1, doc="discount from one question of an episode to the next")
     gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE over an episode's questions (arXiv:1506.02438)")
     baseline_learning_rate: float = setting(0.05, gt=0, le=1, doc="constant AdamW learning rate of the value head")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.defaults import DEFAULTS, is_open
 
 __all__ = [
     "CoherenceSettings",
@@ -74,11 +75,15 @@ class FormatSettings(Settings):
 class LengthSettings(Settings):
     """Length penalty."""
 
-    free: int = setting(32, ge=0, doc="sampled tokens per episode without penalty")
-    limit: int = setting(64, ge=1, doc="sampled tokens at which the reward reaches -1; linear in between")
+    free: int = setting(DEFAULTS["LengthSettings.free"], ge=0, doc="sampled tokens per episode without penalty")
+    limit: int = setting(
+        DEFAULTS["LengthSettings.limit"], ge=1, doc="sampled tokens at which the reward reaches -1; linear in between"
+    )
 
     def check(self) -> None:
         """`free` must be below `limit`."""
+        if is_open(self.free) or is_open(self.limit):
+            return
         if self.free >= self.limit:
             raise SettingsError(f"free: {self.free} must be below limit {self.limit}")
 

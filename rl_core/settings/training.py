@@ -7,6 +7,7 @@ from typing import Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.defaults import DEFAULTS
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.parts import SamplingSettings
 
@@ -67,10 +68,11 @@ class LoopSettings(Settings):
 class SFTSettings(OptimizerSettings, LoopSettings):
     """Supervised fine-tuning on completions."""
 
+    learning_rate: float = setting(DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations per optimizer step")
-    # On a CPU no faster than length-sorted micro-batches (tests/benchmarks/RESULTS.md), hence off.
+    # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
     packing: bool = setting(
         False, doc="pack several demonstrations into one row with separate attention; saves padding"
     )
@@ -80,7 +82,8 @@ class SFTSettings(OptimizerSettings, LoopSettings):
 class RewardModelSettings(OptimizerSettings, LoopSettings):
     """Bradley-Terry reward model on preference pairs."""
 
-    epochs: float = setting(3.0, gt=0, doc="passes over the pairs")
+    learning_rate: float = setting(DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
+    epochs: float = setting(DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
     center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
@@ -88,14 +91,18 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
     group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
+    def check(self) -> None:
+        """Pairs need rollouts that differ."""
+        self.sampling.check_trainable()
+
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings(OptimizerSettings, LoopSettings):
     """Direct preference optimisation on pairs; the reference is the stage's starting model."""
 
     # As in the policy stage: both start from an SFT model, and presets of 0.04M to 3M parameters need about a tenth of
-    # SFT's rate. Pretrained models need far less: 5e-7 at 7B (arXiv:2310.16944), about 5e-6 below 1B.
-    learning_rate: float = setting(3e-4, gt=0, le=1, doc="peak learning rate; 5e-6 to 5e-7 for pretrained models")
+    # SFT's rate.
+    learning_rate: float = setting(DEFAULTS["PreferenceSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     loss: Literal["dpo", "ipo"] = setting("dpo", doc="dpo (arXiv:2305.18290), or ipo (arXiv:2310.12036)")
     beta: float = setting(0.1, gt=0, doc="strength of the KL constraint to the reference (arXiv:2305.18290)")
@@ -113,7 +120,8 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
     def check(self) -> None:
-        """Label smoothing is defined only for the sigmoid loss."""
+        """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
+        self.sampling.check_trainable()
         if self.loss == "ipo" and self.label_smoothing > 0:
             raise SettingsError(
                 f"label_smoothing: {self.label_smoothing} is not defined for ipo, which bounds the margin itself; "

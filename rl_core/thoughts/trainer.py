@@ -1,18 +1,18 @@
-"""Thoughts before answers, by REINFORCE on what they add: in the manner of Quiet-STaR.
+"""Training of thoughts before answers: REINFORCE on what a thought adds to the correct answer (after Quiet-STaR).
 
-One iteration: play episodes; score every right answer after its thought and without one; reward each thought with the
-difference; take advantages over the questions of an episode against a learned baseline; update thoughts, and right
-answers, in one optimizer step.
+One iteration: play episodes; score every correct answer after its thought and without one; reward each thought with
+the difference; estimate advantages over the questions of an episode against a learned baseline; update thoughts and
+correct answers in one optimizer step.
 
     L = - sum over thought tokens of A log pi / thought tokens       A = GAE over the episode's questions (gamma .99)
-        - entropy_coef entropy of the thought tokens                 falls with every episode played
-        - answer_coef log p(right answer) / answer tokens            with the thought and without it
+        - entropy_coef entropy of the thought tokens                 decays with every episode played
+        - answer_coef log p(correct answer) / answer tokens          with the thought and without it
 
-The answer term is Quiet-STaR's likelihood of the text. It is taken without the thought as well: otherwise a policy
-could raise its reward by forgetting what it can answer at once. The choice not to think is a thought of length 0: its
-credit goes to the token that ends the thought, as it always does, and its reward is 0.
+The answer term is Quiet-STaR's likelihood of the text. It is also taken without the thought: otherwise a policy could
+raise its reward by forgetting what it can answer at once. Not thinking is a thought of length 0: its advantage goes to
+the token that ends the thought, as always, and its reward is 0.
 
-Thoughts are samples: pi and their entropy are of softmax(logits / temperature), from which they were drawn. Right
+Thoughts are samples: pi and their entropy are of softmax(logits / temperature), from which they were drawn. Correct
 answers are not: their likelihood, in the reward and in the loss, is the model's own, at temperature 1.
 
 Suffixes: B rows of a micro-batch or episodes, K questions of an episode, S sequence, H hidden.
@@ -20,30 +20,28 @@ Suffixes: B rows of a micro-batch or episodes, K questions of an episode, S sequ
 
 from __future__ import annotations
 
-import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.data.batches import attention_mask, micro_batches, pad_rows, padding_id
+from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
-from rl_core.errors import SettingsError
-from rl_core.inference.sampling import RolloutBackend, sequence_seed
+from rl_core.inference.sampling import RolloutBackend
 from rl_core.losses.advantages import gae
 from rl_core.losses.masking import fill_masked
 from rl_core.losses.policy import reinforce_loss
-from rl_core.losses.supervised import entropy_bonus, entropy_coef_at, supervised_loss
+from rl_core.losses.supervised import entropy_bonus, supervised_loss
 from rl_core.losses.value import explained_variance
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.rollout_metrics import rollout_metrics
+from rl_core.rollouts.training_seeds import training_seeds
 from rl_core.settings import ThoughtsSettings
 from rl_core.thoughts.baseline import Baseline, pooled_states
 from rl_core.thoughts.episodes import (
@@ -57,30 +55,23 @@ from rl_core.thoughts.episodes import (
     span_logprobs,
 )
 from rl_core.thoughts.gain import thought_gain
+from rl_core.thoughts.thought_batches import ThoughtBatch, ThoughtRow, thought_batches, thought_rows
 from rl_core.timing import span
-from rl_core.training.optimizer_step import Updater
-from rl_core.types import Rollout, RolloutGroup, TrainBatch
+from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
+from rl_core.training.optimizer_step import OptimizerStep
+from rl_core.types import RolloutGroup, TrainBatch
 
 __all__ = ["ThoughtsTrainer"]
 
 
-@dataclass
-class _Batch:
-    """Some rows; every tensor has one row each, so that the updater can cut a batch that does not fit."""
-
-    input_ids_BS: torch.Tensor  # int64 [B, S], right-padded
-    lengths_B: torch.Tensor  # int64 [B], real tokens
-    thought_mask_BS: torch.Tensor  # bool [B, S], True = a choice of the thought
-    answer_mask_BS: torch.Tensor  # bool [B, S], True = token of a right answer
-    advantages_BS: torch.Tensor  # float32 [B, S], 0 off the thought
-
-
-class ThoughtsTrainer:
-    """A `Trainer` (see `trainers.loop`) that learns to think before it answers.
+class ThoughtsTrainer(RolloutTrainer):
+    """A `Trainer` (see `training.loop`) of thoughts before answers.
 
     Levels, seeds and sampling follow from the seed and the iteration's number; the state is that number, the episodes
     played, and the baseline.
     """
+
+    settings: ThoughtsSettings
 
     def __init__(
         self,
@@ -93,7 +84,7 @@ class ThoughtsTrainer:
         *,
         heldout: Sequence[EpisodeRequest] = (),
         pad_id: int | None = None,
-        record: Callable[[int, Sequence[Rollout]], None] | None = None,
+        record: RolloutRecord | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         """Build everything; nothing is played yet.
@@ -102,74 +93,59 @@ class ThoughtsTrainer:
             backend: samples from `model`'s own weights.
             heldout: episodes of the validation; () = `evaluate` gives no metrics.
             pad_id: None = the renderer's.
-            record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean of the
-                episode's turns.
+            record: is given every iteration's number and rollouts, 'thought_gain' among their rewards: the mean over
+                the episode's turns.
             process_group: the processes that train this model together; each plays and scores a share of the episodes.
-        Raises: SettingsError for a level that the environment has not got, or that has no training episodes; DataError
-            for a renderer without padding token where pad_id is None.
+        Raises: SettingsError for a level that the environment does not have, or that has no training episodes;
+            DataError for a renderer without padding token where pad_id is None.
         """
-        self.model = model
-        self.renderer = renderer
-        self.environment = environment
-        self.settings = settings
-        self.seed = seed
-        self.backend = backend
-        self.heldout = list(heldout)
-        self.record = record
-        self.pad_id = padding_id(renderer, pad_id)
-        self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
-        self.levels = settings.levels or environment.levels
+        super().__init__(
+            renderer, environment, seed, backend,
+            levels=settings.levels or environment.levels, pad_id=pad_id, record=record, process_group=process_group,
+        )  # fmt: skip
         for level in self.levels:
-            environment.check_level(level)
-            if not len(environment.seeds_of("train", level)):
-                raise SettingsError(f"levels: environment '{environment.name}' has no training episodes of '{level}'")
-        self.iteration = 0
-        self.episodes_played = 0  # what the entropy coefficient depends on
+            training_seeds(environment, level)
+        self.model = model
+        self.settings = settings
+        self.heldout = list(heldout)
+        self.reader = ThoughtReader(renderer, max_thought_tokens=settings.max_thought_tokens)
         self.device = next(model.parameters()).device
         self.baseline = Baseline(model.config.hidden_size, settings.baseline_learning_rate, self.device)
-        self.updater = Updater(
+        self.optimizer_step = OptimizerStep(
             model, settings, settings.iterations, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
-        self._counts = (0, 0)  # thought and answer tokens of the optimizer step at hand
+        self._counts = (0, 0)  # thought and answer tokens of the current optimizer step
         self._entropy_coef = settings.entropy_coef
 
     def step(self) -> dict[str, float]:
         """One iteration: play, score, compare with the baseline, update both."""
         started = time.perf_counter()
-        rng = np.random.default_rng([self.seed, self.iteration])  # nothing to save: the iteration says it all
-        groups = self._play([self._draw(rng) for _ in range(self.settings.episodes_per_iteration)], "rollouts")
+        rng = self._generator()
+        requests = [self._draw_episode(rng) for _ in range(self.settings.episodes_per_iteration)]
+        groups = self._play_once(requests, "rollouts", self.iteration)
         played = time.perf_counter()
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
         with span("reward"):
             episodes = self._read(groups)
             plan = answer_rows(episodes)
             rewards, metrics = self._rewards(episodes, plan)
         metrics |= rollout_metrics(groups)
-        self._record(groups, rewards)
+        for rollout, gains in zip(rollouts, rewards, strict=True):
+            rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": math.fsum(gains) / len(gains)}
+        self._record_rollouts(rollouts)
         self._entropy_coef = self.entropy_coef
         with span("update"):
             advantages, more = self._advantages(episodes, rewards)
             metrics |= more | {"train/entropy_coef": self._entropy_coef} | self._update(episodes, plan, advantages)
         self.iteration += 1
-        self.episodes_played += len(episodes)
-        seconds = max(time.perf_counter() - started, 1e-9)
-        sampled = sum(rollout.trajectory.num_action_tokens for group in groups for rollout in group.rollouts)
-        return metrics | {
-            "perf/rollout_seconds": played - started,
-            "perf/tokens_per_second": sampled / seconds,
-            "perf/rollout_tokens_per_second": sampled / max(played - started, 1e-9),
-        }
-
-    @property
-    def entropy_coef(self) -> float:
-        """max(floor, start decay^episodes played)."""
-        s = self.settings
-        return entropy_coef_at(self.episodes_played, start=s.entropy_coef, decay=s.entropy_decay, floor=s.entropy_floor)
+        self.rollouts_played += len(rollouts)
+        return metrics | self._throughput(rollouts, time.perf_counter() - started, played - started)
 
     def evaluate(self) -> dict[str, float]:
         """eval/success_rate, eval/thought_gain (mean reward of a turn) and eval/thought_rate, held out."""
         if not self.heldout:
             return {}
-        groups = self._play(self.heldout, "validation", iteration=0)  # the same numbers every time: less noise
+        groups = self._play_once(self.heldout, "validation", 0)  # the same random numbers every time: less noise
         episodes = self._read(groups)
         _, metrics = self._rewards(episodes, answer_rows(episodes))
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -180,47 +156,33 @@ class ThoughtsTrainer:
         }
 
     def heldout_episodes(self, requests: Sequence[EpisodeRequest]) -> list[ThoughtEpisode]:
-        """Episodes of the present policy with their thoughts, to be examined."""
-        return self._read(self._play(requests, "check", iteration=0))
+        """Episodes of the current policy with their thoughts, for the controls."""
+        return self._read(self._play_once(requests, "check", 0))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything besides weights and optimizer."""
+        """State besides weights and optimizer."""
         return {
             "iteration": self.iteration,
-            "episodes_played": self.episodes_played,
+            "episodes_played": self.rollouts_played,
             "baseline": self.baseline.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.iteration = int(state["iteration"])
-        self.episodes_played = int(state["episodes_played"])
+        self.rollouts_played = int(state["episodes_played"])
         self.baseline.load_state_dict(state["baseline"])
 
-    # Playing and scoring
+    # Rollouts and rewards
 
-    def _draw(self, rng: np.random.Generator) -> EpisodeRequest:
+    def _draw_episode(self, rng: np.random.Generator) -> EpisodeRequest:
         level = self.levels[int(rng.integers(len(self.levels)))]
-        seeds = self.environment.seeds_of("train", level)
+        seeds = training_seeds(self.environment, level)
         return EpisodeRequest(level=level, seed=int(seeds[int(rng.integers(len(seeds)))]))
 
-    def _play(
-        self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int | None = None
-    ) -> list[RolloutGroup]:
-        self.backend.refresh()
-        play = functools.partial(
-            collect,
-            self.environment,
-            self.backend,
-            self.renderer,
-            requests,
-            group_size=1,
-            sampling=self.settings.sampling,
-            seed=sequence_seed(self.seed, purpose, self.iteration if iteration is None else iteration),
-            policy_version=self.updater.step,
-            process_group=self.updater.process_group,
-        )
-        return self.updater.with_full_weights_independent(play)
+    def _play_once(self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int) -> list[RolloutGroup]:
+        """Groups of one rollout each."""
+        return self._play(requests, group_size=1, sampling=self.settings.sampling, purpose=(purpose, iteration))
 
     def _read(self, groups: Sequence[RolloutGroup]) -> list[ThoughtEpisode]:
         return [read_episode(self.environment, self.reader, group.rollouts[0]) for group in groups]
@@ -228,7 +190,7 @@ class ThoughtsTrainer:
     def _rewards(
         self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows
     ) -> tuple[list[list[float]], dict[str, float]]:
-        """One reward for each turn: its thought's gain; minus the clip where no answer was given."""
+        """One reward per turn: its thought's gain; minus the clip where no answer was given."""
         settings = self.settings
         spans = [*plan.with_thought, *plan.without]
         logprobs = self._span_logprobs(plan.rows, spans)
@@ -252,7 +214,7 @@ class ThoughtsTrainer:
         }
 
     def _span_logprobs(self, rows: Sequence[Sequence[int]], spans: Sequence[Span]) -> torch.Tensor:
-        """`span_logprobs`, of which each process computes some rows."""
+        """`span_logprobs`, distributed over the processes by rows."""
         of_row: dict[int, list[int]] = {}
         for index, place in enumerate(spans):
             of_row.setdefault(place.row, []).append(index)
@@ -272,13 +234,13 @@ class ThoughtsTrainer:
 
         logprobs_N = torch.zeros(len(spans), dtype=torch.float64)
         for row, values in zip(
-            used, self.updater.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
+            used, self.optimizer_step.sharded.all_gather_rows(used, [len(rows[r]) for r in used], compute), strict=True
         ):
             logprobs_N[of_row[row]] = torch.tensor(values, dtype=torch.float64)
         return logprobs_N
 
     def _pooled(self, episodes: Sequence[ThoughtEpisode]) -> list[torch.Tensor]:
-        """The baseline's view of each episode: [turns + 1, H], mean states of what precedes each turn, and of all."""
+        """Baseline inputs per episode: mean states [turns + 1, H] of the tokens before each turn, and of all tokens."""
 
         def compute(some: list[ThoughtEpisode]) -> list[torch.Tensor]:
             ends = [[step.start for step in episode.steps] + [len(episode.ids)] for episode in some]
@@ -286,7 +248,9 @@ class ThoughtsTrainer:
             limit = self.settings.micro_batch_tokens
             return [t.cpu() for t in pooled_states(self.model, ids, ends, pad_id=self.pad_id, max_tokens=limit)]
 
-        found = self.updater.all_gather_rows(episodes, [len(episode.ids) for episode in episodes], compute)
+        found = self.optimizer_step.sharded.all_gather_rows(
+            episodes, [len(episode.ids) for episode in episodes], compute
+        )
         return [states.to(self.device) for states in found]
 
     def _advantages(
@@ -301,7 +265,7 @@ class ThoughtsTrainer:
         mask_BK = attention_mask(counts)
         values_BK = pad_rows([values[:-1].tolist() for values in by_episode], 0.0, dtype=torch.float32)
         rewards_BK = pad_rows(rewards, 0.0, dtype=torch.float32)
-        # What follows an episode that only a limit cut off has a value; after any other end there is nothing.
+        # A truncated episode is bootstrapped from its last state; the value after a terminated one is 0.
         bootstrap_B = torch.stack([v[-1] for v in by_episode]) * torch.tensor([e.is_truncated for e in episodes])
         advantages_BK, returns_BK = gae(
             rewards_BK,
@@ -322,55 +286,27 @@ class ThoughtsTrainer:
             "train/advantages_std": float(advantages_BK[mask_BK].std(correction=0)),
         }
 
-    def _record(self, groups: Sequence[RolloutGroup], rewards: Sequence[Sequence[float]]) -> None:
-        if self.record is None or not self.updater.process_group.is_rank_zero:
-            return
-        rollouts = [group.rollouts[0] for group in groups]
-        for rollout, gains in zip(rollouts, rewards, strict=True):
-            rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": math.fsum(gains) / len(gains)}
-        self.record(self.iteration, rollouts)
-
-    # Updating
+    # Update
 
     def _update(
         self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows, advantages: Sequence[Sequence[float]]
     ) -> dict[str, float]:
         """One optimizer step over all thoughts and answers."""
-        thought = [[False] * len(row) for row in plan.rows]
-        answer = [[False] * len(row) for row in plan.rows]
-        weights = [[0.0] * len(row) for row in plan.rows]
-        for index, (episode, values) in enumerate(zip(episodes, advantages, strict=True)):
-            for step, advantage in zip(episode.steps, values, strict=True):
-                for place in step.choices:
-                    thought[index][place], weights[index][place] = True, advantage
-        if self.settings.answer_coef > 0:
-            for tokens in (*plan.with_thought, *plan.without):
-                answer[tokens.row][tokens.start : tokens.stop] = [True] * (tokens.stop - tokens.start)
-        used = [i for i in range(len(plan.rows)) if any(thought[i]) or any(answer[i])]
-        self._counts = (sum(map(sum, thought)), sum(map(sum, answer)))
+        rows = thought_rows(episodes, plan, advantages, with_answers=self.settings.answer_coef > 0)
+        self._counts = sum(sum(row.thought_mask) for row in rows), sum(sum(row.answer_mask) for row in rows)
 
-        def build(some: list[int]) -> list[_Batch]:
-            groups = micro_batches([len(plan.rows[i]) for i in some], self.settings.micro_batch_tokens)
-            return [
-                _Batch(
-                    input_ids_BS=pad_rows([plan.rows[some[i]] for i in group], self.pad_id),
-                    lengths_B=torch.tensor([len(plan.rows[some[i]]) for i in group]),
-                    thought_mask_BS=pad_rows([thought[some[i]] for i in group], False, dtype=torch.bool),
-                    answer_mask_BS=pad_rows([answer[some[i]] for i in group], False, dtype=torch.bool),
-                    advantages_BS=pad_rows([weights[some[i]] for i in group], 0.0, dtype=torch.float32),
-                )
-                for group in groups
-            ]
+        def build(some: list[ThoughtRow]) -> list[ThoughtBatch]:
+            return thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
 
-        batches = self.updater.process_group.batches(used, [len(plan.rows[i]) for i in used], build)
-        return self.updater.apply(batches, self.loss)
+        batches = self.optimizer_step.process_group.batches(rows, [len(row.ids) for row in rows], build)
+        return self.optimizer_step.apply(batches, self.loss)
 
     def _temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
-        """Thought tokens (the one that ends it included) at their sampling temperature, right answers at 1."""
+        """Thought tokens (the one that ends it included) at their sampling temperature, correct answers at 1."""
         temperature = self.settings.sampling.temperature
         return torch.where(thought_BS, temperature, 1.0).float() if temperature != 1 else None
 
-    def loss(self, batch: _Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+    def loss(self, batch: ThoughtBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the denominators of the whole optimizer step."""
         num_thought, num_answer = self._counts
         thought_BS, answer_BS = batch.thought_mask_BS.to(self.device), batch.answer_mask_BS.to(self.device)

@@ -6,17 +6,16 @@ B pairs, S whole sequence.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pad_rows
+from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.data.pairs import Pair, PairSide
-from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss
 from rl_core.models.causal_lm import evaluating
@@ -24,7 +23,8 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import PreferenceSettings
-from rl_core.training.optimizer_step import Updater, combine_metrics
+from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
+from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
 
 __all__ = ["PreferenceTrainer", "reference_logprobs"]
@@ -55,9 +55,16 @@ def reference_logprobs(
     return list(zip(sums[0::2], sums[1::2], strict=True))
 
 
+class _ReferencedPair(NamedTuple):
+    """A pair and its log-probabilities under the reference."""
+
+    pair: Pair
+    reference: Reference
+
+
 @dataclass
 class _ComparedPairBatch:
-    """Some pairs; one row a pair in every tensor, so that the updater can cut a batch that does not fit."""
+    """A micro-batch with one row per pair in every tensor; the optimizer step halves one that does not fit."""
 
     chosen_ids_BS: torch.Tensor  # int64 [B, S], right-padded
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S
@@ -69,22 +76,15 @@ class _ComparedPairBatch:
     ref_rejected_B: torch.Tensor
 
 
-class PreferenceTrainer:
+class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     """Minimises the preference loss; one iteration is one optimizer step.
 
-    The reference log-probabilities are computed here, from `model` as it is handed over, which is before a resume loads
-    trained weights into it. They also lie in the checkpoint.
-
-    Args:
-        model: a causal LM with the weights that training starts from, on its device. New adapters change nothing yet,
-            so under LoRA it is its own reference as well.
-        pad_id: token id on the right of short rows.
-        pairs_train, pairs_heldout: without held-out pairs there is no evaluation.
-        seed: of the order of pairs.
-        references: (of the training pairs, of the held-out ones), where the same weights gave them before.
-        process_group: the processes that train this model together, each with the same arguments.
-    Raises: DataError naming a pair that cannot be learnt from, or references that do not fit the pairs.
+    The reference log-probabilities are computed here, from `model` as it is handed over, before a resume loads trained
+    weights into it. They are also stored in the checkpoint.
     """
+
+    noun: ClassVar[str] = "pair"
+    settings: PreferenceSettings
 
     def __init__(
         self,
@@ -97,101 +97,64 @@ class PreferenceTrainer:
         references: tuple[Sequence[Reference], Sequence[Reference]] | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
-        if not pairs_train:
-            raise DataError("pairs_train: there is no pair to train on")
-        self.model = model
-        self.settings = settings
-        self._pad_id = pad_id
-        self._pairs = {"train": list(pairs_train), "heldout": list(pairs_heldout)}
-        for name, pairs in self._pairs.items():
-            for index, pair in enumerate(pairs):
-                _check_pair(pair, f"pairs_{name}[{index}]")
-        self._device = next(model.parameters()).device
-        self.order = DataOrder(len(pairs_train), settings.batch_size, seed)
-        steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
-        self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
-        given = dict(zip(self._pairs, references, strict=True)) if references is not None else {}
-        self.references = {
-            name: list(given[name]) if name in given else self._reference(pairs) for name, pairs in self._pairs.items()
-        }
-        for name, rows in self.references.items():
-            _check_references(rows, len(self._pairs[name]), name)
-        self.updater = Updater(
-            model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
-        )
+        """Check the pairs and compute their reference log-probabilities; see `SupervisedTrainer`.
 
-    def step(self) -> dict[str, float]:
-        """One optimizer step on the next batch_size pairs."""
-        started = time.perf_counter()
-        indices = self.order.next()
-        pairs = [self._pairs["train"][index] for index in indices]
-        batches = self._shared_batches(pairs, [self.references["train"][index] for index in indices])
-        num_loss_tokens = _loss_tokens(pairs)
-        num_tokens = sum(len(pair.chosen_ids) + len(pair.rejected_ids) for pair in pairs)
+        Args:
+            model: a causal LM with the weights that training starts from, on its device. New adapters change nothing
+                yet, so under LoRA it is its own reference as well.
+            references: (of the training pairs, of the held-out ones), where the same weights gave them before.
+        Raises: DataError naming a pair that cannot be trained on, or references that do not fit the pairs.
+        """
+        examples: list[list[_ReferencedPair]] = []
+        for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):
+            for place, pair in enumerate(pairs):
+                _check_pair(pair, f"pairs_{name}[{place}]")
+            rows = (
+                references[index]
+                if references is not None
+                else reference_logprobs(
+                    model,
+                    pairs,
+                    pad_id=pad_id,
+                    max_tokens=settings.micro_batch_tokens,
+                    precision=settings.autocast,
+                )
+            )
+            examples.append(_referenced(pairs, rows, name))
+        super().__init__(model, pad_id, examples[0], examples[1], settings, seed, process_group)
 
-        def loss_of(batch: _ComparedPairBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
-            return loss, {f"train/{name}": value for name, value in metrics.items()}
-
-        metrics = self.updater.apply(batches, loss_of)
-        return {
-            **metrics,
-            "train/tokens": float(num_tokens),
-            "train/epoch": self.updater.step / self.order.batches_per_epoch,
-            "perf/tokens_per_second": num_tokens / max(time.perf_counter() - started, 1e-9),
-        }
-
-    def evaluate(self) -> dict[str, float]:
-        """The training metrics over the held-out pairs, as eval/...: loss, accuracy (ties count half), margin, ..."""
-        pairs = self._pairs["heldout"]
-        if not pairs:
-            return {}
-        num_loss_tokens = _loss_tokens(pairs)
-
-        def measure(batch: _ComparedPairBatch) -> dict[str, float]:
-            loss, metrics = self._loss(batch, len(pairs), num_loss_tokens)
-            return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
-
-        parts = self.updater.measure(self._shared_batches(pairs, self.references["heldout"]), measure)
-        return {f"eval/{name}": value for name, value in combine_metrics(parts).items()}
+    @property
+    def references(self) -> dict[str, list[Reference]]:
+        """Reference log-probabilities of the pairs: train, heldout."""
+        sets = {"train": self._train, "heldout": self._heldout}
+        return {name: [example.reference for example in examples] for name, examples in sets.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the order of pairs stands, and the reference log-probabilities [pairs, 2]."""
+        """Position in the order of pairs, and the reference log-probabilities [pairs, 2]."""
         references = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in self.references.items()}
-        return {"order": self.order.state_dict(), "references": references}
+        return {**super().state_dict(), "references": references}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
-        self.order.load_state_dict(state["order"])
-        for name, pairs in self._pairs.items():
+        super().load_state_dict(state)
+        sets = {"train": self._train, "heldout": self._heldout}
+        for name, examples in sets.items():
             rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
-            _check_references(rows, len(pairs), name)
-            self.references[name] = rows
+            examples[:] = _referenced([example.pair for example in examples], rows, name)
 
-    def _reference(self, pairs: Sequence[Pair]) -> list[Reference]:
-        return reference_logprobs(
-            self.model,
-            pairs,
-            pad_id=self._pad_id,
-            max_tokens=self.settings.micro_batch_tokens,
-            precision=self.settings.autocast,
-        )
+    def _num_tokens(self, example: _ReferencedPair) -> int:
+        return len(example.pair.chosen_ids) + len(example.pair.rejected_ids)
 
-    def _shared_batches(
-        self, pairs: Sequence[Pair], references: Sequence[Reference]
-    ) -> list[_ComparedPairBatch | DummyBatch[_ComparedPairBatch]]:
-        """This process's micro-batches of these pairs."""
-        rows = list(zip(pairs, references, strict=True))
-        widest = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
-        return self.updater.process_group.batches(rows, widest, lambda some: self._batches(*zip(*some, strict=True)))
+    def _length(self, example: _ReferencedPair) -> int:
+        return max(len(example.pair.chosen_ids), len(example.pair.rejected_ids))
 
-    def _batches(self, pairs: Sequence[Pair], references: Sequence[Reference]) -> list[_ComparedPairBatch]:
-        """Both rows of a pair in one micro-batch, pairs sorted by their longer row."""
-        widest = [max(len(pair.chosen_ids), len(pair.rejected_ids)) for pair in pairs]
+    def _build_batches(self, examples: Sequence[_ReferencedPair]) -> list[_ComparedPairBatch]:
         batches = []
-        for group in micro_batches(widest, max(1, self.settings.micro_batch_tokens // 2)):
-            width = max(widest[index] for index in group)
-            chosen, rejected = [pairs[i].chosen for i in group], [pairs[i].rejected for i in group]
+        for group, width in pair_micro_batches(
+            [self._length(example) for example in examples], self.settings.micro_batch_tokens
+        ):
+            some = [examples[index] for index in group]
+            chosen, rejected = [each.pair.chosen for each in some], [each.pair.rejected for each in some]
             batches.append(
                 _ComparedPairBatch(
                     pad_rows([side.ids for side in chosen], self._pad_id, width=width),
@@ -200,11 +163,15 @@ class PreferenceTrainer:
                     _loss_mask(rejected, width),
                     torch.tensor([len(side.ids) for side in chosen]),
                     torch.tensor([len(side.ids) for side in rejected]),
-                    torch.tensor([references[i][0] for i in group], dtype=torch.float32),
-                    torch.tensor([references[i][1] for i in group], dtype=torch.float32),
+                    torch.tensor([each.reference[0] for each in some], dtype=torch.float32),
+                    torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
                 )
             )
         return batches
+
+    def _loss_fn(self, examples: Sequence[_ReferencedPair]) -> LossFn[_ComparedPairBatch]:
+        num_loss_tokens = sum(sum(each.pair.chosen.loss_mask) + sum(each.pair.rejected.loss_mask) for each in examples)
+        return lambda batch: self._loss(batch, len(examples), num_loss_tokens)
 
     def _loss(
         self, batch: _ComparedPairBatch, num_pairs: int, num_loss_tokens: int
@@ -259,10 +226,6 @@ def _loss_mask(sides: Sequence[PairSide], width: int) -> torch.Tensor:
     return pad_rows(rows, False, dtype=torch.bool, width=width)
 
 
-def _loss_tokens(pairs: Sequence[Pair]) -> int:
-    return sum(sum(pair.chosen.loss_mask) + sum(pair.rejected.loss_mask) for pair in pairs)
-
-
 def _check_pair(pair: Pair, name: str) -> None:
     for which, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if not side.prompt_ids:
@@ -274,9 +237,11 @@ def _check_pair(pair: Pair, name: str) -> None:
             raise DataError(f"{name}.{which}: no token carries loss")
 
 
-def _check_references(rows: Sequence[Reference], count: int, name: str) -> None:
-    if len(rows) != count:
-        raise DataError(f"references of {name}: {len(rows)} rows for {count} pairs")
+def _referenced(pairs: Sequence[Pair], rows: Sequence[Reference], name: str) -> list[_ReferencedPair]:
+    """Pairs with their reference log-probabilities. Raises: DataError where they do not fit or are not finite."""
+    if len(rows) != len(pairs):
+        raise DataError(f"references of {name}: {len(rows)} rows for {len(pairs)} pairs")
     bad = next((index for index, row in enumerate(rows) if not all(map(math.isfinite, row))), None)
     if bad is not None:
         raise DataError(f"references of {name}: row {bad} is {rows[bad]}; the starting model gives no finite number")
+    return [_ReferencedPair(pair, row) for pair, row in zip(pairs, rows, strict=True)]

@@ -4,7 +4,7 @@ Order within an iteration: step, log, [stop?], evaluate when due, log, checkpoin
 a step and its evaluation; the resumed run then evaluates first. So the numbers do not depend on where a run was cut.
 With ema_decay the averaged weights are evaluated, compared, and left in the model; steps go on from the others.
 
-Where several processes train one model (`Updater.process_group`), each runs this loop on the same numbers, so all
+Where several processes train one model (`OptimizerStep.process_group`), each runs this loop on the same numbers, so all
 decide alike; rank 0 alone logs, reads and writes. A stop signal to any of them stops all.
 """
 
@@ -15,10 +15,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -29,9 +29,11 @@ from rl_core.metrics import MetricHistory
 from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
+from rl_core.storage.folders import write_text_atomic
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import (
     check_fingerprint,
@@ -44,7 +46,7 @@ from rl_core.training.resume import (
 from rl_core.training.signals import StopRequests
 from rl_core.training.throughput import throughput_metrics
 
-__all__ = ["LoopOutcome", "Trainer", "run_loop"]
+__all__ = ["LoopMemory", "LoopOutcome", "Trainer", "run_loop"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
 
 
 class Trainer(Protocol):
-    """What the loop trains. The loop itself saves the model's trainable weights, the updater and the global RNGs.
+    """Interface of a trainer. The loop itself saves the model's trainable weights, the optimizer step and global RNGs.
 
     A trainer may also have a property `finished -> str | None`: the reason why it wants no further iteration.
     """
@@ -65,8 +67,8 @@ class Trainer(Protocol):
         """The module whose trainable parameters and buffers are saved, and restored from the best evaluation."""
 
     @property
-    def updater(self) -> Updater:
-        """Owner of the optimizer; `updater.step` is the x axis of the metrics."""
+    def optimizer_step(self) -> OptimizerStep:
+        """Owner of the optimizer; `optimizer_step.num_steps` is the x axis of the metrics."""
 
     def step(self) -> Mapping[str, float]:
         """One iteration; its metrics, fully named (`train/loss`)."""
@@ -86,11 +88,11 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class LoopOutcome:
-    """How a run of the loop ended. The trainer's model then holds the weights that `metrics` were measured on."""
+    """Outcome of a run of the loop; the trainer's model holds the weights that `metrics` were measured on."""
 
     iterations: int  # done in all, those before a resume included
     steps: int  # optimizer steps in all
-    stop_reason: str  # "iterations", "patience", or what the trainer's `finished` said
+    stop_reason: str  # "iterations", "patience", or what the trainer's `finished` or a callback said
     best_metric: float | None  # best value of the chosen metric; None = no metric was chosen
     metrics: dict[str, float]  # last evaluation of the model as it is left
     best_iteration: int | None = None  # the iteration whose weights were restored or kept
@@ -114,6 +116,16 @@ class _Progress:
     nonfinite_metrics: int = 0
 
 
+@dataclass
+class LoopMemory:
+    """The loop's state between two calls of `run_loop` on one trainer in one process: the second goes on from it."""
+
+    state: _Progress = field(default_factory=_Progress)
+    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))
+    best_weights: dict[str, torch.Tensor] | None = None
+    is_whole: bool = True  # False = the last iteration was left in its middle, so a checkpoint is the better start
+
+
 def run_loop(
     trainer: Trainer,
     settings: LoopSettings,
@@ -127,6 +139,8 @@ def run_loop(
     allow_changed: bool = False,
     stop_event: threading.Event | None = None,
     history: Path | str | None = None,
+    callbacks: Sequence[Callback] = (),
+    memory: LoopMemory | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoopOutcome:
     """Train until `iterations`, patience or the trainer's own end; resume from `checkpoints` where they hold a state.
@@ -139,9 +153,12 @@ def run_loop(
             count, torch version and device are added here.
         allow_changed: resume although the fingerprint differs; logged as a warning.
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
-        history: a JSON file with the newest values of every metric (see `MetricHistory.export`), replaced every few
+        history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
             seconds at most while training, and at the end.
-    Raises: Stopped after a stop request (state saved); ResumeRefused; NonFiniteError; CheckpointError; FolderBusy.
+        callbacks: called in the first process after every iteration and evaluation (see `trainers.callbacks`).
+        memory: written to while training; a later call on the same trainer goes on from it, without a checkpoint.
+    Raises: Stopped after a stop request (state saved); CallbackError; ResumeRefused; NonFiniteError; CheckpointError;
+        FolderBusy.
     """
     loop = _Loop(
         trainer,
@@ -155,7 +172,9 @@ def run_loop(
         stop=StopRequests(stop_event),
         export_to=history,
         clock=clock,
-        process_group=trainer.updater.process_group,
+        process_group=trainer.optimizer_step.process_group,
+        callbacks=check_callbacks(callbacks),
+        memory=memory or LoopMemory(),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.stop)
@@ -179,15 +198,24 @@ class _Loop:
     export_to: Path | str | None = None
     exported: float | None = None  # when, by `clock`
     process_group: ProcessGroup = SINGLE_PROCESS
-    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))
-    state: _Progress = field(default_factory=_Progress)
-    best_weights: dict[str, torch.Tensor] | None = None
+    callbacks: Sequence[Callback] = ()
+    memory: LoopMemory = field(default_factory=LoopMemory)
+    stopped_by: str | None = None  # the reason that a callback gave
     saved: tuple[int, int] | None = None  # (iteration, evaluated_iteration) of the newest checkpoint
     overheads: dict[str, float] = field(default_factory=dict)  # seconds of tracking and checkpoints, not yet reported
 
+    @property
+    def state(self) -> _Progress:
+        return self.memory.state
+
+    @property
+    def history(self) -> MetricHistory:
+        return self.memory.history
+
     def run(self, allow_changed: bool) -> LoopOutcome:
         started = self.clock()
-        self._resume(allow_changed)
+        if not (self.state.iteration and self.memory.is_whole):
+            self._resume(allow_changed)
         resumed = self.state.iteration
         self._evaluate_when_due()
         while (reason := self._stop_reason()) is None:
@@ -204,7 +232,7 @@ class _Loop:
         self._leave_best()
         return LoopOutcome(
             iterations=self.state.iteration,
-            steps=self.trainer.updater.step,
+            steps=self.trainer.optimizer_step.num_steps,
             stop_reason=reason,
             best_metric=self.state.best_value,
             metrics=self.state.metrics if self.state.best_iteration is None else self.state.best_metrics,
@@ -215,6 +243,8 @@ class _Loop:
         )
 
     def _stop_reason(self) -> str | None:
+        if self.stopped_by is not None:
+            return self.stopped_by
         finished = getattr(self.trainer, "finished", None)
         if finished:
             return str(finished)
@@ -226,25 +256,47 @@ class _Loop:
         self._stop_when_asked()
         fault("loop.step")
         started = self.clock()
+        self.memory.is_whole = False
         with collected() as spans:
             metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - started
         metrics["perf/memory_gb"] = peak_memory_gb(self.trainer.model)
-        updater = self.trainer.updater
-        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=updater.computes_in_bfloat16)
+        optimizer_step = self.trainer.optimizer_step
+        metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=optimizer_step.computes_in_bfloat16)
         spans.pop("optimizer_flops", None)
         metrics |= {f"perf/{name}_seconds": seconds for name, seconds in (spans | self.overheads).items()}
         self.overheads.clear()
         self.state.iteration += 1
+        self.memory.is_whole = True
         fault("loop.stepped")
         finite = self._log(metrics)
         headline = next((f"{name} {finite[name]:.4g}" for name in HEADLINES if name in finite), "")
         if self.process_group.is_rank_zero:
             self.tracker.progress(self.state.iteration, self.iterations, headline)
         fault("loop.logged")
+        self._call_back("iteration", finite)
+
+    def _call_back(self, kind: Literal["iteration", "evaluation"], metrics: dict[str, float]) -> None:
+        """Tell the callbacks, in the first process; every process learns whether one asked for a stop."""
+        if not self.callbacks:
+            return
+
+        def call() -> str | None:
+            event = TrainingEvent(
+                kind,
+                self.state.iteration,
+                self.iterations,
+                self.trainer.optimizer_step.num_steps,
+                dict(metrics),
+                self.trainer,
+            )
+            call_all(self.callbacks, event)
+            return event.stop_reason
+
+        self.stopped_by = self.process_group.on_rank_zero(call) or self.stopped_by
 
     def _log(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Log what is finite at the updater's step; count the rest."""
+        """Log finite metrics at the number of optimizer steps; count the others."""
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value for name, value in values.items() if math.isfinite(value)}
         if len(finite) < len(values):
@@ -254,24 +306,24 @@ class _Loop:
             finite["train/nonfinite_metrics"] = float(self.state.nonfinite_metrics)
         started = self.clock()
         if self.process_group.is_rank_zero:
-            self.tracker.log_metrics(finite, self.trainer.updater.step)
-        self.history.observe(finite, self.trainer.updater.step)
+            self.tracker.log_metrics(finite, self.trainer.optimizer_step.num_steps)
+        self.history.observe(finite, self.trainer.optimizer_step.num_steps)
         self._export(EXPORT_SECONDS)
         self._spent("tracking", started)
         return finite
 
     def _spent(self, name: str, started: float) -> None:
-        """Note seconds that the next iteration reports, being over only after this one has reported."""
+        """Add to the overheads, which the next iteration reports (this one has reported already)."""
         self.overheads[name] = self.overheads.get(name, 0.0) + self.clock() - started
 
     def _export(self, after: float = 0.0) -> None:
-        """Show the history to a dashboard, unless that was done less than `after` seconds ago."""
+        """Export the history for dashboards, at most once in `after` seconds."""
         if self.export_to is None or not self.process_group.is_rank_zero:
             return
         if self.exported is not None and self.clock() - self.exported < after:
             return
         try:
-            self.history.export(self.export_to)
+            write_text_atomic(self.export_to, self.history.to_json())
         except (CheckpointError, OSError) as error:  # a dashboard's file is an extra; what is kept still raises
             logger.warning("the history of metrics is not shown: %s", error)
         self.exported = self.clock()
@@ -284,7 +336,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         started = self.clock()
-        with self.trainer.updater.averaged():  # what is evaluated is what is kept
+        with self.trainer.optimizer_step.ema.swapped_in():  # the evaluated weights are the ones kept
             measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
             raw = self.process_group.on_rank_zero(lambda: measured)
             if self.best_metric is not None:
@@ -295,15 +347,16 @@ class _Loop:
                 self._compare(raw[self.best_metric], raw)
         self.state.metrics = raw
         self.state.evaluated_iteration = self.state.iteration
-        self._log({**raw, "perf/eval_seconds": self.clock() - started})
+        finite = self._log({**raw, "perf/eval_seconds": self.clock() - started})
         fault("loop.evaluated")
+        self._call_back("evaluation", finite)
 
     def _compare(self, value: float, metrics: dict[str, float]) -> None:
-        """Keep the weights if `value` is the best yet; count for patience."""
+        """Keep the weights if `value` is the best so far; update the patience counter."""
         state = self.state
         if math.isfinite(value) and (state.best_value is None or self.sign * (value - state.best_value) > 0):
             state.best_value, state.best_iteration, state.best_metrics = value, state.iteration, metrics
-            self.best_weights = trainable_weights(self.trainer.model, copy=True)
+            self.memory.best_weights = trainable_weights(self.trainer.model, copy=True)
         gain = math.inf if state.reference is None else self.sign * (value - state.reference)
         if math.isfinite(value) and gain > self.settings.min_improvement:
             state.reference, state.bad_evaluations = value, 0
@@ -311,12 +364,12 @@ class _Loop:
             state.bad_evaluations += 1
 
     def _leave_best(self) -> None:
-        """The model as the outcome describes it: the best weights, or the last; their average with ema_decay."""
-        if self.best_weights is None or self.state.best_iteration == self.state.iteration:
-            self.trainer.updater.adopt_average()
+        """Leave the outcome's weights in the model: the best or the last; their average with ema_decay."""
+        if self.memory.best_weights is None or self.state.best_iteration == self.state.iteration:
+            self.trainer.optimizer_step.ema.adopt()
             return
-        load_trainable_weights(self.trainer.model, self.best_weights)
-        self.trainer.updater.refresh_masters()
+        load_trainable_weights(self.trainer.model, self.memory.best_weights)
+        self.trainer.optimizer_step.master_weights.refresh()
         logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
 
     def _stop_when_asked(self) -> None:
@@ -342,8 +395,8 @@ class _Loop:
         started = self.clock()
         state = {
             "model": trainable_weights(self.trainer.model),
-            "best_model": self.best_weights,
-            "updater": self.trainer.updater.state_dict(),
+            "best_model": self.memory.best_weights,
+            "optimizer_step": self.trainer.optimizer_step.state_dict(),
             "trainer": self.trainer.state_dict(),
             "loop": asdict(self.state),
             "history": self.history.state_dict(),
@@ -351,7 +404,7 @@ class _Loop:
             "rng": rng_state(),
         }
         if self.process_group.size > 1:
-            state = self.trainer.updater.gather_state(state)
+            state = self.trainer.optimizer_step.sharded.gather_state(state)
             state["workers"] = {"size": self.process_group.size, "rng": self.process_group.all_gather(state["rng"])}
         if self.process_group.is_rank_zero:
             self.checkpoints.save(state)
@@ -363,7 +416,7 @@ class _Loop:
         if self.checkpoints is None:
             return
         state = self.checkpoints.load_latest() if self.process_group.is_rank_zero else None
-        state = self.trainer.updater.scatter_state(state, self.trainer.model)
+        state = self.trainer.optimizer_step.sharded.scatter_state(state, self.trainer.model)
         if state is None:
             return
         saved_by = state.get("workers", {"size": 1, "rng": [state["rng"]]})
@@ -372,11 +425,12 @@ class _Loop:
         besides = () if same_size else ("runtime.threads",)
         check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed, besides=besides)
         load_trainable_weights(self.trainer.model, state["model"])
-        self.best_weights = state["best_model"]
-        self.trainer.updater.load_state_dict(state["updater"])
+        self.memory.best_weights = state["best_model"]
+        self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
         self.trainer.load_state_dict(state["trainer"])
-        self.state = _Progress(**state["loop"])
+        self.memory.state = _Progress(**state["loop"])
         self.history.load_state_dict(state["history"])
+        self.memory.is_whole = True
         self.saved = (self.state.iteration, self.state.evaluated_iteration)
         # last: building or loading anything may have drawn from the generators
         if same_size:
@@ -389,4 +443,4 @@ class _Loop:
             )
             if self.process_group.is_rank_zero:
                 restore_rng(state["rng"])
-        logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.updater.step)
+        logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.optimizer_step.num_steps)

@@ -1,4 +1,4 @@
-"""Micro-batches: cut in half where they do not fit, and their metrics put together."""
+"""Micro-batches: splitting those that do not fit into memory, and combining their metrics."""
 
 from __future__ import annotations
 

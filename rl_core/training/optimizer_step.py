@@ -1,58 +1,43 @@
-"""One optimizer step: accumulate, guard, clip, step, schedule. The same for every trainer.
-
-Suffixes: B rows of a micro-batch, S sequence.
-"""
+"""One optimizer step: accumulate, guard, clip, step, schedule. The same for every trainer."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from rl_core.cpu.allocator import keep_freed_memory
-from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, Shards, gather_state, local
+from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
-from rl_core.models.causal_lm import evaluating
-from rl_core.models.critic import PolicyWithCritic
-from rl_core.models.logprobs import probe_head
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
+from rl_core.training.ema_weights import EmaWeights
+from rl_core.training.master_weights import MasterWeights
 from rl_core.training.micro_batches import combine_metrics, cut, halve, padded_tokens
-from rl_core.training.optimizers import (
-    Grokfast,
-    WeightAverage,
-    build_optimizer,
-    enable_activation_checkpointing,
-    learning_rate_at,
-)
-from rl_core.training.sharded_step import accumulate_together, plain, scatter_checkpoint
+from rl_core.training.optimizers import Grokfast, build_optimizer, enable_activation_checkpointing, learning_rate_at
+from rl_core.training.sharded_step import ShardedModel, without_dummy
 from rl_core.training.throughput import sequence_lengths, step_flops
 
-__all__ = ["LossFn", "Updater"]
+__all__ = ["LossFn", "OptimizerStep"]
 
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
-Row = TypeVar("Row")
-Result = TypeVar("Result")
 LossFn = Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]]
 
 
-class Updater:
+class OptimizerStep:
     """The optimizer of a model's trainable parameters, with accumulation, guards, clipping and a schedule.
 
-    Weights in bfloat16 or float16 get a float32 master copy, on which gradients accumulate and the optimizer works;
-    otherwise small updates would be rounded away. With ema_decay an average of the weights is kept beside them.
-
-    Where several processes train the model, its weights are sharded among them here. Each of them then calls the
-    same methods in the same order with micro-batches of its own, as many as every other (`ProcessGroup.batches`).
+    It works on float32 master weights (`master_weights`) and keeps their moving average (`ema`). Where several
+    processes train the model, its weights are sharded among them here (`sharded`); each of them then calls the same
+    methods in the same order with micro-batches of its own, as many as every other (`ProcessGroup.batches`).
     """
 
     def __init__(
@@ -70,42 +55,31 @@ class Updater:
         self.settings = settings
         self.total_steps = total_steps
         self.max_nonfinite = max_nonfinite
-        self.step = 0  # updates tried, skipped ones included: the x axis of every metric
-        self.skipped_steps = 0  # updates skipped because something was not finite
+        self.num_steps = 0  # steps tried, skipped ones included: the x axis of every metric
+        self.skipped_steps = 0  # steps skipped because something was not finite
         self.skipped_in_row = 0
         self.learning_rate_scale = 1.0  # of the whole schedule; a rollback makes it smaller
         self.max_tokens: int | None = None  # padded tokens that were seen to fit; None = nothing ever ran out of memory
-        self._shards: Shards | None = None
-        if process_group.size > 1:
-            policy = model.policy if isinstance(model, PolicyWithCritic) else model
-            probe_head(policy)  # runs the model, which has to be whole for that
-            self._shards = Shards(model, process_group)
-        self._names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not self._weights:
-            raise DataError("the model has no trainable parameter")
-        self._masters = [
-            weight if weight.dtype == torch.float32 else nn.Parameter(weight.detach().float())
-            for weight in self._weights
-        ]
+        self.sharded = ShardedModel(model, process_group)
+        self.master_weights = MasterWeights(model)
         if settings.activation_checkpointing:
             enable_activation_checkpointing(model)
-        masters = dict(zip(self._names, self._masters, strict=True))
+        masters = self.master_weights.masters
         self.optimizer = build_optimizer(model, masters, settings)
         self._grokfast: Grokfast | None = None
         if settings.grokfast_lambda > 0:
             self._grokfast = Grokfast(masters, amplification=settings.grokfast_lambda, alpha=settings.grokfast_alpha)
-        self._average = WeightAverage(masters, settings.ema_decay) if settings.ema_decay is not None else None
+        self.ema = EmaWeights(self.master_weights, settings.ema_decay)
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the next update."""
-        return self.learning_rate_scale * learning_rate_at(self.step, self.settings, self.total_steps)
+        return self.learning_rate_scale * learning_rate_at(self.num_steps, self.settings, self.total_steps)
 
     @property
     def computes_in_bfloat16(self) -> bool:
-        """Whether matrix products are taken in bfloat16, by autocast or because the weights are."""
-        return self.settings.autocast == "bfloat16" or self._weights[0].dtype == torch.bfloat16
+        """True = matrix products are taken in bfloat16, by autocast or because the weights are."""
+        return self.settings.autocast == "bfloat16" or self.master_weights.first.dtype == torch.bfloat16
 
     def autocast(self) -> AbstractContextManager[None]:
         """Context in which the model computes: bfloat16 where the settings ask for it, float32 weights either way.
@@ -113,22 +87,7 @@ class Updater:
         `apply` runs its loss function in it; a trainer runs its own passes over the model in it, so that log-probs
         agree.
         """
-        return autocast(self.settings.autocast, self._weights[0].device)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """The model holds its averaged weights inside, if ema_decay asks for them; afterwards the very bits it held."""
-        if self._average is None:
-            yield
-            return
-        with self._average.written(dict(zip(self._names, self._weights, strict=True))):
-            yield
-
-    def adopt_average(self) -> None:
-        """Leave the averaged weights in the model for good, if ema_decay asks for them: training has ended."""
-        if self._average is not None:
-            self._average.write(dict(zip(self._names, self._weights, strict=True)))
-            self.refresh_masters()
+        return autocast(self.settings.autocast, self.master_weights.first.device)
 
     def apply(self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
         """One optimizer step over all micro-batches.
@@ -145,24 +104,19 @@ class Updater:
         """
         if not micro_batches:
             raise DataError("an optimizer step needs at least one micro-batch")
-        lengths = [length for batch in micro_batches for length in sequence_lengths(batch)]  # an idle one has none
+        lengths = [length for batch in micro_batches for length in sequence_lengths(batch)]  # a dummy has none
         count("optimizer_flops", step_flops(self.model, lengths))
         with span("optimizer"):
             return self._apply(micro_batches, loss_fn)
 
     def _apply(self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
         self.model.train()
-        if self._shards is None:
-            parts, problem = self._accumulate([plain(batch) for batch in micro_batches], loss_fn)
+        if self.sharded.shards is None:
+            parts, problem = self._accumulate([without_dummy(batch) for batch in micro_batches], loss_fn)
         else:
             self._clear()
-            parts, problem = accumulate_together(
-                self._shards,
-                self.process_group,
-                micro_batches,
-                loss_fn,
-                autocast=self.autocast,
-                collect=self._collect_gradients,
+            parts, problem = self.sharded.accumulate(
+                micro_batches, loss_fn, autocast=self.autocast, collect=self.master_weights.collect_gradients
             )
         metrics = combine_metrics(parts)
         norm = self._grad_norm()
@@ -186,74 +140,23 @@ class Updater:
         metrics["train/skipped_steps"] = float(self.skipped_steps)
         return metrics
 
-    def measure(self, batches: Sequence[Batch | DummyBatch[Batch]], fn: Callable[[Batch], Result]) -> list[Result]:
-        """What `fn` gives for each batch, of all processes, by rank: without dropout and gradient, in `autocast`.
-
-        `fn` returns plain numbers, as they travel between processes.
-        """
-        results: list[Result] = []
-        with evaluating(self.model), torch.no_grad(), self.autocast():
-            for batch in batches:
-                result = self.with_full_weights(functools.partial(fn, plain(batch)))
-                if not isinstance(batch, DummyBatch):
-                    results.append(result)
-        return [result for part in self.process_group.all_gather(results) for result in part]
-
-    def with_full_weights(self, compute: Callable[[], Result]) -> Result:
-        """`compute()`, with whole weights in the model: a trainer's own passes run in it where weights are shared."""
-        return compute() if self._shards is None else self._shards.with_full_weights(compute)
-
-    def with_full_weights_independent(self, compute: Callable[[], Result]) -> Result:
-        """`compute()` with whole weights in the model, which each worker may run as often as it likes; no gradient.
-
-        For rollouts, and for passes over a worker's own share of some rows.
-        """
-        if self._shards is not None:
-            return self._shards.with_full_weights_independent(compute)
-        with torch.no_grad():
-            return compute()
-
-    def all_gather_rows(
-        self, rows: Sequence[Row], lengths: Sequence[int], compute: Callable[[list[Row]], Sequence[Result]]
-    ) -> list[Result]:
-        """What `compute` gives for each row, without gradient; each worker does its share, and all get everything.
-
-        Args:
-            lengths: tokens of each row.
-            compute: one result a row, in order; results travel between processes, so their tensors lie on the CPU.
-        """
-        mine = self.process_group.share(lengths)
-        own = self.with_full_weights_independent(lambda: compute([rows[index] for index in mine]))
-        shares = self.process_group.all_gather(dict(zip(mine, own, strict=True)))
-        results = {index: result for share in shares for index, result in share.items()}
-        return [results[index] for index in range(len(rows))]
-
-    def gather_state(self, state: Any) -> Any:
-        """A nested state as one process would have it: complete in the first worker, for whom it is written."""
-        return gather_state(state, self.process_group)
-
-    def scatter_state(self, state: Any, model: nn.Module | None = None) -> Any:
-        """A checkpoint that the first worker has read, in all of them; weights and moments are shared out again.
-
-        model: all that the checkpoint holds, where that is more than this updater's.
-        """
-        return scatter_checkpoint(state, self.model if model is None else model, self._shards, self.process_group)
-
     def _grad_norm(self) -> torch.Tensor:
-        grads = [local(master.grad) for master in self._masters if master.grad is not None]
+        masters = self.master_weights.masters.values()
+        grads = [local(master.grad) for master in masters if master.grad is not None]
         return self.process_group.norm(torch.nn.utils.get_total_norm(grads))
 
     def _optimize(self, norm: torch.Tensor) -> None:
         """Clip, step, and take the new weights over."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.learning_rate
-        torch.nn.utils.clip_grads_with_norm_(self._masters, self.settings.max_grad_norm, norm)
+        torch.nn.utils.clip_grads_with_norm_(
+            list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm
+        )
         self.optimizer.step()
-        self._write_back()
-        if self._average is not None:
-            self._average.update()
+        self.master_weights.write_back()
+        self.ema.update()
         self.skipped_in_row = 0
-        self.step += 1
+        self.num_steps += 1
 
     def _accumulate(
         self, micro_batches: list[Batch], loss_fn: LossFn[Batch]
@@ -272,7 +175,7 @@ class Updater:
                     with self.autocast():
                         loss, metrics = loss_fn(batch)
                     loss.backward()
-                    self._collect_gradients()
+                    self.master_weights.collect_gradients()
                     parts.append({**metrics, "train/loss": loss.detach()})
                 return parts, None
             except NonFiniteTensor as error:
@@ -290,43 +193,30 @@ class Updater:
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    def _collect_gradients(self) -> None:
-        """Add low-precision gradients to the float32 gradients of their masters."""
-        for weight, master in zip(self._weights, self._masters, strict=True):
-            if weight is master or weight.grad is None:
-                continue
-            grad = weight.grad.float()
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
-            weight.grad = None
-
-    def _write_back(self) -> None:
-        with torch.no_grad():
-            for weight, master in zip(self._weights, self._masters, strict=True):
-                if weight is not master:
-                    weight.copy_(master)
-
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
-        for weight in self._weights:
+        for weight in self.master_weights.weights.values():
             weight.grad = None
 
     def _skip(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> None:
         self.skipped_steps += 1
         self.skipped_in_row += 1
         bad = self._first_nonfinite(parts, problem)
-        logger.warning("optimizer step %d skipped, %d in a row: not finite: %s", self.step, self.skipped_in_row, bad)
-        self.step += 1
+        logger.warning(
+            "optimizer step %d skipped, %d in a row: not finite: %s", self.num_steps, self.skipped_in_row, bad
+        )
+        self.num_steps += 1
         if self.skipped_in_row >= self.max_nonfinite:
             self._clear()
             raise NonFiniteError(
                 f"{self.skipped_in_row} non-finite optimizer steps in a row (max_nonfinite); the last at step "
-                f"{self.step - 1}, first bad tensor: {bad}. The weights are those of the last good step; "
+                f"{self.num_steps - 1}, first bad tensor: {bad}. The weights are those of the last good step; "
                 "try a lower learning_rate or max_grad_norm, and look at the data of that step"
             )
 
     def _first_nonfinite(self, parts: Sequence[Mapping[str, Any]], problem: str | None) -> str:
         """Name of the first bad tensor, causes before consequences: weights, a loss's input, losses, gradients."""
-        for name, weight in zip(self._names, self._weights, strict=True):
+        for name, weight in self.master_weights.weights.items():
             if not self._is_finite(weight):
                 return f"weight {name}"
         if problem is not None:
@@ -334,7 +224,7 @@ class Updater:
         for index, part in enumerate(parts):
             if not math.isfinite(float(part["train/loss"])):
                 return f"loss of micro-batch {index}"
-        for name, master in zip(self._names, self._masters, strict=True):
+        for name, master in self.master_weights.masters.items():
             if master.grad is not None and not self._is_finite(master.grad):
                 return f"gradient of {name}"
         return "global gradient norm"
@@ -342,26 +232,14 @@ class Updater:
     def _is_finite(self, tensor: torch.Tensor) -> bool:
         return not self.process_group.all_reduce_max(int(not bool(torch.isfinite(local(tensor)).all())))
 
-    def refresh_masters(self) -> None:
-        """Take over weights that were changed from outside (a restored model)."""
-        with torch.no_grad():
-            for weight, master in zip(self._weights, self._masters, strict=True):
-                if weight is not master:
-                    master.copy_(weight)
-
     def state_dict(self) -> dict[str, Any]:
-        """Optimizer moments, float32 masters, averages and counters; the schedule follows from `step`."""
-        masters = {
-            name: master.detach()
-            for name, weight, master in zip(self._names, self._weights, self._masters, strict=True)
-            if weight is not master
-        }
+        """Optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""
         return {
             "optimizer": self.optimizer.state_dict(),
-            "masters": masters,
+            "masters": self.master_weights.state_dict(),
             "grokfast": self._grokfast.state_dict() if self._grokfast is not None else None,
-            "average": self._average.state_dict() if self._average is not None else None,
-            "step": self.step,
+            "ema": self.ema.state_dict(),
+            "num_steps": self.num_steps,
             "skipped_steps": self.skipped_steps,
             "skipped_in_row": self.skipped_in_row,
             "learning_rate_scale": self.learning_rate_scale,
@@ -380,14 +258,11 @@ class Updater:
                 "put the old setting back, or start afresh in another folder"
             )
         self.optimizer.load_state_dict(state["optimizer"])
-        for part, saved in ((self._grokfast, state["grokfast"]), (self._average, state["average"])):
-            if part is not None and saved is not None:
-                part.load_state_dict(saved)
-        with torch.no_grad():
-            for name, weight, master in zip(self._names, self._weights, self._masters, strict=True):
-                if weight is not master:
-                    master.copy_(state["masters"][name])
-        self.step = state["step"]
+        if self._grokfast is not None and state["grokfast"] is not None:
+            self._grokfast.load_state_dict(state["grokfast"])
+        self.ema.load_state_dict(state["ema"])
+        self.master_weights.load_state_dict(state["masters"])
+        self.num_steps = state["num_steps"]
         self.skipped_steps = state["skipped_steps"]
         self.skipped_in_row = state["skipped_in_row"]
         self.learning_rate_scale = state["learning_rate_scale"]

@@ -1,4 +1,4 @@
-"""What an optimizer step is made of: the schedule, AdamW or Muon, Grokfast, the average of the weights.
+"""Parts of an optimizer step: learning-rate schedule, AdamW or Muon, Grokfast, activation checkpointing.
 
 `rl_core.training.optimizer_step` puts them together. All of them work on the float32 parameters, by name.
 """
@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,16 +21,16 @@ __all__ = [
     "Grokfast",
     "JointOptimizer",
     "Optimizer",
-    "WeightAverage",
     "build_optimizer",
     "enable_activation_checkpointing",
     "hidden_matrices",
     "learning_rate_at",
+    "load_averages",
 ]
 
 
 class Optimizer(Protocol):
-    """What the updater asks of an optimizer: torch's own have it, and so has a `JointOptimizer`."""
+    """Interface that `OptimizerStep` needs of an optimizer: torch's own have it, and so has a `JointOptimizer`."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -130,31 +129,31 @@ def _muon_class(parameters: Sequence[torch.Tensor]) -> type[torch.optim.Muon]:
 
 
 class GatheredMuon(torch.optim.Muon):
-    """Muon over matrices that several processes share out: each of them makes the whole step, and keeps its rows.
+    """Muon over sharded matrices: every process makes the whole step, and keeps its rows.
 
     Muon orthogonalises whole matrices, so every process holds copies of them and of their momentum beside its rows.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
-        self._shared: list[DTensor] = [parameter for parameter in params if isinstance(parameter, DTensor)]
-        super().__init__([nn.Parameter(parameter.full_tensor()) for parameter in self._shared], **options)
+        self._sharded: list[DTensor] = [parameter for parameter in params if isinstance(parameter, DTensor)]
+        super().__init__([nn.Parameter(parameter.full_tensor()) for parameter in self._sharded], **options)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """One step by the gradients of the shared matrices."""
+        """One step by the gradients of the sharded matrices."""
         wholes = self.param_groups[0]["params"]
-        for shared, whole in zip(self._shared, wholes, strict=True):
-            whole.copy_(shared.full_tensor())
-            whole.grad = None if shared.grad is None else shared.grad.full_tensor()  # type: ignore[attr-defined]
+        for sharded, whole in zip(self._sharded, wholes, strict=True):
+            whole.copy_(sharded.full_tensor())
+            whole.grad = None if sharded.grad is None else sharded.grad.full_tensor()  # type: ignore[attr-defined]
         super().step()
-        for shared, whole in zip(self._shared, wholes, strict=True):
-            shared.copy_(distribute_tensor(whole, shared.device_mesh, shared.placements, src_data_rank=None))
+        for sharded, whole in zip(self._sharded, wholes, strict=True):
+            sharded.copy_(distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None))
             whole.grad = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the shared matrices."""
-        for shared in self._shared:
-            shared.grad = None
+        """Drop the gradients of the sharded matrices."""
+        for sharded in self._sharded:
+            sharded.grad = None
 
 
 class JointOptimizer:
@@ -217,67 +216,12 @@ class Grokfast:
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Inverse of `state_dict`."""
-        self.averages = _copies(state, self.parameters)
+        self.averages = load_averages(state, self.parameters)
 
 
-class WeightAverage:
-    """Bias-corrected exponential moving average of weights, in float32.
-
-    a_t = (1 - decay) / (1 - decay^t) sum over i = 1..t of decay^(t - i) w_i, over the weights after each update: the
-    correction of Adam (arXiv:1412.6980, section 3). So a_1 = w_1, and the weights from before the first update have no
-    part in it; an uncorrected average would hold them for about 1 / (1 - decay) updates. Kept up as
-    a_t = a_(t-1) + (1 - decay) / (1 - decay^t) (w_t - a_(t-1)).
-    """
-
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
-        self.parameters = parameters
-        self.decay = decay
-        self.updates = 0  # t; at 0 the average is the weights themselves
-        self.averages: dict[str, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def update(self) -> None:
-        """Take in the present weights."""
-        self.updates += 1
-        share = (1.0 - self.decay) / (1.0 - self.decay**self.updates)
-        for name, parameter in self.parameters.items():
-            if self.updates == 1:
-                self.averages[name] = parameter.detach().clone()
-            else:
-                self.averages[name].lerp_(parameter, share)
-
-    @torch.no_grad()
-    def write(self, weights: Mapping[str, nn.Parameter]) -> None:
-        """The average into `weights`, in place and in their dtype."""
-        for name, average in self.averages.items():
-            weights[name].copy_(average)
-
-    @contextmanager
-    def written(self, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """The average in `weights` inside; afterwards they are the very bits that they were before.
-
-        In place, because a rollout engine holds on to the memory of the parameters.
-        """
-        before = {name: weights[name].detach().clone() for name in self.averages}
-        self.write(weights)
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, weight in before.items():
-                    weights[name].copy_(weight)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The averages by parameter, and how many updates are in them."""
-        return {"updates": self.updates, "averages": dict(self.averages)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
-        self.updates = state["updates"]
-        self.averages = _copies(state["averages"], self.parameters)
-
-
-def _copies(tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+def load_averages(
+    tensors: Mapping[str, torch.Tensor], parameters: Mapping[str, nn.Parameter]
+) -> dict[str, torch.Tensor]:
     """Tensors of a checkpoint, each on its parameter's device. Raises: CheckpointError for a name that is not there."""
     unknown = sorted(tensors.keys() - parameters.keys())
     if unknown:

@@ -1,4 +1,4 @@
-"""How much memory a run has needed."""
+"""Peak memory of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The parts of an optimizer step and of a resume that differ where several processes share one model."""
+"""A model that one or several processes train: passes over it, gradients, and exchange of rows and states.
+
+In one process every method does the plain thing, so trainers need no second path.
+"""
 
 from __future__ import annotations
 
@@ -11,77 +14,161 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from rl_core.distributed import DummyBatch, ProcessGroup, Shards, scatter_state
+from rl_core.capabilities import plain_head
+from rl_core.distributed import DummyBatch, ProcessGroup, Shards, gather_state, scatter_state
 from rl_core.errors import OutOfMemory
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.critic import PolicyWithCritic
 from rl_core.training.micro_batches import padded_tokens
 
-__all__ = ["accumulate_together", "plain", "scatter_checkpoint"]
+__all__ = ["ShardedModel", "without_dummy"]
 
 Batch = TypeVar("Batch")
+Row = TypeVar("Row")
+Result = TypeVar("Result")
 
 
-def plain(batch: Batch | DummyBatch[Batch]) -> Batch:
+class ShardedModel:
+    """A model whose weights are sharded over the processes of a group, in place; whole where the group has one.
+
+    All processes call the same methods in the same order. A bug here is a hang.
+    """
+
+    def __init__(self, model: nn.Module, process_group: ProcessGroup) -> None:
+        self.model = model
+        self.process_group = process_group
+        self.shards: Shards | None = None
+        if process_group.size > 1:
+            policy = model.policy if isinstance(model, PolicyWithCritic) else model
+            plain_head(policy)  # its trial runs the model, which has to be whole for that
+            self.shards = Shards(model, process_group)
+
+    def with_full_weights(self, compute: Callable[[], Result]) -> Result:
+        """Result of `compute()`, run with whole weights in the model: a trainer's own passes run in it."""
+        return compute() if self.shards is None else self.shards.with_full_weights(compute)
+
+    def with_full_weights_independent(self, compute: Callable[[], Result]) -> Result:
+        """Result of `compute()`, run with whole weights in the model for as long as it takes; without gradient.
+
+        For rollouts, and for passes over a process's own share of some rows: each process may call the model as often
+        as it likes.
+        """
+        if self.shards is not None:
+            return self.shards.with_full_weights_independent(compute)
+        with torch.no_grad():
+            return compute()
+
+    def measure(
+        self,
+        batches: Sequence[Batch | DummyBatch[Batch]],
+        fn: Callable[[Batch], Result],
+        autocast: AbstractContextManager[None],
+    ) -> list[Result]:
+        """`fn` of each batch of all processes, by rank: in eval mode, without gradient, in `autocast`.
+
+        `fn` returns plain numbers, as they travel between processes.
+        """
+        results: list[Result] = []
+        with evaluating(self.model), torch.no_grad(), autocast:
+            for batch in batches:
+                result = self.with_full_weights(functools.partial(fn, without_dummy(batch)))
+                if not isinstance(batch, DummyBatch):
+                    results.append(result)
+        return [result for part in self.process_group.all_gather(results) for result in part]
+
+    def all_gather_rows(
+        self, rows: Sequence[Row], lengths: Sequence[int], compute: Callable[[list[Row]], Sequence[Result]]
+    ) -> list[Result]:
+        """`compute` of each row, without gradient; each process does its share, and all get everything.
+
+        Args:
+            lengths: tokens of each row.
+            compute: one result a row, in order; results travel between processes, so their tensors lie on the CPU.
+        """
+        mine = self.process_group.share(lengths)
+        own = self.with_full_weights_independent(lambda: compute([rows[index] for index in mine]))
+        shares = self.process_group.all_gather(dict(zip(mine, own, strict=True)))
+        results = {index: result for share in shares for index, result in share.items()}
+        return [results[index] for index in range(len(rows))]
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[Batch | DummyBatch[Batch]],
+        loss_fn: Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]],
+        *,
+        autocast: Callable[[], AbstractContextManager[None]],
+        collect: Callable[[], None],
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Backward of every micro-batch of every process. One that cannot compute a loss does its part all the same.
+
+        For several processes. Lack of memory ends the run: the others are in the middle of a pass that this one cannot
+        take up again.
+
+        Args:
+            collect: called after each backward pass.
+        Returns: metrics of all micro-batches that are no dummies, by process; the tensor that was not finite, where a
+            loss refused its input.
+        Raises: OutOfMemory.
+        """
+        assert self.shards is not None
+        rank = self.process_group.rank
+        parts: list[dict[str, Any]] = []
+        problem: str | None = None
+        for index, batch in enumerate(micro_batches):
+            is_dummy = isinstance(batch, DummyBatch)
+            try:
+                with autocast():
+                    loss, metrics, why = self.shards.run_loss(
+                        functools.partial(loss_fn, without_dummy(batch)), weight=0.0 if is_dummy else 1.0
+                    )
+                loss.backward()
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(
+                    f"a micro-batch of {padded_tokens(without_dummy(batch))} padded tokens does not fit into the "
+                    f"memory of process {rank}; lower micro_batch_tokens"
+                ) from error
+            collect()
+            if why is not None and problem is None:
+                problem = f"{why} (process {rank}, micro-batch {index})"
+            if not is_dummy:
+                part = {**metrics, "train/loss": loss.detach() if why is None else math.nan}
+                parts.append({name: float(value) for name, value in part.items()})
+        gathered = self.process_group.all_gather((parts, problem))
+        problems = [why for _, why in gathered if why is not None]
+        return [part for some, _ in gathered for part in some], problems[0] if problems else None
+
+    def gather_state(self, state: Any) -> Any:
+        """A nested state as one process would have it: complete in rank 0, which writes it."""
+        return gather_state(state, self.process_group)
+
+    def scatter_state(self, state: Any, model: nn.Module | None = None) -> Any:
+        """A checkpoint that rank 0 has read, in all processes; weights and moments are sharded again.
+
+        Args:
+            model: all that the checkpoint holds, where that is more than this model.
+        """
+        whole = self.model if model is None else model
+        names = {name for name, _ in whole.named_parameters(remove_duplicate=False)}
+        return scatter_state(
+            state,
+            self.process_group,
+            mesh=self.shards.mesh if self.shards else None,
+            is_sharded=functools.partial(_is_sharded, names),
+        )
+
+
+def without_dummy(batch: Batch | DummyBatch[Batch]) -> Batch:
     """The micro-batch itself."""
     return batch.batch if isinstance(batch, DummyBatch) else batch
 
 
-def accumulate_together(
-    shards: Shards,
-    process_group: ProcessGroup,
-    micro_batches: Sequence[Batch | DummyBatch[Batch]],
-    loss_fn: Callable[[Batch], tuple[torch.Tensor, Mapping[str, Any]]],
-    *,
-    autocast: Callable[[], AbstractContextManager[None]],
-    collect: Callable[[], None],
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Backward of every micro-batch of every process. One that cannot compute a loss does its part all the same.
-
-    Lack of memory ends the run: the others are in the middle of a pass that this one cannot take up again.
-
-    Args:
-        collect: called after each backward pass.
-    Returns: metrics of all micro-batches that are not idle, by process; what was not finite, where a loss refused its
-        input.
-    Raises: OutOfMemory.
-    """
-    parts: list[dict[str, Any]] = []
-    problem: str | None = None
-    for index, batch in enumerate(micro_batches):
-        idle = isinstance(batch, DummyBatch)
-        try:
-            with autocast():
-                loss, metrics, why = shards.run_loss(
-                    functools.partial(loss_fn, plain(batch)), weight=0.0 if idle else 1.0
-                )
-            loss.backward()
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"a micro-batch of {padded_tokens(plain(batch))} padded tokens does not fit into the memory of "
-                f"process {process_group.rank}; lower micro_batch_tokens"
-            ) from error
-        collect()
-        if why is not None and problem is None:
-            problem = f"{why} (process {process_group.rank}, micro-batch {index})"
-        if not idle:
-            part = {**metrics, "train/loss": loss.detach() if why is None else math.nan}
-            parts.append({name: float(value) for name, value in part.items()})
-    told = process_group.all_gather((parts, problem))
-    problems = [why for _, why in told if why is not None]
-    return [part for some, _ in told for part in some], problems[0] if problems else None
-
-
-def scatter_checkpoint(state: Any, model: nn.Module, shards: Shards | None, process_group: ProcessGroup) -> Any:
-    """A checkpoint that the first process has read, in all of them; weights and moments are shared out again."""
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-    def is_shared(path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
-        if path[:2] == ("trainer", "critic_updater"):
-            path = path[1:]
-        elif path[:2] == ("trainer", "entries"):  # ... of a stage: its model, or which of its updaters
-            path = path[4:] if path[3:4] == ("updaters",) else path[3:]
-            path = ("updater", *path[1:]) if path and isinstance(path[0], int) else path
-        if path[0] in ("updater", "critic_updater"):  # what has a shape there has that of a weight
-            return len(shape) > 0 and path[1:3] != ("optimizer", "muon")  # Muon's are whole everywhere
-        return path[0] in ("model", "best_model") and path[1] in names
-
-    return scatter_state(state, process_group, mesh=shards.mesh if shards else None, is_shared=is_shared)
+def _is_sharded(names: set[str], path: tuple[Any, ...], shape: tuple[int, ...]) -> bool:
+    """True = the tensor at this place of a checkpoint is sharded: weights, and optimizer state of their shapes."""
+    if path[:2] == ("trainer", "critic_optimizer_step"):
+        path = path[1:]
+    elif path[:2] == ("trainer", "entries"):  # ... of a stage: its model, or which of its optimizer steps
+        path = path[4:] if path[3:4] == ("optimizer_steps",) else path[3:]
+        path = ("optimizer_step", *path[1:]) if path and isinstance(path[0], int) else path
+    if path[0] in ("optimizer_step", "critic_optimizer_step"):  # what has a shape there has that of a weight
+        return len(shape) > 0 and path[1:3] != ("optimizer", "muon")  # Muon's are whole everywhere
+    return path[0] in ("model", "best_model") and path[1] in names

@@ -1,4 +1,4 @@
-"""Floating-point operations of an optimizer step, and what share of a GPU's peak they are.
+"""Floating-point operations of an optimizer step, and model FLOPs utilisation (MFU).
 
 S tokens of a sequence, N parameters.
 """
@@ -22,7 +22,7 @@ _PEAKS = {
 
 
 def sequence_lengths(batch: object) -> list[int]:
-    """Real tokens of every sequence of a micro-batch; [] where nothing in it says so.
+    """Real tokens of every sequence of a micro-batch; [] where it has neither lengths nor a mask.
 
     They are read off `..._lengths_B`, else the attention mask; packed rows are taken apart.
     """
@@ -49,7 +49,7 @@ def step_flops(model: nn.Module, lengths: list[int]) -> float:
 
     Per token 2 N forward and 2 N backward to activations, for every parameter that multiplies (the input embedding is
     looked up, unless it is the head as well), and 2 N for the gradients of trainable ones. A token that is computed
-    once for several rows (`models/prefixes.py`) counts in each, as MFU is defined. Causal attention adds 6 layers
+    once for several rows (`cpu/shared_prefixes.py`) counts in each, as MFU is defined. Causal attention adds 6 layers
     width S, width = heads times head size. Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B, which counts
     attention twice as much, as if it were not causal.
     """

@@ -3,8 +3,8 @@
     settings = load("configs/demo.yaml", overrides=["stages.policy.learning_rate=3e-4"])
 
 `load` reads the file (`yaml_loader`), applies overrides (`overrides`), checks unknown keys, types and ranges (`schema`,
-built from the dataclasses of `settings` and rl_core/settings), finds the files (`files`), then checks combinations of
-settings (`cross_checks`).
+built from the dataclasses of `settings` and rl_core/settings), finds the files (`files`), fills in defaults that depend
+on the model (rl_core/settings/defaults), then checks combinations of settings (`cross_checks`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_core.settings import Settings
-from tasks.config.cross_checks import check_combinations
-from tasks.config.files import resolve_files
+from rl_core.errors import SettingsError
+from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
+from tasks.config.cross_checks import check_combinations, find_waste
+from tasks.config.files import context_of, replaced, resolve_files
 from tasks.config.overrides import apply_overrides
-from tasks.config.problems import ConfigError, Places, Problem
+from tasks.config.problems import ConfigError, KeyLocations, Problem, overlap
 from tasks.config.schema import model_of, read
 from tasks.config.settings import (
     STAGES,
@@ -45,16 +46,22 @@ __all__ = [
     "StageName",
     "StagesSettings",
     "TrackingSettings",
+    "evaluation_settings",
     "from_dict",
     "load",
     "pipeline_model",
-    "pipeline_schema",
     "resolve",
     "settings_digest",
 ]
 
 
-def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool = True) -> PipelineSettings:
+def load(
+    path: str | Path,
+    overrides: Iterable[str] = (),
+    *,
+    check_files: bool = True,
+    warn: Callable[[str], object] | None = None,
+) -> PipelineSettings:
     """Read a pipeline's YAML file and check all of it.
 
     A bare name such as `demo` stands for the shipped config, unless the current folder has a file of that name.
@@ -62,15 +69,19 @@ def load(path: str | Path, overrides: Iterable[str] = (), *, check_files: bool =
     Args:
         overrides: "key.path=value" each, applied in order; the value is YAML.
         check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
+        warn: is given a line (place, key's path, text) for each setting that works but wastes time.
     Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
     """
     path = find_config(path)
     document = read_yaml(path)
-    places = Places(str(path), lines=document.lines)
+    places = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)
     settings, found = _check_all(document.data, Path(path).parent if check_files else None, problems)
     if found or settings is None:
         raise ConfigError(found, places)
+    if warn is not None:
+        for problem in find_waste(settings):
+            warn(places.line(problem))
     return settings
 
 
@@ -81,7 +92,7 @@ def from_dict(values: Mapping[str, Any], *, check_files: bool = True) -> Pipelin
     """
     settings, problems = _check_all(values, Path() if check_files else None, [])
     if problems or settings is None:
-        raise ConfigError(problems, Places("settings"))
+        raise ConfigError(problems, KeyLocations("settings"))
     return settings
 
 
@@ -96,18 +107,25 @@ def _check_all(
     if folder is not None:
         settings, found = resolve_files(settings, folder)
         problems = problems + found
+    try:
+        stages = resolve_defaults(settings.stages, settings.model, context_of(settings.model))
+        settings = replaced(settings, stages=stages)
+    except SettingsError as error:
+        name, _, text = str(error).partition(": ")
+        key = ("stages", *name.split("."))
+        problems = problems + ([] if any(overlap(key, known.key) for known in problems) else [Problem(key, text)])
     return settings, problems + check_combinations(settings, {problem.key for problem in problems})
+
+
+def evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:
+    """The evaluation's settings; its defaults for the pipeline's model where it has no such stage."""
+    model = settings.model
+    return settings.stages.evaluate or resolve_defaults(EvaluationSettings(), model, context_of(model))
 
 
 def pipeline_model() -> Any:
     """The pydantic model of PipelineSettings: the type of a Prefect flow's parameter, shown as a form."""
     return model_of(PipelineSettings)
-
-
-def pipeline_schema() -> dict[str, Any]:
-    """JSON schema of a pipeline's settings, with meanings, ranges and defaults."""
-    schema: dict[str, Any] = pipeline_model().model_json_schema()
-    return schema
 
 
 def resolve(settings: Settings) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What settings mean together: combinations that cannot work are refused before anything runs."""
+"""Checks across settings: combinations that cannot work are refused before anything runs, wasteful ones are named."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import PosttrainError, nearest
-from rl_core.settings import LoopSettings, SamplingSettings
+from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
 from tasks.config.files import context_of
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
+from tasks.stage_registry import policy_stages
 
-__all__ = ["METRICS", "check_combinations"]
+__all__ = ["METRICS", "check_combinations", "find_waste"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class _Finding:
 
 
 def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ()) -> list[Problem]:
-    """Everything that cannot work together.
+    """Problems of combinations of settings.
 
     Args:
         broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.
@@ -46,6 +47,24 @@ def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ())
         for finding in findings
         if not any(overlap(key, other) for key in (finding.problem.key, *finding.about) for other in broken if other)
     ]
+
+
+def find_waste(settings: PipelineSettings) -> list[Problem]:
+    """Settings that work, but spend time on what nothing uses: for warnings."""
+    policy = settings.stages.policy
+    if settings.stages.reward_model is None or policy is None or _asks_reward_model(policy):
+        return []
+    text = (
+        "is trained, but no reward of the policy uses it: set stages.policy.rewards.learned to a weight, as "
+        "`rewards: {task: 1.0, learned: 0.1}`, or leave this stage out"
+    )
+    return [Problem(("stages", "reward_model"), text)]
+
+
+def _asks_reward_model(policy: PolicySettings) -> bool:
+    """The component `learned` has a weight other than 0 in some stage of the curriculum, or without one."""
+    by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
+    return any(weights.get("learned") for weights in by_stage)
 
 
 def _finding(key: Key, text: str, *about: Key) -> _Finding:
@@ -69,10 +88,12 @@ def _model(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
-    """What each stage needs from the ones before it, or from model.path."""
+    """Each stage's needs from the stages before it, or from model.path."""
     stages = settings.stages
     path: Key = ("model", "path")
-    trained = any(stage is not None for stage in (stages.sft, stages.preference, stages.policy, stages.thoughts))
+    policies = [("stages", name) for name in policy_stages()]
+    trained = any(getattr(stages, name) is not None for name in policy_stages())
+    any_policy = f"{', '.join(policy_stages()[:-1])} or {policy_stages()[-1]}"
     if stages.sft is not None and stages.prepare_data is None and settings.model.path is not None:
         yield _finding(
             ("stages", "sft"),
@@ -83,11 +104,9 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     if stages.evaluate is not None and not trained and settings.model.path is None:
         yield _finding(
             ("stages", "evaluate"),
-            "has no policy to evaluate; add stages.sft, preference, policy or thoughts, or set model.path",
+            f"has no policy to evaluate; add stages.{any_policy}, or set model.path",
             path,
-            ("stages", "sft"),
-            ("stages", "preference"),
-            POLICY,
+            *policies,
         )
     has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
     for name in ("preference", "reward_model"):
@@ -112,25 +131,16 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     if stages.promote is not None and not trained:
         yield _finding(
             ("stages", "promote"),
-            "has no new model to promote; add stages.sft, preference, policy or thoughts",
-            ("stages", "sft"),
-            ("stages", "preference"),
-            POLICY,
+            f"has no new model to promote; add stages.{any_policy}",
+            *policies,
         )
 
 
 def _samplings(settings: PipelineSettings) -> Iterator[tuple[Key, SamplingSettings]]:
-    stages = settings.stages
-    if stages.preference is not None:
-        yield ("stages", "preference", "sampling"), stages.preference.sampling
-    if stages.reward_model is not None:
-        yield ("stages", "reward_model", "sampling"), stages.reward_model.sampling
-    if stages.policy is not None:
-        yield (*POLICY, "sampling"), stages.policy.sampling
-    if stages.thoughts is not None:
-        yield ("stages", "thoughts", "sampling"), stages.thoughts.sampling
-    if stages.evaluate is not None:
-        yield ("stages", "evaluate", "sampling"), stages.evaluate.sampling
+    for name in settings.stages.active:
+        sampling = getattr(getattr(settings.stages, name), "sampling", None)
+        if isinstance(sampling, SamplingSettings):
+            yield ("stages", name, "sampling"), sampling
 
 
 def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
@@ -144,11 +154,6 @@ def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
                 "take a longer context",
                 ("model",),
             )
-        if sampling.temperature == 0 and key[1] in ("preference", "reward_model"):  # the others check it themselves
-            yield _finding(
-                (*key, "temperature"),
-                "0 is greedy: the rollouts of a prompt are all the same and teach nothing; use above 0, usually 1",
-            )
     evaluate = settings.stages.evaluate
     if evaluate is not None and evaluate.samples > 1 and evaluate.sampling.temperature == 0:
         yield _finding(
@@ -159,9 +164,9 @@ def _sampling(settings: PipelineSettings) -> Iterator[_Finding]:
 
 
 def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
-    for name in ("sft", "preference", "reward_model", "policy", "thoughts"):
-        loop: LoopSettings | None = getattr(settings.stages, name)
-        if loop is not None and loop.patience is not None and loop.eval_every == 0:
+    for name in settings.stages.active:
+        loop = getattr(settings.stages, name)
+        if isinstance(loop, LoopSettings) and loop.patience is not None and loop.eval_every == 0:
             yield _finding(
                 ("stages", name, "patience"),
                 f"{loop.patience} evaluations are never made with eval_every 0; set eval_every, or remove patience",
@@ -206,16 +211,13 @@ def _item(levels: Collection[str], level: str) -> Key:
 
 
 def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[str]]]:
-    stages = settings.stages
-    if stages.prepare_data is not None:
-        yield ("stages", "prepare_data", "levels"), stages.prepare_data.levels
-    if stages.policy is not None:
-        for index, stage in enumerate(stages.policy.curriculum):
-            yield (*POLICY, "curriculum", index, "levels"), stage.levels
-    if stages.thoughts is not None:
-        yield ("stages", "thoughts", "levels"), stages.thoughts.levels
-    if stages.evaluate is not None:
-        yield ("stages", "evaluate", "levels"), stages.evaluate.levels
+    for name in settings.stages.active:
+        stage = getattr(settings.stages, name)
+        levels = getattr(stage, "levels", None)
+        if levels is not None:
+            yield ("stages", name, "levels"), levels
+        for index, part in enumerate(getattr(stage, "curriculum", ())):
+            yield ("stages", name, "curriculum", index, "levels"), part.levels
 
 
 def _rewards(settings: PipelineSettings) -> Iterator[_Finding]:

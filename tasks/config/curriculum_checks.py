@@ -1,4 +1,4 @@
-"""What a curriculum's settings mean together: metrics exist, thresholds can be met, stages are reached."""
+"""Checks of a curriculum: its metrics exist, thresholds can be met, and every stage can be reached."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _found(key: Key, text: str, *about: Key) -> Found:
 
 
 def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
-    """Everything that cannot work, each with the other keys that it rests on."""
+    """Problems of a curriculum, each with the other keys that it rests on."""
     if policy is None:
         return
     stages, key = policy.curriculum, (*POLICY, "curriculum")

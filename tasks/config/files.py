@@ -1,4 +1,4 @@
-"""What a configuration needs from this machine: data files, model folders, a folder to write into, a device."""
+"""Checks of a configuration against this machine: data files, model folders, an output folder, a device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 from rl_core.data.files import DATA_SUFFIXES, data_files
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, Settings
-from tasks.config.problems import Key, Problem
+from tasks.config.problems import Key, Problem, dotted
 from tasks.config.settings import PipelineSettings
 
-__all__ = ["context_of", "resolve_files"]
+__all__ = ["context_of", "replaced", "resolve_files"]
 
 S = TypeVar("S", bound=Settings)
 
@@ -24,17 +24,13 @@ _REGISTERED = re.compile(r"models:/[^/@]+(@[\w.-]+|/[\w.-]+)")
 # What to say when a file is missing that the shipped configs name, but that this project does not carry.
 _WHERE_TO_GET = {
     "gsm8k": (
-        "this project carries no data: get grade_school_math/data/train.jsonl from the repository "
-        "openai/grade-school-math (one JSON object a line with question, answer and, if you like, final) and set this "
-        "key to it"
+        "this project carries no data: save grade_school_math/data/train.jsonl of the repository "
+        "openai/grade-school-math there (one JSON object a line with question, answer and, if you like, final)"
     ),
     "preferences": (
-        "this project carries no data: write one JSON object a line with prompt, chosen and rejected, and set this key "
-        "to that file"
+        "this project carries no data: save pairs there, one JSON object a line with prompt, chosen, rejected"
     ),
-    "demonstrations": (
-        "write one JSON object a line with messages, or with prompt and completion, and set this key to that file"
-    ),
+    "demonstrations": "save them there, one JSON object a line with messages, or with prompt and completion",
 }
 
 
@@ -48,15 +44,15 @@ def resolve_files(settings: PipelineSettings, folder: Path) -> tuple[PipelineSet
     stages = settings.stages
     data = stages.prepare_data
     if data is not None:
-        stages = _replaced(stages, prepare_data=_with_data_files(data, finder))
+        stages = replaced(stages, prepare_data=_with_data_files(data, finder))
     environment = _with_environment_file(settings.environment, finder)
     model = _with_model_folder(settings.model, finder)
     _check_output(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
-    return _replaced(settings, stages=stages, environment=environment, model=model), problems
+    return replaced(settings, stages=stages, environment=environment, model=model), problems
 
 
-def _replaced(settings: S, **changed: Any) -> S:
+def replaced(settings: S, **changed: Any) -> S:
     """`dataclasses.replace` without the checks: what they found was reported, and finding goes on."""
     result = object.__new__(type(settings))
     for field in dataclasses.fields(settings):
@@ -72,7 +68,7 @@ class _Finder:
         self.problems = problems
 
     def candidates(self, name: str) -> list[Path]:
-        """Where a path of the config may lie: from the current folder, then from the config's own."""
+        """Candidates for a path of the config: from the current folder, then from the config's own."""
         path = Path(name).expanduser()
         places = [path] if path.is_absolute() else [Path.cwd() / path, self.folder.absolute() / path]
         return list(dict.fromkeys(Path(os.path.normpath(place)) for place in places))
@@ -86,8 +82,8 @@ class _Finder:
         path = self.find(name)
         if path is None:
             tried = " and ".join(str(place) for place in self.candidates(name))
-            text = f"{name!r} is no file; looked at {tried}"
-            self.problems.append(Problem(key, f"{text}; {advice or 'give the path of a JSONL or Parquet file'}"))
+            text = f"{name!r} is no file; looked at {tried}; {advice or 'it must be a JSONL or Parquet file'}"
+            self.problems.append(Problem(key, f"{text}, or name another place with --set {dotted(key)}=FILE"))
             return name
         if path.is_dir() and folder:
             if not data_files(path):
@@ -116,7 +112,7 @@ def _with_data_files(data: DataSettings, finder: _Finder) -> DataSettings:
         if path is not None:
             key = ("stages", "prepare_data", name)
             changed[name] = finder.data_file(path, key, _WHERE_TO_GET.get(name, ""), folder=True)
-    return _replaced(data, **changed)
+    return replaced(data, **changed)
 
 
 def _with_environment_file(environment: EnvironmentSettings, finder: _Finder) -> EnvironmentSettings:
@@ -126,7 +122,7 @@ def _with_environment_file(environment: EnvironmentSettings, finder: _Finder) ->
         return environment
     key = ("environment", "options", "path")
     found = finder.data_file(path, key, _WHERE_TO_GET.get(environment.name, ""))
-    return _replaced(environment, options={**environment.options, "path": found})
+    return replaced(environment, options={**environment.options, "path": found})
 
 
 def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
@@ -153,7 +149,7 @@ def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
         near = path.parent if (path / "adapter_config.json").is_file() else path / "model"
         hint = f"; did you mean {near}?" if (near / "config.json").is_file() else ""
         finder.problems.append(Problem(key, f"{path} holds no config.json, so it is no model folder{hint}"))
-    return _replaced(model, path=str(path))
+    return replaced(model, path=str(path))
 
 
 def _check_output(output: str, name: str, problems: list[Problem]) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from rl_core.errors import SettingsError
-from tasks.config.problems import Key, Places, Problem, dotted
+from tasks.config.problems import Key, KeyLocations, Problem, dotted
 from tasks.config.yaml_loader import parse_value
 
 __all__ = ["apply_overrides"]
 
 
-def apply_overrides(data: dict[str, Any], overrides: Iterable[str], places: Places) -> list[Problem]:
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str], places: KeyLocations) -> list[Problem]:
     """Set each "key.path=value" in `data`, in order, and note in `places` where the key now comes from.
 
     The value is YAML (3e-4, null, [easy, hard], {task: 1}). Blocks on the way that are missing or null are made; items

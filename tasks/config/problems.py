@@ -1,4 +1,4 @@
-"""What is wrong with a configuration: problems with their places, collected and reported all at once."""
+"""Problems of a configuration with their locations, collected and reported all at once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from rl_core.errors import SettingsError
 
-__all__ = ["ConfigError", "Key", "Places", "Problem", "dotted", "overlap", "shown"]
+__all__ = ["ConfigError", "Key", "KeyLocations", "Problem", "dotted", "overlap", "shown"]
 
 Key = tuple[str | int, ...]  # path of a key: ("stages", "policy", "curriculum", 0, "name")
 
@@ -24,7 +24,7 @@ class Problem:
 class ConfigError(SettingsError):
     """A configuration cannot be used; the message lists every problem, `problems` holds them."""
 
-    def __init__(self, problems: Iterable[Problem], places: Places) -> None:
+    def __init__(self, problems: Iterable[Problem], places: KeyLocations) -> None:
         unique = list(dict.fromkeys(problems))
         self.problems = tuple(sorted(unique, key=lambda problem: places.order(problem)))
         lines = [places.line(problem) for problem in self.problems]
@@ -32,8 +32,8 @@ class ConfigError(SettingsError):
 
 
 @dataclass
-class Places:
-    """Where each key came from: a line of the file, or an override."""
+class KeyLocations:
+    """Location of each key: a line of the file, or an override."""
 
     source: str  # the file's name as the user wrote it; "settings" for a dict
     lines: dict[Key, int] = field(default_factory=dict)  # key -> line of the file, from 1
@@ -61,7 +61,7 @@ class Places:
 
 
 def overlap(one: Key, other: Key) -> bool:
-    """Whether one key is the other or lies inside it."""
+    """True = one key is the other, or lies inside it."""
     length = min(len(one), len(other))
     return one[:length] == other[:length]
 

@@ -18,6 +18,7 @@ import pydantic
 
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings import Settings
+from rl_core.settings.defaults import is_open
 from tasks.config.problems import Key, Problem, overlap, shown
 
 __all__ = ["model_of", "read"]
@@ -46,7 +47,8 @@ def _made(cls: type[Settings]) -> type[pydantic.BaseModel]:
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         limits = [_LIMITS[name](limit) for name, limit in field.metadata.items() if name in _LIMITS]
-        fields[field.name] = (_annotation(_hints(cls)[field.name], limits), _default(field))
+        annotation = _annotation(_hints(cls)[field.name], limits)
+        fields[field.name] = (annotation | None if _by_model(field) else annotation, _default(field))
     model = pydantic.create_model(cls.__name__, __config__=_STRICT, __doc__=cls.__doc__, **fields)
     return typing.cast(type[pydantic.BaseModel], model)
 
@@ -57,6 +59,8 @@ def _hints(cls: type[Settings]) -> dict[str, Any]:
 
 def _default(field: dataclasses.Field[Any]) -> Any:
     info: dict[str, Any] = {"description": field.metadata.get("doc")}
+    if _by_model(field):
+        return pydantic.Field(default=None, **info)  # a form that fills the field in would set it
     if field.default_factory is not dataclasses.MISSING:
         return pydantic.Field(default=field.default_factory(), **info)
     if field.default is dataclasses.MISSING:
@@ -66,8 +70,20 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return pydantic.Field(default=field.default, **info)
 
 
+def _by_model(field: dataclasses.Field[Any]) -> bool:
+    """True = left out (or null), the setting has a default that depends on the model."""
+    return "by_model" in field.metadata
+
+
 def _values(settings: Settings) -> dict[str, Any]:
-    return dataclasses.asdict(settings)
+    """Plain values; None for a default that depends on the model."""
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if isinstance(value, Settings):
+            value = _values(value)
+        values[field.name] = None if is_open(value) else value
+    return values
 
 
 def _annotation(hint: Any, limits: list[Any]) -> Any:
@@ -166,7 +182,8 @@ def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
         )
     if not (isinstance(hint, type) and issubclass(hint, Settings)):
         return value
-    hints = _hints(hint)
+    hints, fields = _hints(hint), hint.__dataclass_fields__
+    value = {name: item for name, item in value.items() if item is not None or not _by_model(fields[name])}
     built = {name: _build(hints[name], item, (*key, name), problems) for name, item in value.items()}
     try:
         return hint(**built)
@@ -184,7 +201,7 @@ def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
 
 
 def _problem(cls: type[Settings], error: Any) -> Problem:
-    """What was found, what is allowed, what to do."""
+    """A message with the found value, the allowed ones and a remedy, from pydantic's error."""
     key = _key(error)
     kind, found = error["type"], error.get("input")
     if kind == "extra_forbidden":
@@ -280,7 +297,7 @@ def _type_words(hint: Any) -> str:
 
 
 def _hint(kind: str, found: Any) -> str:
-    """What to do about a common slip."""
+    """Remedy for a common slip; "" for any other."""
     if kind in ("int_type", "int_from_float") and isinstance(found, float) and found == int(found):
         return f"; write {int(found)}"
     if kind in ("int_type", "float_type") and isinstance(found, str):

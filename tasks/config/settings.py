@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from rl_core.errors import SettingsError, nearest
@@ -25,6 +25,7 @@ from rl_core.settings import (
     ThoughtsSettings,
     setting,
 )
+from tasks import stage_registry
 
 __all__ = [
     "STAGES",
@@ -37,10 +38,11 @@ __all__ = [
     "TrackingSettings",
 ]
 
-StageName = Literal[
-    "prepare_data", "sft", "preference", "reward_model", "policy", "thoughts", "evaluate", "analyze", "promote"
-]
-STAGES: tuple[StageName, ...] = get_args(StageName)  # in the order in which they run
+STAGES = stage_registry.names()  # in the order in which they run; later ones: `stage_registry.names()`
+if TYPE_CHECKING:
+    StageName = str
+else:
+    StageName = Literal[STAGES]  # a choice in Prefect's form
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
@@ -56,7 +58,7 @@ def _check_name(field: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TrackingSettings(Settings):
-    """Where metrics, artifacts and model versions go."""
+    """Tracking store, experiment and registered model of a pipeline."""
 
     uri: str | None = setting(
         None, doc="MLflow server or database; left out: MLFLOW_TRACKING_URI, else sqlite in the output folder"
@@ -89,7 +91,7 @@ class TrackingSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PromotionSettings(Settings):
-    """When the alias `champion` moves to the new model."""
+    """The promotion gate: conditions under which the alias `champion` moves to the new model."""
 
     min_gain: float = setting(
         0.0, ge=-1, le=1, doc="the interval's lower bound of the gain in success must be above this"
@@ -105,7 +107,7 @@ class PromotionSettings(Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainSettings(Settings):
-    """When and how `posttrain retrain` trains again, and what counts as a champion that got worse."""
+    """Triggers and options of `posttrain retrain`, and the margin by which a champion counts as worse."""
 
     start: Literal["champion", "base"] = setting("champion", doc="where it starts: the champion, or model as it stands")
     min_new_rows: int = setting(1, ge=1, doc="rows that the champion has not seen, for a retraining to be worth it")
@@ -140,12 +142,12 @@ class StagesSettings(Settings):
     @property
     def active(self) -> tuple[StageName, ...]:
         """The stages that run, in order."""
-        return tuple(name for name in STAGES if getattr(self, name) is not None)
+        return tuple(name for name in stage_registry.names() if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):
-    """How stages are run; changes no result."""
+    """Execution of the stages: retries, limits, waiting for locks; changes no result."""
 
     wait_seconds: float = setting(0.0, ge=0, doc="wait while another run writes into the same folder; 0 = refuse")
     retries: int = setting(2, ge=0, le=100, doc="tries after the first one, for errors that may pass (never settings)")
@@ -160,8 +162,8 @@ class RunSettings(Settings):
     def check(self) -> None:
         """Timeouts are positive and name stages."""
         for stage, seconds in self.timeouts.items():
-            if stage not in STAGES:
-                raise SettingsError(f"timeouts.{stage}: no such stage; {nearest(stage, STAGES)}")
+            if stage not in stage_registry.names():
+                raise SettingsError(f"timeouts.{stage}: no such stage; {nearest(stage, stage_registry.names())}")
             if seconds <= 0:
                 raise SettingsError(f"timeouts.{stage}: {seconds} must be greater than 0")
 
@@ -188,7 +190,8 @@ class PipelineSettings(Settings):
             raise SettingsError(f"output: {self.output!r} must name a folder")
         if not self.stages.active:
             raise SettingsError(
-                f"stages: none is given; name at least one of {', '.join(STAGES)} (`sft: {{}}` = defaults)"
+                f"stages: none is given; name at least one of {', '.join(stage_registry.names())} "
+                "(`sft: {}` = defaults)"
             )
 
     @property

@@ -207,7 +207,7 @@ class _Reader:
         return result
 
     def _merged(self, node: yaml.MappingNode) -> list[yaml.MappingNode]:
-        """What `<<: *base` and `<<: [*first, *second]` bring in, the weakest first."""
+        """Blocks that `<<: *base` or `<<: [*first, *second]` merges in, lowest precedence first."""
         bases: list[yaml.MappingNode] = []
         for key_node, value_node in node.value:
             if _is_merge(key_node):

@@ -1,4 +1,4 @@
-"""A person's word on a promotion: asked after the gate, answered once, kept as tags of the model version.
+"""Manual approval of a promotion: requested after the gate, answered once, kept as tags of the model version.
 
 The tags of the version are the truth, so any process that reaches the tracking store can answer: `posttrain approve`,
 the form in the Prefect UI, or the clock. Whoever answers moves the alias at once, whether the run that asked lives or
@@ -39,7 +39,7 @@ LOCK_SECONDS = 20.0  # to wait for another answer or promotion of the same model
 
 @dataclass(frozen=True)
 class ApprovalRequest:
-    """One question and, once there is one, its answer."""
+    """A request for approval and, once there is one, its answer."""
 
     name: str  # registered model
     version: int
@@ -60,7 +60,7 @@ class ApprovalRequest:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether nobody has answered; the deadline may have passed all the same."""
+        """True = nobody has answered yet, even if the deadline has passed."""
         return self.state == WAITING
 
     @property
@@ -100,7 +100,7 @@ def _number(text: str) -> int | None:
 
 
 def read(version: ModelVersion) -> ApprovalRequest | None:
-    """What is or was asked about a version; None = nothing ever."""
+    """The newest approval request of a version; None = there never was one."""
     tags = {key.removeprefix("approval."): value for key, value in version.tags.items() if key.startswith("approval.")}
     if "state" not in tags:
         return None
@@ -129,7 +129,7 @@ def requests(tracking: Tracking) -> list[ApprovalRequest]:
 
 
 def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
-    """Put the question on the version's tags; an earlier one about the same version is forgotten."""
+    """Write a request into the version's tags, in place of an earlier one."""
     request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="")
     tags = {
         "approval.state": WAITING,
@@ -156,7 +156,7 @@ def asked(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
 def answer(
     tracking: Tracking, request: ApprovalRequest, *, approve: bool, by: str, note: str = "", in_time: bool = False
 ) -> ApprovalRequest:
-    """Answer a question and do what follows: the alias moves only if the champion is still the one compared with.
+    """Answer a question and apply the answer: the alias moves only if the champion is still the one compared with.
 
     Args:
         by: who answers. note: why.
@@ -186,7 +186,7 @@ def answer(
 
 
 def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:
-    """Reject what nobody approved in time; returns those."""
+    """Reject requests whose deadline has passed; returns them."""
     late = [read(version) for version in tracking.versions(name)]
     found = []
     for request in late:
@@ -228,7 +228,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
 
 
 def _note_locally(output: Path, run_id: str) -> None:
-    """The run that asked waits no more, where its folder is on this machine."""
+    """Note the end of the wait in the run's record, if its folder is on this machine."""
     for path in [*output.glob("*/run.json"), *output.glob("*/runs/*/run.json")]:
         try:
             record = json.loads(path.read_text())
@@ -240,7 +240,7 @@ def _note_locally(output: Path, run_id: str) -> None:
 
 @contextmanager
 def _deciding(output: Path, name: str) -> Iterator[None]:
-    """Nobody else on this machine answers for, or promotes, this model within. Raises: FolderBusy."""
+    """Lock under which this process alone answers for, or promotes, this model. Raises: FolderBusy."""
     lock = FolderLock(output / f".champion-{name.replace(' ', '_')}.lock")
     deadline = time.monotonic() + LOCK_SECONDS
     while True:

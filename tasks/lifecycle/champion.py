@@ -1,4 +1,4 @@
-"""Whether the champion is still as good as it was when it was promoted."""
+"""Regression checks of the champion against its figures at promotion."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 
 from rl_core.analysis.statistics import Difference, Rate, rate_difference
 from rl_core.evaluation import Evaluation
-from rl_core.settings import EvaluationSettings
-from tasks.config import PipelineSettings, StagesSettings
+from tasks.config import PipelineSettings, StagesSettings, evaluation_settings
 from tasks.tracking import ModelVersion
 
 __all__ = ["ChampionVerdict", "count_checks", "figure_of", "judge", "note_check", "settings_of_check"]
@@ -55,7 +54,7 @@ def figure_of(tags: Mapping[str, str]) -> Rate | None:
 
 
 def judge(result: Evaluation, registered: Rate, margin: float) -> ChampionVerdict:
-    """Whether success fell: the upper 95% bound of its change lies below minus the margin.
+    """Test for a fall of the success rate: the upper 95% bound of its change lies below minus the margin.
 
     The two figures come from different episodes, so their intervals are joined (Newcombe 1998). An unchanged champion
     is called worse once in forty checks at most, with margin 0; more seldom the larger the margin.
@@ -73,7 +72,7 @@ def settings_of_check(settings: PipelineSettings, champion: ModelVersion, number
     """
     text = f"{settings.seed}:check:{champion.version}:{number}"
     seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
-    evaluation = dataclasses.replace(settings.stages.evaluate or EvaluationSettings(), episodes_seed=seed)
+    evaluation = dataclasses.replace(evaluation_settings(settings), episodes_seed=seed)
     return dataclasses.replace(
         settings,
         model=dataclasses.replace(settings.model, path=champion.reference),
@@ -82,14 +81,14 @@ def settings_of_check(settings: PipelineSettings, champion: ModelVersion, number
 
 
 def count_checks(home: Path, version: int) -> int:
-    """How often a version was checked so far."""
+    """Number of checks of a version so far."""
     path = home / CHECKS
     lines = path.read_text().splitlines() if path.is_file() else []
     return sum(json.loads(line)["version"] == version for line in lines if line.endswith("}"))
 
 
 def note_check(home: Path, version: int, verdict: ChampionVerdict | None, now: Rate) -> None:
-    """Write down a check; it counts from now on."""
+    """Record a check; it counts from now on."""
     row = {"version": version, "success": now.rate, "low": now.low, "high": now.high, "samples": now.n}
     if verdict is not None:
         row |= {"change": verdict.change.difference, "regressed": verdict.regressed}

@@ -1,4 +1,4 @@
-"""What a model was trained on, and what has come since: digests and numbers of rows of the data files.
+"""Data lineage of models: digests and row counts of their data files, and the rows that came since.
 
 Each version of a registered model carries the record of the files that its run was given, as tags:
 
@@ -52,7 +52,7 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
-    """What one setting named: a file, or all data files of a folder, by their names in it."""
+    """Data files of one setting: the file it names, or all data files of the folder, by their names in it."""
 
     path: str
     files: dict[str, FileRecord]
@@ -79,7 +79,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class NewData:
-    """What has come since a record."""
+    """Data that came since a record."""
 
     changes: tuple[Change, ...] = ()
     gone: tuple[str, ...] = field(default=())  # files that are no longer there: nothing to learn from
@@ -141,7 +141,7 @@ def _file(path: Path) -> FileRecord:
 
 
 def new_since(before: Records | None, now: Records) -> NewData:
-    """What `now` holds that `before` does not. `before` None (nobody knows): everything is new.
+    """Data of `now` that `before` does not have. `before` None (unknown): everything is new.
 
     A file is known by its content, whatever its name. The files of `now` are read where they may have grown.
     """

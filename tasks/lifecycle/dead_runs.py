@@ -1,4 +1,4 @@
-"""Runs that were killed without a word: found by the lock that the kernel frees, drained, and marked as killed.
+"""Dead runs, killed before they could end: detected by their released lock, delivered, and marked as killed.
 
 A journal is locked by the process that writes it, for as long as that lives (`LineLog`). One that has no end and that
 nobody holds belongs to a process that is gone, whichever process has its number now.
@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_core.errors import BackendError, FolderBusy
 from tasks.tracking import Tracking
-from tasks.tracking.journal import LineLog, Shipped, events_path, metrics_path, read_lines
+from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines
 
 __all__ = ["DeadRun", "RunRecord", "close_dead_runs", "dead_runs", "journals", "recorded_runs"]
 
@@ -42,7 +42,7 @@ class DeadRun:
 
     @property
     def why(self) -> str:
-        """In words."""
+        """The finding as a sentence."""
         what = "run" if self.is_pipeline else "stage run"
         if self.elsewhere:
             return f"{what} '{self.name}' has no end; it ran on {self.host}, where alone it can be judged"
@@ -71,7 +71,7 @@ def close_dead_runs(tracking: Tracking, root: Path) -> list[DeadRun]:
 
 
 def _is_held(path: Path) -> bool:
-    """Whether a living process has a journal's file locked."""
+    """True = a living process holds the lock of a journal's file."""
     writable = os.access(path, os.W_OK)  # else it is somebody else's, which can be locked all the same
     descriptor = os.open(path, os.O_RDWR if writable else os.O_RDONLY)
     try:
@@ -107,7 +107,7 @@ def _judge(folder: Path) -> DeadRun | None:
     return DeadRun(
         name=name,
         folder=folder,
-        run_id=Shipped.load(folder).run_id or "",
+        run_id=DeliveryCursor.load(folder).run_id or "",
         flow_run_id=str(tags.get("prefect.flow_run_id", "")),
         is_pipeline=not parent,
         host=host,
@@ -189,7 +189,7 @@ def _record(folder: Path) -> RunRecord | None:
         pipeline=folder.parent.parent.name,
         started=name.partition(" · ")[2],
         name=name,
-        run_id=Shipped.load(folder).run_id or "",
+        run_id=DeliveryCursor.load(folder).run_id or "",
         status=status,
         folder=folder,
         settings=settings,

@@ -1,4 +1,4 @@
-"""Retraining: whether it is worth it, where it starts, with which settings; and a record of each one.
+"""Retraining: the decision, its starting point and settings, and a record of each one.
 
     <output>/<pipeline>/retrainings/0001.json   data, start, seed, reason, and what came of it
 
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.storage.folders import write_json_atomic
+from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import expire, read
 from tasks.lifecycle.data_lineage import NewData, Records, new_since, records_from_tags, tags_of_records
@@ -34,9 +35,6 @@ __all__ = [
 ]
 
 Start = Literal["champion", "base"]
-
-_TRAINING = ("sft", "preference", "policy", "thoughts")
-_FILE_OF = {"sft": "demonstrations", "preference": "preferences"}  # what a stage learns from, where it is a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +55,13 @@ class Retraining:
 
     @property
     def ended(self) -> bool:
-        """Whether it came to a decision."""
+        """True = it came to a decision."""
         return self.status not in ("open", "failed", "waiting")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RetrainingPlan:
-    """What is to be done. `record` None = nothing; `why` says the reason either way."""
+    """Decision about a retraining. `record` None = none is due; `why` gives the reason either way."""
 
     why: str
     new: NewData
@@ -109,14 +107,14 @@ def plan_retraining(
 
 
 def check(settings: PipelineSettings) -> None:
-    """A retraining trains something and asks the gate. Raises: SettingsError."""
+    """Check that a retraining trains a policy and ends at the gate. Raises: SettingsError."""
     missing = [name for name in ("evaluate", "promote") if getattr(settings.stages, name) is None]
     if missing:
         raise SettingsError(
             f"stages.{missing[0]}: is missing; retraining promotes what passes the gate, so add `{missing[0]}: {{}}`"
         )
-    if not any(getattr(settings.stages, name) for name in _TRAINING):
-        raise SettingsError(f"stages: nothing trains a policy; add one of {', '.join(_TRAINING)}")
+    if not any(getattr(settings.stages, name) for name in stage_registry.policy_stages()):
+        raise SettingsError(f"stages: nothing trains a policy; add one of {', '.join(stage_registry.policy_stages())}")
 
 
 def reason_to_train(
@@ -127,7 +125,7 @@ def reason_to_train(
     new: NewData,
     start: Start,
 ) -> str:
-    """Why to train; begins with "skipped: " where there is no reason to."""
+    """Reason to train; begins with "skipped: " if there is none."""
     if champion is None:
         why = "there is no champion yet"
     elif not now:
@@ -161,7 +159,7 @@ def _start(start: Start, champion: ModelVersion | None) -> int | None:
 
 
 def _content(data: Mapping[str, str]) -> str:
-    """What tells two records of data apart: content, not place."""
+    """Content of a data record, without the places of its files, for comparison."""
     records = records_from_tags(data) or {}
     return json.dumps(
         {name: sorted(file.sha256 for file in record.files.values()) for name, record in records.items()},
@@ -234,7 +232,7 @@ def _planned(settings: PipelineSettings, new: NewData, record: Retraining, why: 
 
 
 def _nothing_new(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:
-    """Stages that a champion need not go through again: they imitate what it has learned from already.
+    """Stages that a champion can skip: they imitate data that it has learned from already.
 
     Copying a demonstrator once more would undo what reward has taught since. Stages that make their own data go on.
     """
@@ -242,13 +240,17 @@ def _nothing_new(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:
         return ()
     stages, data = settings.stages, settings.stages.prepare_data
     dropped = []
-    for stage, source in _FILE_OF.items():
+    for stage, source in ((known.name, known.learns_from) for known in stage_registry.stages() if known.learns_from):
         from_file = data is not None and getattr(data, source) is not None
-        fixed = from_file or stage == "sft"  # a demonstrator writes the same demonstrations again
-        changed = source in new.sources or (stage == "sft" and "environment" in new.sources and not from_file)
+        fixed = from_file or source == "demonstrations"  # a demonstrator writes the same demonstrations again
+        changed = source in new.sources or (
+            source == "demonstrations" and "environment" in new.sources and not from_file
+        )
         if getattr(stages, stage) is not None and fixed and not changed:
             dropped.append(stage)
-    left = [name for name in _TRAINING if getattr(stages, name) is not None and name not in dropped]
+    left = [
+        name for name in stage_registry.policy_stages() if getattr(stages, name) is not None and name not in dropped
+    ]
     return tuple(dropped) if left else ()
 
 
@@ -268,7 +270,7 @@ def read_records(home: Path) -> list[Retraining]:
 
 
 def open_record(home: Path, record: Retraining) -> None:
-    """Write down that a retraining begins, or goes on."""
+    """Record the start, or the resumption, of a retraining."""
     _write(home, record)
 
 
@@ -291,7 +293,7 @@ def settle_waiting(tracking: Tracking, name: str, home: Path) -> list[Retraining
 
 
 def close_record(home: Path, record: Retraining, **outcome: Any) -> Retraining:
-    """Write down what came of it: `status`, `version`, `note`."""
+    """Record the outcome of a retraining: `status`, `version`, `note`."""
     closed = dataclasses.replace(record, **outcome)
     _write(home, closed)
     return closed

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 import torch
 from prefect.concurrency.sync import concurrency
 
+from tasks.stage_registry import entry
+
 __all__ = ["gpu_slot"]
 
 VARIABLE = "POSTTRAIN_GPU_LIMIT"  # name of the limit; set by `posttrain up`, whose server has it
 LEASE_SECONDS = 60.0  # after which the slot of a run that was killed is free again
-_WITHOUT = ("prepare_data", "promote")  # read and compare; a promotion may wait for a person
 
 
 @contextmanager
@@ -24,7 +25,7 @@ def gpu_slot(stage: str) -> Iterator[None]:
         stage: its name.
     """
     limit = os.environ.get(VARIABLE, "")
-    if not limit or stage in _WITHOUT or not torch.cuda.is_available():
+    if not limit or not entry(stage).uses_gpu or not torch.cuda.is_available():
         yield
         return
     # Not strict: a limit that somebody deleted, or a server that is down for a while, must not end a stage.

@@ -1,11 +1,10 @@
-"""What decides a stage's result, as one key: the same key is not run twice, a changed one is."""
+"""Cache key of a stage: a hash of everything that its result depends on."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from rl_core.errors import SettingsError
 from rl_core.storage.folders import digest_file, digest_folder
 from tasks.config import PipelineSettings
 from tasks.pipeline.result import StageResult
+from tasks.pipeline.user_code import import_paths, user_code_digests
 
 __all__ = ["code_version", "input_digest", "stage_key", "stage_seed"]
 
@@ -51,17 +51,21 @@ def input_digest(value: StageResult | Path | str) -> str:
     return value
 
 
-def _environment_digests(settings: PipelineSettings) -> dict[str, str]:
-    """Content of what the environment is made from: its data file, and its source where it is the user's own."""
+def _content_digests(stage_settings: dict[str, Any] | None, pipeline: PipelineSettings) -> dict[str, str]:
+    """Content of what the stage takes from the user besides its inputs: the environment's data file, and code.
+
+    Code is what the environment's name, reward functions and any other import path in the settings lead to.
+    Raises: SettingsError for a module that cannot be found.
+    """
     digests = {}
-    option = settings.environment.options.get("path")
+    option = pipeline.environment.options.get("path")
     if isinstance(option, str) and Path(option).is_file():
         digests["path"] = digest_file(Path(option))
-    if ":" in settings.environment.name:
-        spec = importlib.util.find_spec(settings.environment.name.split(":")[0])
-        if spec and spec.origin and Path(spec.origin).is_file():
-            digests["source"] = digest_file(Path(spec.origin))
-    return digests
+    named = [pipeline.environment.name, *(stage_settings or {}).get("rewards", {})]
+    required = {path for path in named if ":" in path}
+    others = import_paths(stage_settings) | import_paths(dataclasses.asdict(pipeline.environment))
+    found = user_code_digests(required, others - required)
+    return digests | {f"code {name}": digest for name, digest in found.items()}
 
 
 def stage_key(name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]) -> str:
@@ -73,7 +77,7 @@ def stage_key(name: str, stage_settings: Any, pipeline: PipelineSettings, digest
         "stage": name,
         "settings": decisive,
         "environment": dataclasses.asdict(pipeline.environment),
-        "environment_content": _environment_digests(pipeline),
+        "content": _content_digests(decisive, pipeline),
         "model": dataclasses.asdict(pipeline.model),
         "inputs": dict(digests),
         "seed": pipeline.seed,

@@ -1,4 +1,4 @@
-"""One Prefect task for every stage: run name, retries for what may pass, timeout, progress and result artifacts."""
+"""One Prefect task for every stage: run name, retries of transient errors, timeout, progress and result artifacts."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from prefect.task_engine import TaskRunTimeoutError
 
 from rl_core.errors import BackendError, StageTimeout
 from tasks.pipeline.gpu_slot import gpu_slot
-from tasks.pipeline.result import StageResult
+from tasks.pipeline.result import REVIEW, StageResult
 from tasks.pipeline.run import PipelineRun
-from tasks.stages.promotion_review import REVIEW
 
 __all__ = ["is_transient", "stage_task"]
 
@@ -36,7 +35,7 @@ PROGRESS_SECONDS = 3.0  # between updates of the progress artifact; each is a ca
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether trying again may help: a backend or a connection, never settings, data, a stop or the stage's limit."""
+    """True = a retry may help: a backend or a connection failed; not settings, data, a stop or the stage's limit."""
     if isinstance(error, TaskRunTimeoutError):  # a TimeoutError too, but the user set how long the stage may take
         return False
     return isinstance(error, BackendError | ConnectionError | TimeoutError)
@@ -87,7 +86,7 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
                 f"stage '{name}' was stopped after {limit:g} s, the limit that {setting} sets; raise it, "
                 "and the stage goes on from its last checkpoint"
             ) from error
-        pipeline_run.results[name] = result
+        pipeline_run.add_result(name, result)
         return result
 
     return start
@@ -97,25 +96,25 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
 def _progress_artifact(pipeline_run: PipelineRun, name: str) -> Iterator[None]:
     """Keep a progress artifact up to date from a thread, so that the Prefect API never delays a step."""
     ended = threading.Event()
-    thread = threading.Thread(target=_report_progress, args=(pipeline_run, name, ended), daemon=True)
-    artifact = _quietly(create_progress_artifact, progress=0.0, key=_key(pipeline_run, name, "progress"))
-    pipeline_run.progress_artifact = artifact if isinstance(artifact, UUID) else None
+    made = _quietly(create_progress_artifact, progress=0.0, key=_key(pipeline_run, name, "progress"))
+    artifact = made if isinstance(made, UUID) else None
+    thread = threading.Thread(target=_report_progress, args=(pipeline_run, artifact, ended), daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join(timeout=10)
-        if pipeline_run.progress_artifact is not None:
-            _quietly(update_progress_artifact, artifact_id=pipeline_run.progress_artifact, progress=100.0)
+        if artifact is not None:
+            _quietly(update_progress_artifact, artifact_id=artifact, progress=100.0)
 
 
-def _report_progress(pipeline_run: PipelineRun, name: str, ended: threading.Event) -> None:
+def _report_progress(pipeline_run: PipelineRun, artifact: UUID | None, ended: threading.Event) -> None:
     shown = 0.0
     while not ended.wait(PROGRESS_SECONDS):
         percent = round(100 * pipeline_run.fraction, 1)
-        if percent != shown and pipeline_run.progress_artifact is not None:
-            _quietly(update_progress_artifact, artifact_id=pipeline_run.progress_artifact, progress=percent)
+        if percent != shown and artifact is not None:
+            _quietly(update_progress_artifact, artifact_id=artifact, progress=percent)
             shown = percent
 
 

@@ -1,4 +1,4 @@
-"""What a finished stage hands over, and how its folder is read and verified."""
+"""Results of finished stages: reading and verifying their folders."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from typing import Any
 from rl_core.errors import CorruptError
 from rl_core.storage.folders import verify_folder
 
-__all__ = ["METRICS_HISTORY", "RECENT_ROLLOUTS", "StageResult", "content_digest", "load_finished"]
+__all__ = ["METRICS_HISTORY", "RECENT_ROLLOUTS", "REVIEW", "StageResult", "content_digest", "load_finished"]
 
 logger = logging.getLogger(__name__)
 
 METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of every metric while a stage trains
 
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
+
+REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
 # Files that hold timings, or what a resumed run has less of: they are part of a stage's folder but not of its content
 # digest, so that a stage that was run again to the same result does not make the ones after it run again.
@@ -29,7 +31,7 @@ TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECEN
 
 @dataclass(frozen=True)
 class StageResult:
-    """What a finished stage hands over: a path and digests, never a model."""
+    """Result of a finished stage: a path and digests, never a model."""
 
     stage: str
     folder: str

@@ -1,4 +1,4 @@
-"""The contract of every stage: cache key, folders, lock, resume, tracking, hand-over.
+"""Execution of a stage: cache key, folders, lock, resume, tracking, hand-over.
 
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
@@ -7,9 +7,10 @@
         <key>.tracking/   the journal of metrics and what was shipped of it
         <key>.lock        held while the stage runs
 
-The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version). The same
-key is not run twice; a changed one is. In how many processes a stage runs (`launch`) is no part of its key. A finished
-folder is verified against its manifest before it is used.
+The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version, content of
+the user's modules that settings name and of those that they import). The same key is not run twice; a changed one is.
+In how many processes a stage runs (`launch`) is no part of its key, nor are files that the user's code opens by itself.
+A finished folder is verified against its manifest before it is used.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,14 +33,17 @@ from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
+from tasks.processes.launch import WORKERS, recover_events, run_in_workers
+from tasks.stage_registry import entry
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rl_core.api.recipes import Recipe
     from rl_core.distributed import ProcessGroup
-    from rl_core.training.loop import LoopOutcome, Trainer
-    from rl_core.training.optimizer_step import Updater
+    from rl_core.training.loop import LoopOutcome
+    from rl_core.training.optimizer_step import OptimizerStep
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
@@ -58,7 +62,7 @@ def _alone() -> ProcessGroup:
 
 @dataclass
 class StageContext:
-    """What the body of a stage gets."""
+    """Settings, inputs, folder, tracker and stop signal of a stage, for its body."""
 
     name: str
     folder: Path  # write here; renamed when finished
@@ -70,34 +74,23 @@ class StageContext:
     seed: int
     fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
     stop: threading.Event
-    started: float = field(default_factory=time.monotonic)
+    threads: int = 1  # of all processes of the stage on this machine together
     process_group: ProcessGroup = field(default_factory=_alone)  # the processes that run this stage's body together
 
     @property
     def checkpoints(self) -> Path:
-        """Where the stage keeps its checkpoints; removed when it has finished."""
+        """Folder of the stage's checkpoints; removed when it has finished."""
         return self.folder / "checkpoints"
 
-    def train(
-        self, trainer: Trainer, iterations: int, *, best_metric: str | None = None, larger_is_better: bool = True
-    ) -> LoopOutcome:
-        """Run a trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
+    def train(self, recipe: Recipe[Any]) -> LoopOutcome:
+        """Run a recipe's trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
 
-        Args: as `rl_core.training.loop.run_loop`.
+        Errors: as `rl_core.training.loop.run_loop`.
         """
-        from rl_core.storage.checkpoint import (
-            CheckpointStore,
-        )  # here, as it loads torch, which those who only read folders do not need
-        from rl_core.training.loop import run_loop
-
-        return run_loop(
-            trainer,
+        return recipe.run(
             self.settings,
-            iterations=iterations,
             tracker=self.tracker,
-            checkpoints=CheckpointStore(self.checkpoints, keep=self.settings.keep_checkpoints),
-            best_metric=best_metric,
-            larger_is_better=larger_is_better,
+            checkpoints=self.checkpoints,
             fingerprint=self.fingerprint,
             stop_event=self.stop,
             history=self.folder / METRICS_HISTORY,
@@ -105,7 +98,7 @@ class StageContext:
 
     def save_model(
         self,
-        updater: Updater,
+        optimizer_step: OptimizerStep,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         load: Callable[[PipelineSettings], PreTrainedModel],
@@ -116,14 +109,14 @@ class StageContext:
         CPU: no GPU need hold them all.
 
         Args:
-            updater: that has trained the model.
+            optimizer_step: that has trained the model.
             load: gives the model that training started from, for settings with another device.
         """
         from rl_core.models import causal_lm
         from rl_core.training.resume import load_trainable_weights, trainable_weights
 
         if self.process_group.size > 1:
-            weights = updater.gather_state(trainable_weights(model))
+            weights = optimizer_step.sharded.gather_state(trainable_weights(model))
             if not self.process_group.is_rank_zero:
                 return
             on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")
@@ -155,68 +148,104 @@ def run_stage(
     if pipeline_run.stop.is_set():
         raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
-    pipeline_run.tag_data(digests)
+    pipeline_run.tracker.tag_data(digests)
     key = stage_key(name, settings, pipeline_run.settings, digests)
-    final = pipeline_run.stages / name / key
-    fresh = pipeline_run.is_fresh(name) and key not in pipeline_run.keys_run
+    final = pipeline_run.stages_folder / name / key
+    stage = _Stage(name, label or name, settings, inputs, digests, key, final)
     final.parent.mkdir(parents=True, exist_ok=True)
     with FolderLock(final.with_name(f"{key}.lock")):
+        fresh = pipeline_run.is_fresh(name, key)
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
-            logger.info("%s: finished before (%s), not run again", label or name, key)
-            pipeline_run.stage_cached(label or name, done)
+            logger.info("%s: finished before (%s), not run again", stage.label, key)
+            pipeline_run.tracker.note_cached(stage.label, done.run_id or done.key)
             return done
         if fresh:
             _discard(final)
-        pipeline_run.keys_run.add(key)
-        return _run_open(pipeline_run, name, body, settings, inputs, digests, key, final, label or name)
+        pipeline_run.mark_computed(key)
+        return _compute(pipeline_run, stage, body)
 
 
-def _run_open(
-    pipeline_run: PipelineRun,
-    name: str,
-    body: Callable[[StageContext], dict[str, Any]],
-    settings: Any,
-    inputs: Mapping[str, StageResult | Path | str],
-    digests: dict[str, str],
-    key: str,
-    final: Path,
-    label: str,
-) -> StageResult:
+@dataclass(frozen=True)
+class _Stage:
+    """One stage that is asked for, with its key."""
+
+    name: str
+    label: str
+    settings: Any
+    inputs: Mapping[str, StageResult | Path | str]
+    digests: dict[str, str]  # of the inputs
+    key: str
+    final: Path  # the folder when it has finished
+
+    @property
+    def folder(self) -> Path:
+        """The folder while the stage runs."""
+        return self.final.with_name(f"{self.key}.open")
+
+    @property
+    def journal(self) -> Path:
+        """Folder of the stage's run: metrics and their delivery."""
+        return self.final.with_name(f"{self.key}.tracking")
+
+
+def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageContext], dict[str, Any]]) -> StageResult:
     """Open or reopen the stage's folder, run the body, and seal the folder under its final name."""
-    folder = final.with_name(f"{key}.open")
-    journal = final.with_name(f"{key}.tracking")
-    _clear_leftovers(folder)
-    from tasks.processes.launch import recover_events, run_in_workers  # here, as it knows this module
-
+    _clear_leftovers(stage.folder)
     started = time.monotonic()
-    tracker = pipeline_run.open_stage_run(label, name, journal, settings, digests, key)
+    tracker = pipeline_run.tracker.open_stage(
+        stage.label, stage.name, stage.journal, stage.settings, stage.digests, stage.key,
+        pipeline_run.models.parent_tags(stage.name),
+    )  # fmt: skip
     context = StageContext(
-        name=name,
-        folder=folder,
-        settings=settings,
+        name=stage.name,
+        folder=stage.folder,
+        settings=stage.settings,
         pipeline=pipeline_run.settings,
-        inputs={k: v.path if isinstance(v, StageResult) else v for k, v in inputs.items()},
+        inputs={k: v.path if isinstance(v, StageResult) else v for k, v in stage.inputs.items()},
         tracker=tracker,
         pipeline_run=pipeline_run,
-        seed=stage_seed(pipeline_run.settings.seed, name),
-        fingerprint={"stage key": key, "threads": str(pipeline_run.threads)},
+        threads=pipeline_run.threads,
+        seed=stage_seed(pipeline_run.settings.seed, stage.name),
+        fingerprint={"stage key": stage.key, "threads": str(pipeline_run.threads)},
         stop=pipeline_run.stop,
     )
-    try:
-        recover_events(folder, tracker)
-        launch = getattr(settings, "launch", None)
-        in_workers = launch is not None and launch.kind == "torchrun"
-        summary = run_in_workers(context, body) if in_workers else body(context)
-        if (folder / "model").is_dir() and name != "prepare_data":
-            summary = {**summary, **pipeline_run.register(tracker, folder / "model", name, summary)}
-        summary.setdefault("tokens_per_second", tokens_per_second(journal))
+    with _closed_by_outcome(tracker, stage.folder):
+        summary = _run_body(context, body)
+        if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
+            summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
+        summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(time.monotonic() - started, 2)
-        summary = {**summary, "seconds": seconds, "run_id": tracker.run_id or "", "key": key}
+        summary |= {"seconds": seconds, "run_id": tracker.run_id or "", "key": stage.key}
         tracker.log_dict(summary, "summary.json")
         if summary.get("note"):
             tracker.set_tag("result", str(summary["note"])[:250])
-        write_json_atomic(folder / "summary.json", summary)
+        write_json_atomic(stage.folder / "summary.json", summary)
+    return StageResult(
+        stage=stage.name,
+        folder=str(stage.final),
+        digest=_seal(stage),
+        key=stage.key,
+        cached=False,
+        seconds=seconds,
+        run_id=tracker.run_id or "",
+        summary=summary,
+    )
+
+
+def _run_body(context: StageContext, body: Callable[[StageContext], dict[str, Any]]) -> dict[str, Any]:
+    """The body's summary, computed in this process or in those that the settings ask for."""
+    recover_events(context.folder, context.tracker)
+    launch = getattr(context.settings, "launch", None)
+    in_workers = launch is not None and launch.kind == "torchrun"
+    return dict(run_in_workers(context, body) if in_workers else body(context))
+
+
+@contextlib.contextmanager
+def _closed_by_outcome(tracker: RunTracker, folder: Path) -> Iterator[None]:
+    """Close the stage's run as finished, killed or failed; after an error of ours keep only checkpoints in `folder`."""
+    try:
+        yield
     except Stopped:
         tracker.close("KILLED")
         raise
@@ -229,20 +258,15 @@ def _run_open(
         tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
         raise
     tracker.close("FINISHED")
-    if (journal / "metrics.jsonl").is_file():
-        shutil.copyfile(journal / "metrics.jsonl", folder / "metrics.jsonl")
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    manifest = seal_folder(folder, final, extra={"stage": name, "key": key, "settings": resolve(settings)})
-    return StageResult(
-        stage=name,
-        folder=str(final),
-        digest=content_digest(manifest),
-        key=key,
-        cached=False,
-        seconds=seconds,
-        run_id=tracker.run_id or "",
-        summary=summary,
-    )
+
+
+def _seal(stage: _Stage) -> str:
+    """Move the folder to its final name, with its metrics and a manifest; returns the digest of its content."""
+    if (stage.journal / "metrics.jsonl").is_file():
+        shutil.copyfile(stage.journal / "metrics.jsonl", stage.folder / "metrics.jsonl")
+    shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
+    facts = {"stage": stage.name, "key": stage.key, "settings": resolve(stage.settings)}
+    return content_digest(seal_folder(stage.folder, stage.final, extra=facts))
 
 
 def tokens_per_second(journal: Path) -> float | None:
@@ -259,7 +283,7 @@ def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
-        if path.name in ("checkpoints", REWARD_RECORD, "workers"):  # workers: recover_events reads it first
+        if path.name in ("checkpoints", REWARD_RECORD, WORKERS):  # recover_events reads and removes the latter
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

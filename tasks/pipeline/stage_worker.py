@@ -1,4 +1,4 @@
-"""One of the processes that train a stage together; torchrun starts it (see tasks/processes/launch.py).
+"""Entry point of one process of a multi-process stage, started by torchrun (see tasks/processes/launch.py).
 
 python -m tasks.pipeline.stage_worker JOB.json
 """
@@ -29,7 +29,7 @@ from tasks.config import from_dict
 from tasks.pipeline.stage import StageContext
 from tasks.processes.child_processes import die_with_parent
 from tasks.processes.launch import EVENTS
-from tasks.processes.rank_zero_events import EventTracker, RelayHandler
+from tasks.processes.rank_zero_events import EventLogHandler, EventTracker
 from tasks.processes.torchrun import AGENT
 
 __all__ = ["main"]
@@ -43,7 +43,7 @@ class _StopFile(threading.Event):
         self._path = path
 
     def is_set(self) -> bool:
-        """Whether the file is there."""
+        """True = the file exists."""
         return self._path.exists()
 
 
@@ -107,6 +107,7 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         inputs={**{name: Path(value) for name, value in job["paths"].items()}, **job["names"]},
         tracker=_tracker(process_group, folder),  # type: ignore[arg-type]  # bodies that run here ask for no more
         pipeline_run=None,  # type: ignore[arg-type]
+        threads=job["threads"],
         seed=job["seed"],
         fingerprint=job["fingerprint"],
         stop=_StopFile(folder / "stop"),
@@ -124,7 +125,7 @@ def _tracker(process_group: ProcessGroup, folder: Path) -> Tracker:
     events = EventTracker(folder / EVENTS)
     for package in ("rl_core", "tasks"):
         logging.getLogger(package).setLevel(logging.INFO)
-        logging.getLogger(package).addHandler(RelayHandler(events))
+        logging.getLogger(package).addHandler(EventLogHandler(events))
     return events
 
 

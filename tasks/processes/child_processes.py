@@ -1,4 +1,4 @@
-"""Children that never outlive who started them."""
+"""Child processes that do not outlive their parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage in several processes: started by torchrun, watched from here, gone when this process is.
+"""Launch of a stage in several processes under torchrun, supervised by the stage's own process and ended with it.
 
     <stage's open folder>/workers/
         job.json          what the processes need to know (tasks/pipeline/stage_worker.py reads it)
@@ -25,22 +25,20 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
+from rl_core.tracking import Tracker
 from rl_core.training.signals import StopRequests
-from tasks.config import resolve
+from tasks.config import PipelineSettings, resolve
 from tasks.processes.child_processes import wait_until_gone
 from tasks.processes.rank_zero_events import Events
-from tasks.tracking import RunTracker
 
-if TYPE_CHECKING:
-    from tasks.pipeline.stage import StageContext
-
-__all__ = ["WORKERS", "recover_events", "run_in_workers"]
+__all__ = ["EVENTS", "WORKERS", "LaunchedStage", "recover_events", "run_in_workers"]
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +51,52 @@ _OUTPUT_LINES = 15  # of what a process printed, in a message about its death
 _INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[str, Any]]) -> dict[str, Any]:
-    """Run a stage's body in the processes that its `launch` settings ask for; returns what it returns in the first.
+class LaunchedStage(Protocol):
+    """The part of a stage's context that its processes are started from."""
+
+    @property
+    def name(self) -> str:
+        """The stage."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder that the stage writes into."""
+
+    @property
+    def settings(self) -> Any:
+        """The stage's own settings; `launch` is one of them."""
+
+    @property
+    def pipeline(self) -> PipelineSettings:
+        """Settings of the whole pipeline."""
+
+    @property
+    def inputs(self) -> Mapping[str, Path | str]:
+        """Folders, or hub names of models, by the input's name."""
+
+    @property
+    def tracker(self) -> Tracker:
+        """The stage's run."""
+
+    @property
+    def threads(self) -> int:
+        """Number of threads, shared out among the processes of this machine."""
+
+    @property
+    def seed(self) -> int:
+        """The stage's own seed."""
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Facts that have to be equal for a checkpoint to be resumed."""
+
+    @property
+    def stop(self) -> threading.Event:
+        """Set when the stage has to save and stop."""
+
+
+def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Run a stage's body in the processes of its `launch` settings; returns rank 0's summary.
 
     Raises: the error of the process that failed first, as the type that it was; WorkerFailed where it has none of ours,
     or was killed; Stopped after a stop request, with everything saved if the loop was running.
@@ -67,7 +109,7 @@ def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[st
     context.tracker.set_tag("launch", f"torchrun: {settings.nodes} x {settings.processes} processes")
     events = Events(folder / EVENTS)
     with StopRequests(context.stop) as stop:  # around the start, so that no signal comes between it and the `try`
-        agent = _start(settings, folder, context.pipeline_run.threads)
+        agent = _start(settings, folder, context.threads)
         try:
             asked = _watch(agent, events, context.tracker, stop)
         finally:
@@ -86,8 +128,8 @@ def run_in_workers(context: StageContext, body: Callable[[StageContext], dict[st
     return summary
 
 
-def recover_events(folder: Path, tracker: RunTracker) -> None:
-    """Give the tracker what processes of an earlier run, killed with their stage, had told it; then remove it."""
+def recover_events(folder: Path, tracker: Tracker) -> None:
+    """Deliver, then remove, the events that an earlier run's processes left when they were killed with their stage."""
     Events(folder / WORKERS / EVENTS).forward(tracker, replay=True)
     shutil.rmtree(folder / WORKERS, ignore_errors=True)
 
@@ -112,7 +154,7 @@ def torchrun_command(settings: LaunchSettings, folder: Path) -> list[str]:
     ]
 
 
-def _write_job(folder: Path, context: StageContext, body: Callable[..., Any]) -> None:
+def _write_job(folder: Path, context: LaunchedStage, body: Callable[..., Any]) -> None:
     job = {
         "body": f"{body.__module__}:{body.__qualname__}",
         "name": context.name,
@@ -122,13 +164,13 @@ def _write_job(folder: Path, context: StageContext, body: Callable[..., Any]) ->
         "names": {name: value for name, value in context.inputs.items() if isinstance(value, str)},
         "seed": context.seed,
         "fingerprint": context.fingerprint,
-        "threads": context.pipeline_run.threads,
+        "threads": context.threads,
     }
     (folder / "job.json").write_text(json.dumps(job))
 
 
 def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:
-    """As this process's, with its import path; the threads are shared out."""
+    """Environment of the processes: this process's, its import path, and their share of the threads."""
     variables = {name: value for name, value in os.environ.items() if name not in _INHERITED}
     variables["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     variables["OMP_NUM_THREADS"] = str(max(1, threads // settings.processes))
@@ -154,8 +196,8 @@ def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.P
         )
 
 
-def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: RunTracker, stop: StopRequests) -> int | None:
-    """Until torchrun ends; a stop request is passed on, and obeyed here where no training loop can obey it.
+def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: Tracker, stop: StopRequests) -> int | None:
+    """Wait for torchrun; pass a stop request on, or obey it here outside of the training loop.
 
     Returns: the signal that was passed on.
     """
@@ -174,7 +216,7 @@ def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: RunTracker, 
 
 
 def _kill(agent: subprocess.Popen[bytes], folder: Path) -> None:
-    """End torchrun and its processes, which the kernel kills when it is gone; wait until they are."""
+    """Kill torchrun; the kernel then kills its processes. Wait until all have ended."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(agent.pid, signal.SIGKILL)
     agent.wait()
@@ -204,12 +246,12 @@ def _result(folder: Path, status: int) -> dict[str, Any]:
 
 
 def _rank_of_error(error: dict[str, Any]) -> tuple[Any, ...]:
-    """Errors of ours first, but not what one process says of another; then the earliest."""
+    """Sort key: typed errors first, those that report another process's death last; then by time."""
     return (not error["ours"], error["type"] == WorkerFailed.__name__, error["time"])
 
 
 def _rebuilt(error: dict[str, Any]) -> PosttrainError:
-    """The exception as it was raised."""
+    """The exception of a report, as the type that was raised."""
     if error["type"] == Stopped.__name__:
         return Stopped(error["message"], error["signum"])
     try:

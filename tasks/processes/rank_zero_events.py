@@ -1,6 +1,6 @@
-"""What the first of several processes tells its stage: metrics, progress, tags, log lines, as lines of a file.
+"""File-based event channel from rank 0 to the stage's process: metrics, progress, tags and log lines.
 
-A file survives the kill of either side: what stands in it goes to the tracker before the stage goes on, so that a
+A file survives the kill of either side. Its events reach the tracker before the stage is resumed, so that a
 checkpoint never holds a step whose metrics are lost.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 from rl_core.tracking import Tracker
 
-__all__ = ["EventTracker", "Events", "RelayHandler"]
+__all__ = ["EventTracker", "Events", "EventLogHandler"]
 
 
 class EventTracker:
@@ -45,11 +45,11 @@ class EventTracker:
         self.send("dict", values=dict(values), name=name)
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """How far the work is."""
+        """Steps done, of `total`."""
         self.send("progress", done=done, total=total, message=message)
 
 
-class RelayHandler(logging.Handler):
+class EventLogHandler(logging.Handler):
     """Log records as lines of an EventTracker."""
 
     def __init__(self, events: EventTracker) -> None:
@@ -70,7 +70,7 @@ class Events:
         self._offset = 0
 
     def forward(self, tracker: Tracker, *, replay: bool = False) -> None:
-        """What was written since the last call; with `replay`, of a run that is over, only what is kept."""
+        """Pass on the lines written since the last call; with `replay` (a run that ended) no progress, no logs."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)

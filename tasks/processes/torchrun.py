@@ -1,4 +1,4 @@
-"""torchrun as a child of a stage: the same program, that dies with its parent and says how its processes ended.
+"""torchrun as a child process of a stage: dies with its parent and reports the exit status of its processes.
 
     python -m tasks.processes.torchrun PARENT_PID REPORT.json [torchrun's own arguments]
 

@@ -1,10 +1,10 @@
-"""What of a pipeline is still needed, and why: its runs, versions and finished stages as a graph that is followed.
+"""Reachability analysis for garbage collection: a pipeline's runs, versions and finished stages as a graph.
 
-Needed are the newest runs, every run that is open (it waits for approval, or lives on another machine), every version
-with an alias, the champion before the present one (`posttrain promote` goes back to it), and what any of these came
-from, all the way: the version and the model that training began with, the reward model, the data, and the runs that
-made them. What is needed is followed along the inputs' digests that every stage run is tagged with. Where a stage's
-inputs are not known any more, everything that might have been one stays.
+Reachable are the newest runs, every run that is open (it waits for approval, or lives on another machine), every
+version with an alias, the champion before the present one (`posttrain promote` goes back to it), and the ancestors of
+all of these: the version and the model that training began with, the reward model, the data, and the runs that
+made them. Edges are the inputs' digests that every stage run is tagged with. If a stage's inputs are no longer known,
+everything that might have been one is kept.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rl_core.errors import CorruptError
 from rl_core.storage.folders import digest_bytes, read_manifest
 from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
 from tasks.pipeline.result import content_digest
+from tasks.stage_registry import result_stages
 from tasks.tracking import ModelVersion, Tracking
 from tasks.tracking.journal import events_path, read_lines
 from tasks.tracking.removal import StoredRun, stored_runs
 
-__all__ = ["KEY", "Needed", "model_digest"]
+__all__ = ["KEY", "RetentionGraph", "model_digest"]
 
 logger = logging.getLogger(__name__)
 
-_LOOKED = ("evaluate", "analyze", "promote")  # stages that nothing is made from
 KEY = re.compile(r"[0-9a-f]{16}")
 _VERSION = re.compile(r"models:/(.+)/(\d+)")
 
@@ -46,7 +46,7 @@ class _Folder:
     run_id: str
 
 
-class Needed:
+class RetentionGraph:
     """Runs, versions and folders of one pipeline, and which of them are needed."""
 
     def __init__(self, tracking: Tracking, home: Path) -> None:
@@ -83,7 +83,7 @@ class Needed:
                 self.whole.add(tree)
 
     def _need_recorded(self, record: RunRecord) -> None:
-        """What a run used as its own journals tell it: the store may have been away."""
+        """Follow a run's inputs by its own journals, since the store may have been away."""
         sources = {value for tag, value in _tags(record.folder).items() if tag.startswith("cached.")}
         for journal in (self.home / "stages").glob("*/*.tracking"):
             start = next((event for event, _ in read_lines(events_path(journal))), {})
@@ -106,7 +106,7 @@ class Needed:
                 self.whole.add(run.parent or run.run_id)
 
     def need_other_pipelines(self) -> None:
-        """What other pipelines start from: versions of ours, and folders that their settings name."""
+        """Mark the starting points of other pipelines: versions of this one, and folders that their settings name."""
         for run in stored_runs(self.tracking.store, "tags.parent_model_version LIKE 'models:/%'"):
             if run.run_id not in self.runs:
                 self._need_reference(run.tags["parent_model_version"])
@@ -156,7 +156,7 @@ class Needed:
 
     def _follow_folder(self, folder: _Folder) -> None:
         self._need_run(folder.run_id)
-        if folder.stage in _LOOKED:  # at models of other runs, the champion of that time among them
+        if folder.stage in result_stages():  # at models of other runs, the champion of that time among them
             return
         for path, other in self.folders.items():
             if folder.inputs is None or other.digests & folder.inputs:

@@ -1,6 +1,6 @@
-"""What goes of a pipeline's folder and of the store, and how many bytes that frees: the plan behind `posttrain gc`.
+"""The plan behind `posttrain gc`: removals from a pipeline's folder and from the store, and the bytes they free.
 
-What stays is decided in tasks/retention/graph.py; everything else of the pipeline goes.
+Reachability is analysed in tasks/retention/graph.py; whatever is unreachable is removed.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tasks.retention.graph import KEY, Needed
+from tasks.retention.graph import KEY, RetentionGraph
 from tasks.tracking import Tracking
 from tasks.tracking.removal import StoredModel, StoredRun, stored_models, traces_of
 
-__all__ = ["Item", "RetentionPlan", "make_plan"]
+__all__ = ["Removal", "RetentionPlan", "make_plan"]
 
 
 @dataclass(frozen=True)
-class Item:
-    """One thing that goes."""
+class Removal:
+    """One removal."""
 
     what: str  # run, stage, unfinished stage, journal, version, download, set aside
     label: str
@@ -28,9 +28,9 @@ class Item:
 
 @dataclass
 class RetentionPlan:
-    """What goes, and what it frees."""
+    """Removals, and the bytes that they free."""
 
-    items: list[Item] = field(default_factory=list)
+    items: list[Removal] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)  # files and folders of the pipeline's folder
     runs: list[StoredRun] = field(default_factory=list)
     versions: list[tuple[str, int]] = field(default_factory=list)
@@ -42,7 +42,7 @@ class RetentionPlan:
 
     @property
     def bytes(self) -> int:
-        """That it frees in all."""
+        """Bytes that the plan frees in all."""
         return sum(item.bytes for item in self.items)
 
 
@@ -52,7 +52,7 @@ def make_plan(tracking: Tracking, home: Path, keep: int) -> RetentionPlan:
     Args:
         keep: newest runs that stay with all they used.
     """
-    graph = Needed(tracking, home)
+    graph = RetentionGraph(tracking, home)
     graph.need_newest(keep)
     graph.need_versions()
     graph.need_other_pipelines()
@@ -63,14 +63,14 @@ def make_plan(tracking: Tracking, home: Path, keep: int) -> RetentionPlan:
 class _Planner:
     """Turns what is not needed into paths, runs and versions, with their sizes."""
 
-    def __init__(self, tracking: Tracking, home: Path, graph: Needed) -> None:
+    def __init__(self, tracking: Tracking, home: Path, graph: RetentionGraph) -> None:
         self.tracking, self.home, self.graph = tracking, home, graph
         self.sizes = _Sizes()
         self._items: list[tuple[str, str, list[Path]]] = []
         self._plan = RetentionPlan()
 
     def plan(self) -> RetentionPlan:
-        """All of it."""
+        """The whole plan."""
         graph, plan = self.graph, self._plan
         plan.kept_versions = [
             f"{name}/{number}" for name, number in sorted(graph.needed_versions & set(graph.versions))
@@ -84,7 +84,7 @@ class _Planner:
         for _, _, paths in self._items:
             for path in paths:
                 self.sizes.add(path)
-        plan.items = [Item(what, label, sum(map(self.sizes.freed, paths))) for what, label, paths in self._items]
+        plan.items = [Removal(what, label, sum(map(self.sizes.freed, paths))) for what, label, paths in self._items]
         return plan
 
     def _add(self, what: str, label: str, *paths: Path | None, own: bool = True) -> None:
@@ -174,7 +174,7 @@ class _Sizes:
             self._links[node] = self._links.get(node, 0) + 1
 
     def freed(self, path: Path) -> int:
-        """What a path frees, once every path was added."""
+        """Bytes that a path frees, once every path was added."""
         total = 0
         for stat in _files(path):
             node = (stat.st_dev, stat.st_ino)

@@ -1,4 +1,4 @@
-"""Stage: what the evaluated trajectories show; tables, pictures and a self-contained report."""
+"""Stage: analysis of the evaluated trajectories; tables, figures and a self-contained report."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rl_core.errors import DataError, PosttrainError
 from rl_core.settings import AnalysisSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
+from tasks.stage_registry import policy_stages
 from tasks.stages.loading import make_environment
 from tasks.stages.model_probes import measure_models
 from tasks.tracking import RunTracker
@@ -99,8 +100,9 @@ def find_trajectories(paths: Sequence[Path]) -> dict[str, Path]:
             f"{', '.join(map(str, paths))}: no trajectories*.jsonl there; name the files, or the "
             "folder of a finished evaluation"
         )
-    order = {"base": 0, "sft": 1, "preference": 2, "policy": 3, "thoughts": 4}
-    return dict(sorted(models.items(), key=lambda item: order.get(item[0].rstrip("'"), 4)))
+    known = ("base", *policy_stages())
+    places = {name: place for place, name in enumerate(known)}
+    return dict(sorted(models.items(), key=lambda item: places.get(item[0].rstrip("'"), len(known) - 1)))
 
 
 def _trajectory_files(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""What the analysis measures with models at hand: each policy on its own episodes, the reward model on all of them."""
+"""Measurements of the analysis that need models: each policy on its own episodes, the reward model on all."""
 
 from __future__ import annotations
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_core.api import recipes
+from rl_core.api.evaluation import validation
+from rl_core.api.policy import Policy
 from rl_core.environments.environment import Environment
-from rl_core.evaluation import evaluate, heldout_requests, validation_requests
+from rl_core.evaluation import heldout_requests, validation_requests
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
-from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.contribution import Contribution, compared_groups, contributions
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
-from rl_core.settings import CurriculumStage, EvaluationSettings, PolicySettings
-from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, EvaluationSettings, PolicySettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import episodes_seed
-from tasks.stages.loading import Policy, load_policy, make_environment
+from tasks.stages.loading import load_policy, make_environment
 
 __all__ = ["optimise_policy"]
 
@@ -51,43 +53,49 @@ def _body(context: StageContext) -> dict[str, Any]:
     if "reward_model" in context.inputs:
         reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)
         scorer = functools.partial(heads.score, reward_model)
-    trainer = PolicyGradientTrainer(
-        policy.model,
+    recipe = recipes.policy_gradient(
+        policy,
         reference,
-        policy.renderer,
         environment,
         settings,
         context.seed,
-        RewardOrchestrator(settings.rewards, scorer=scorer, options=settings.reward_options, seed=context.seed),
-        policy.backend(),
+        scorer=scorer,
         evaluator=_evaluator(context, policy, environment) if settings.eval_every else None,
         record=record_all(
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
         ),
         process_group=context.process_group,
     )
+    trainer = recipe.trainer
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
-    outcome = context.train(
-        trainer, settings.iterations, best_metric="eval/success_rate" if settings.patience is not None else None
-    )
+    outcome = context.train(recipe)
     context.save_model(
-        trainer.updater,
+        trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
     )
     history = trainer.curriculum.history_json()
+    parts = context.process_group.on_rank_zero(
+        functools.partial(_contributions, context, list(trainer.rewards.components))
+    )
+    rewards = _reward_note(parts, by_prompt=settings.algorithm in GROUP_ALGORITHMS)
+    extra = {f"reward/{name.replace(':', '.')}/{key}": v for name, p in parts.items() for key, v in p.metrics().items()}
     if context.process_group.is_rank_zero:
         _show_curriculum(context, history)
+        context.tracker.log_metrics(extra, outcome.steps + 1)
+        if rewards:
+            context.tracker.set_tag("rewards", rewards)
     return {
         "steps": outcome.steps,
         "iterations": outcome.iterations,
         "stop_reason": outcome.stop_reason,
         "curriculum": history,
-        "metrics": {**_recent_metrics(outcome.history), **outcome.metrics},
+        "rewards": rewards,
+        "metrics": {**_recent_metrics(outcome.history), **outcome.metrics, **extra},
         "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); "
-        f"curriculum: {_curriculum_note(history, settings.curriculum)}",
+        f"curriculum: {_curriculum_note(history, settings.curriculum)}" + (f"; {rewards}" if rewards else ""),
     }
 
 
@@ -99,25 +107,9 @@ def _evaluator(context: StageContext, policy: Policy, environment: Environment) 
     reported = heldout_requests(environment, evaluation, episodes_seed(evaluation, context.pipeline))
     levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
     requests = validation_requests(environment, settings.eval_episodes, levels, seed, reported)
-    backend = policy.backend()
-
-    def play() -> dict[str, float]:
-        backend.refresh()
-        sampling = settings.sampling
-        result = evaluate(
-            environment,
-            backend,
-            policy.renderer,
-            requests,
-            samples=1,
-            sampling=sampling,
-            seed=context.seed,
-            process_group=context.process_group,
-        )
-        timed = ("eval/seconds", "eval/tokens_per_second")  # the loop times evaluations itself
-        return {name: value for name, value in result.metrics().items() if name not in timed}
-
-    return play
+    return validation(
+        policy, environment, requests, settings.sampling, context.seed, process_group=context.process_group
+    )
 
 
 def _recent_metrics(history: MetricHistory) -> dict[str, float]:
@@ -127,6 +119,31 @@ def _recent_metrics(history: MetricHistory) -> dict[str, float]:
     names = [name for name in history.names if name.split("/")[0] in ("train", "reward", "policy", "tool")]
     values = {name: [v for step, v in history.points(name, RECENT) if step >= begun] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items() if found}
+
+
+def _contributions(context: StageContext, names: Sequence[str]) -> dict[str, Contribution]:
+    """Of each reward component, over all rollouts of the run."""
+    by_iteration = context.settings.algorithm not in GROUP_ALGORITHMS
+    return contributions(compared_groups(context.folder / REWARD_RECORD, by_iteration=by_iteration), names)
+
+
+def _reward_note(parts: Mapping[str, Contribution], *, by_prompt: bool) -> str:
+    """Each component's share, and the contribution of the reward model, for people; '' for `task` alone."""
+    clauses = []
+    shares = [f"{name} {part.share:.0%}" for name, part in parts.items() if part.share is not None]
+    if len(parts) > 1 and shares:
+        clauses.append(f"reward differences within {'a prompt' if by_prompt else 'an iteration'}: {', '.join(shares)}")
+    if "learned" in parts:
+        learned, facts = parts["learned"], []
+        if len(parts) > 1:
+            facts.append(
+                f"the only difference in {learned.alone:.0%} of the {'prompts' if by_prompt else 'iterations'}"
+            )
+        if learned.ranked is not None and learned.correlation is not None:
+            facts.append(f"ranks {learned.ranked:.0%} of success-failure pairs correctly")
+            facts.append(f"correlation with success {learned.correlation:+.2f}")
+        clauses.append(f"reward model: {', '.join(facts) or 'nothing to compare'}")
+    return "; ".join(clauses)
 
 
 def _show_curriculum(context: StageContext, history: list[dict[str, Any]]) -> None:

@@ -198,7 +198,7 @@ def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
 
 
 def _demonstration_prompt(row: Row) -> str:
-    """What a demonstration is split by: its episode where it has one, else all before the first assistant message."""
+    """Split key of a demonstration: its episode if it has one, else all text before the first assistant message."""
     if "seed" in row and "level" in row:
         return f"{row['level']} {row['seed']}"
     opening = itertools.takewhile(lambda message: message["role"] != "assistant", row["messages"])

@@ -1,7 +1,7 @@
 """Stage: the promotion gate. Champion and challenger play the same episodes; the alias moves only on evidence.
 
 With `approve: manual`, a model that passes the gate waits for manual approval (tasks/lifecycle/approval.py);
-`pipeline_run.approval` holds the request.
+the pipeline run then ends as waiting.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from rl_core.settings import AnalysisSettings
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.lifecycle.approval import ask, expire, question, read
+from tasks.pipeline.result import REVIEW
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation
-from tasks.stages.promotion_review import REVIEW, Side, write_report, write_review
+from tasks.stages.promotion_review import Side, write_report, write_review
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["ChampionChanged", "figure_tags", "promote", "promote_version"]
@@ -36,23 +37,23 @@ class ChampionChanged(PosttrainError):
 
 
 def promote(
-    pipeline_run: PipelineRun, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun, evaluation: StageResult, challenger: StageResult, data: StageResult | None
 ) -> StageResult:
-    """Run the stage. `evaluation` holds the challenger's episodes under `name`; `challenger` is its stage.
+    """Run the stage. `evaluation` holds the challenger's episodes under the name of its stage.
 
     A champion that came while the comparison was made is compared with in turn: none is replaced unseen.
     Raises: ChampionChanged where that happens again and again.
     """
     for _ in range(CHAMPIONS_MET - 1):
         try:
-            return _promote(pipeline_run, evaluation, name, challenger, data)
+            return _promote(pipeline_run, evaluation, challenger, data)
         except ChampionChanged as changed:
             logger.warning("promotion: %s; comparing with it", changed)
-    return _promote(pipeline_run, evaluation, name, challenger, data)
+    return _promote(pipeline_run, evaluation, challenger, data)
 
 
 def _promote(
-    pipeline_run: PipelineRun, evaluation: StageResult, name: str, challenger: StageResult, data: StageResult | None
+    pipeline_run: PipelineRun, evaluation: StageResult, challenger: StageResult, data: StageResult | None
 ) -> StageResult:
     settings = pipeline_run.settings.stages.promote or PromotionSettings()
     registered = pipeline_run.registered_model
@@ -69,14 +70,14 @@ def _promote(
         inputs["champion"] = champion_evaluation
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _gate(context, name, challenger, champion, champion_evaluation)
+        return _gate(context, challenger.stage, challenger, champion, champion_evaluation)
 
     result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
     return _asked(pipeline_run, result, champion.version if champion else None)
 
 
 def _asked(pipeline_run: PipelineRun, result: StageResult, champion: int | None) -> StageResult:
-    """The same result with what became of the question to a person, which is asked now where it has to be."""
+    """The gate's result with the state of its approval request, which is made now if it is due."""
     if result.summary.get("decision") != AWAITING:
         return result
     version = pipeline_run.tracking.registry.version(
@@ -85,14 +86,15 @@ def _asked(pipeline_run: PipelineRun, result: StageResult, champion: int | None)
     request = read(version)
     # Another comparison was asked about since, or the champion came back to the one of this comparison: ask again.
     if request is None or request.key != result.key or request.state == "superseded":
+        flow_run = pipeline_run.options.flow_run
         place = {
             "run": pipeline_run.parent.name,
             "run_id": pipeline_run.parent.run_id or "",
             "stage_run_id": result.run_id,
         }
-        place |= {"flow_run_id": pipeline_run.flow_run_id, "prefect_api": pipeline_run.prefect_api}
+        place |= {"flow_run_id": flow_run.id, "prefect_api": flow_run.api}
         request = ask(pipeline_run.tracking, question(result.summary, champion, **place))
-    pipeline_run.approval = request if request.is_waiting else None
+    pipeline_run.await_approval(request if request.is_waiting else None)
     pipeline_run.parent.set_tag("approval", request.state)
     decision = {"waiting": AWAITING, "approved": "promoted"}.get(request.state, "rejected")
     return dataclasses.replace(result, summary={**result.summary, "decision": decision, "note": request.outcome})
@@ -114,7 +116,7 @@ def _already(pipeline_run: PipelineRun, challenger: StageResult, champion: Model
         summary={"decision": "champion already", "note": note, "model_version": champion.version,
                  "registered_model": champion.name},
     )  # fmt: skip
-    pipeline_run.stage_cached("promote", result)
+    pipeline_run.tracker.note_cached("promote", result.run_id or result.key)
     return result
 
 
@@ -128,7 +130,7 @@ def _gate(
     settings: PromotionSettings = context.settings
     pipeline_run = context.pipeline_run
     registered = pipeline_run.registered_model
-    version = pipeline_run.ensure_version(challenger)
+    version = pipeline_run.models.ensure_version(challenger, pipeline_run.parent)
     result = read_evaluation(Path(context.inputs["evaluation"]), name)
     promoted, reason, numbers = decide(
         result,
@@ -139,20 +141,15 @@ def _gate(
     )
     manual = promoted and settings.approve == "manual"
     decision = AWAITING if manual else "promoted" if promoted else "rejected"
+    before = champion.version if champion else None
     tags = {
         "gate.decision": decision,
         "gate.reason": reason,
-        "gate.champion_before": str(champion.version) if champion else "none",
+        "gate.champion_before": str(before or "none"),
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
         **figure_tags(result),
     }
-    pipeline_run.tracking.tag_version(registered, version, tags)
-    before = champion.version if champion else None
-    if decision == "promoted" and not pipeline_run.tracking.replace_champion(registered, version, before):
-        pipeline_run.tracking.tag_version(registered, version, {"gate.decision": "compared anew"})
-        raise ChampionChanged(f"{registered} has another champion than {before or 'none'} since the comparison began")
-    if decision != "promoted":
-        pipeline_run.tracking.set_challenger(registered, version)
+    _move_alias(pipeline_run.tracking, registered, version, tags, before)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
     context.tracker.set_tag("gate.decision", decision)
     context.tracker.set_tag("gate.reason", reason)
@@ -161,7 +158,7 @@ def _gate(
         "reason": reason,
         "registered_model": registered,
         "model_version": version,
-        "champion_before": champion.version if champion else None,
+        "champion_before": before,
         "metrics": {f"promotion/{key}": value for key, value in numbers.items()},
         "note": f"version {version} of {registered} {decision}: {reason}",
     }
@@ -178,6 +175,19 @@ def _gate(
     _explain(context, ours, theirs, verdict, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
+
+
+def _move_alias(tracking: Tracking, name: str, version: int, tags: dict[str, str], before: int | None) -> None:
+    """Tag the version with the gate's decision, and make it champion if it is promoted, else challenger.
+
+    Raises: ChampionChanged if the champion is no longer version `before`; nothing has moved then.
+    """
+    tracking.tag_version(name, version, tags)
+    if tags["gate.decision"] != "promoted":
+        tracking.set_challenger(name, version)
+    elif not tracking.replace_champion(name, version, before):
+        tracking.tag_version(name, version, {"gate.decision": "compared anew"})
+        raise ChampionChanged(f"{name} has another champion than {before or 'none'} since the comparison began")
 
 
 def figure_tags(result: Evaluation) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a reviewer needs to decide on a promotion: one page of markdown, and a report of episodes side by side.
+"""Evidence for the reviewer of a promotion: one page of markdown, and a report of episodes side by side.
 
 The markdown is shown where runs are looked at (the Prefect artifact, the description and an artifact of the MLflow
 run), so its curves are characters; pictures are in report.html beside it.
@@ -20,12 +20,12 @@ from rl_core.settings import AnalysisSettings
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
 from tasks.pipeline.result import StageResult
+from tasks.stage_registry import training_stages
 from tasks.stages.evaluate import read_evaluation, trajectories_path
 from tasks.tracking import read_metrics
 
-__all__ = ["REVIEW", "Side", "spark", "write_report", "write_review"]
+__all__ = ["Side", "spark", "write_report", "write_review"]
 
-REVIEW = "review.md"
 REGRESSIONS = 5  # shown in full
 MAX_CELL = 300  # characters of an action or observation
 BARS = "▁▂▃▄▅▆▇█"
@@ -242,7 +242,7 @@ def _cell(text: str) -> str:
 
 
 def _trained(result: StageResult) -> bool:
-    return result.stage in ("sft", "preference", "reward_model", "policy", "thoughts")
+    return result.stage in training_stages()
 
 
 def _curves(results: Mapping[str, StageResult]) -> str:

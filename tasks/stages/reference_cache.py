@@ -115,7 +115,7 @@ def _entry_name(model: PreTrainedModel, parts: Sequence[Sequence[Pair]], batches
 
 
 def _read(entry: Path, counts: tuple[int, ...]) -> tuple[References, References] | None:
-    """What an entry holds; None where there is none, or where it was damaged and has been removed."""
+    """Content of an entry; None if there is none, or if it was damaged and has been removed."""
     if not entry.is_dir():
         return None
     try:

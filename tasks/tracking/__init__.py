@@ -1,27 +1,30 @@
 """Experiment tracking: the one package that imports MLflow.
 
-journal   what a run recorded, on local disk first
-shipper   the thread that delivers it
-sink      how each record becomes an MLflow call
-store     where the store is, its client, its errors
-tracking  Tracking: one store, its runs, its registry
-run       RunTracker: rl_core's Tracker over all this
-models    Hugging Face folders as model versions
-registry  references, champion and challenger
-traces    episodes as traces
-values    names, flat parameters, environment
-system    CPU, memory, GPU
+journal      records of a run, on local disk first
+shipper      the thread that delivers them
+sink         records as MLflow calls
+store        address of the store, its client, its errors
+tracking     Tracking: one store, its runs, its registry
+run_tracker  RunTracker: rl_core's Tracker over all this
+models       Hugging Face folders as model versions
+registry     references, champion and challenger
+traces       episodes as traces
+values       names, flat parameters, environment
+system       CPU, memory, GPU
+plug_in      MlflowTracker: MLflow for the Python API
 """
 
 from tasks.tracking.journal import read_metrics
 from tasks.tracking.models import check_safe, digest_model
+from tasks.tracking.plug_in import MlflowTracker
 from tasks.tracking.registry import ModelVersion, Registry, is_registered_reference
-from tasks.tracking.run import ProgressCallback, RunTracker
+from tasks.tracking.run_tracker import ProgressCallback, RunTracker
 from tasks.tracking.store import default_uri, offline_environment
-from tasks.tracking.tracking import RunRow, Tracking, list_runs
+from tasks.tracking.tracking import RunRow, Tracking, list_runs, run_records
 from tasks.tracking.values import environment_freeze, flatten
 
 __all__ = [
+    "MlflowTracker",
     "ModelVersion",
     "ProgressCallback",
     "Registry",
@@ -37,4 +40,5 @@ __all__ = [
     "list_runs",
     "offline_environment",
     "read_metrics",
+    "run_records",
 ]

@@ -1,4 +1,4 @@
-"""The local journal: what a run recorded, on disk before anything is sent, and how much of it has been delivered.
+"""The local journal of a run: records on disk before anything is sent, and a cursor of their delivery.
 
     <folder>/metrics.jsonl             one line per call: {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}
     <folder>/.tracking/events.jsonl    the rest in order: run, params, tags, artifacts, data sets, traces, end
@@ -29,34 +29,34 @@ from rl_core.errors import DataError, FolderBusy
 __all__ = [
     "Journal",
     "LineLog",
-    "Shipped",
+    "DeliveryCursor",
     "events_path",
     "metrics_path",
     "progress_path",
     "read_metrics",
-    "shipped_path",
+    "cursor_path",
 ]
 
 log = logging.getLogger(__name__)
 
 
 def metrics_path(folder: Path) -> Path:
-    """Where a run folder keeps its metrics."""
+    """File of a run folder's metrics."""
     return folder / "metrics.jsonl"
 
 
 def events_path(folder: Path) -> Path:
-    """Where a run folder keeps everything else that it recorded."""
+    """File of all other records of a run folder."""
     return folder / ".tracking" / "events.jsonl"
 
 
-def shipped_path(folder: Path) -> Path:
-    """Where a run folder keeps how much of it was delivered."""
+def cursor_path(folder: Path) -> Path:
+    """File of a run folder's delivery cursor."""
     return folder / ".tracking" / "shipped.json"
 
 
 def progress_path(folder: Path) -> Path:
-    """Where a run folder says how far its work is; for people who look on, nothing reads it back."""
+    """File of a run folder's progress, for the live page only."""
     return folder / ".tracking" / "progress.json"
 
 
@@ -228,8 +228,8 @@ def read_metrics(folder: Path) -> list[tuple[int, dict[str, float]]]:
 
 
 @dataclass
-class Shipped:
-    """How much of a run folder a tracking store has acknowledged."""
+class DeliveryCursor:
+    """Delivery cursor: the part of a run folder that a tracking store has acknowledged."""
 
     store: str = ""
     run_id: str | None = None
@@ -239,19 +239,19 @@ class Shipped:
     num_failed: int = 0  # records that the store refused for good
 
     @classmethod
-    def load(cls, folder: Path) -> Shipped:
-        """What the folder says; nothing delivered where it says nothing readable (sending again is harmless)."""
+    def load(cls, folder: Path) -> DeliveryCursor:
+        """The folder's cursor; at the beginning if none is readable, since sending again is harmless."""
         try:
-            return cls(**json.loads(shipped_path(folder).read_bytes()))
+            return cls(**json.loads(cursor_path(folder).read_bytes()))
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError) as error:
-            log.warning("%s is unreadable (%s); everything is sent again", shipped_path(folder), error)
+            log.warning("%s is unreadable (%s); everything is sent again", cursor_path(folder), error)
             return cls()
 
     def save(self, folder: Path) -> None:
         """Replace the folder's record atomically."""
-        path = shipped_path(folder)
+        path = cursor_path(folder)
         temporary = path.with_suffix(f".tmp-{os.getpid()}")
         with temporary.open("w") as file:
             json.dump(asdict(self), file)

@@ -1,4 +1,4 @@
-"""The model registry: from references to folders, and which version is champion."""
+"""The model registry: references, downloads, and the aliases champion and challenger."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
 
 
 def is_registered_reference(reference: str) -> bool:
-    """Whether `reference` asks the registry."""
+    """True = `reference` names a registered model."""
     return reference.startswith("models:")
 
 
@@ -47,7 +47,7 @@ class ModelVersion:
 
     @property
     def reference(self) -> str:
-        """How a configuration names this version."""
+        """Name of this version in a configuration."""
         return f"models:/{self.name}/{self.version}"
 
 

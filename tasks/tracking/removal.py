@@ -1,4 +1,4 @@
-"""Taking runs, their traces, model versions and logged models out of a store; what they occupy there.
+"""Removal of runs, their traces, model versions and logged models from a store, and their sizes there.
 
 Runs and logged models go to MLflow's bin, from which `mlflow gc` purges their rows. Artifacts on this machine are
 removed at once; those of a server are the server's, and leave with its own `mlflow gc`.

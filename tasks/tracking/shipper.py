@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_core.errors import BackendError
-from tasks.tracking.journal import Journal, LineLog, Shipped, events_path, read_lines
+from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, events_path, read_lines
 
 __all__ = ["BATCH", "RunGone", "Shipper", "Sink"]
 
@@ -30,7 +30,7 @@ class RunGone(Exception):
 
 
 class Sink(Protocol):
-    """What the shipper needs of a tracking store. BackendError means: not now; anything else: not this record."""
+    """A tracking store as the shipper uses it. BackendError = retry later; any other error = drop the record."""
 
     store: str
 
@@ -38,7 +38,7 @@ class Sink(Protocol):
         """Create the run (or find the one an earlier attempt created); returns its id and its experiment's."""
 
     def knows(self, run_id: str) -> bool:
-        """Whether the run still exists."""
+        """True = the run still exists."""
 
     def metrics(self, run_id: str, rows: list[tuple[str, float, int, int]]) -> None:
         """Store at most BATCH (name, value, time in ms, step)."""
@@ -64,7 +64,7 @@ class Shipper:
         `count_cpu` is told the processor seconds of each delivery.
         """
         self.folder = folder
-        self.state = Shipped.load(folder)
+        self.state = DeliveryCursor.load(folder)
         self._journal, self._events, self._connect = journal, events, connect
         self._sink: Sink | None = None
         self._interval_s = interval_s
@@ -145,13 +145,13 @@ class Shipper:
 
     @property
     def drained(self) -> bool:
-        """Whether the store has everything."""
+        """True = every record is delivered."""
         lines = (self._journal.lines, self._events)
         offsets = (self.state.metrics_offset, self.state.events_offset)
         return all(offset >= line.end for line, offset in zip(lines, offsets, strict=True))
 
     def waiting(self) -> tuple[int, int]:
-        """How many metric lines and how many other records wait."""
+        """Numbers of metric lines and of other records that wait."""
         metrics = sum(1 for _ in read_lines(self._journal.lines.path, self.state.metrics_offset))
         return metrics, sum(1 for _ in read_lines(events_path(self.folder), self.state.events_offset))
 
@@ -177,7 +177,7 @@ class Shipper:
             self._problem = ""
 
     def _forget(self) -> None:
-        self.state = Shipped()
+        self.state = DeliveryCursor()
 
     def _ensure_run(self, sink: Sink) -> bool:
         if self.state.run_id is not None and not self._checked:
@@ -193,7 +193,7 @@ class Shipper:
         # A run may exist although no answer came back, here or in a process that was killed.
         retried = self._start_attempts > 1 or self._resumed
         run_id, experiment_id = sink.start(first[0], retried=retried)
-        self.state = Shipped(sink.store, run_id, experiment_id)
+        self.state = DeliveryCursor(sink.store, run_id, experiment_id)
         self.state.save(self.folder)
         self._checked = True
         return True

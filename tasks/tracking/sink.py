@@ -1,4 +1,4 @@
-"""How each journaled record becomes an MLflow call; every call here may be repeated without changing the result."""
+"""Journaled records as MLflow calls, all of them idempotent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
-from tasks.tracking.journal import Shipped
+from tasks.tracking.journal import DeliveryCursor
 from tasks.tracking.shipper import RunGone
 from tasks.tracking.store import Store, missing, user_name
 from tasks.tracking.traces import send_traces
@@ -69,14 +69,14 @@ class MlflowSink:
         if event.get("parent_run_id"):
             return str(event["parent_run_id"])
         if event.get("parent_folder"):
-            state = Shipped.load(Path(event["parent_folder"]))
+            state = DeliveryCursor.load(Path(event["parent_folder"]))
             if state.run_id is None or state.store != self.store:
                 raise BackendError("the parent run is not created yet")
             return state.run_id
         return None
 
     def knows(self, run_id: str) -> bool:
-        """Whether the run exists and is not in the bin."""
+        """True = the run exists and is not in the bin."""
         try:
             return bool(self._store.client.get_run(run_id).info.lifecycle_stage == "active")
         except Exception as error:

@@ -1,4 +1,4 @@
-"""The MLflow store: where it is, a client for it, and its errors in our words."""
+"""The MLflow store: its address, a client, and translated errors."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rl_core.errors import BackendError, DataError, SettingsError
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
+from tasks.stage_registry import policy_stages
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -53,7 +54,7 @@ _REFUSED = {
 # What the table of runs shows, as MLflow keeps a view that someone shares: in a tag of the experiment, found by the
 # link's `viewStateShareKey`. Columns that no run has are left out by the page.
 VIEW = "posttrain"
-_MODELS = ("base", "sft", "preference", "policy", "thoughts", "champion")
+_MODELS = ("base", *policy_stages(), "champion")
 _SUCCESS = [f"metrics.`success_rate/{name}`" for name in _MODELS]
 _RESULT, _NAME = "tags.`result`", "attributes.`Run Name`"
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
@@ -85,7 +86,7 @@ passed the promotion gate last.
 
 @functools.cache
 def user_name() -> str:
-    """Who runs this; containers without a user database have a number only."""
+    """Name of the present user; their number in containers without a user database."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):
@@ -101,7 +102,7 @@ class Cost:
         self._lock = threading.Lock()
 
     def add(self, *, foreground: float = 0.0, background: float = 0.0) -> None:
-        """Count."""
+        """Add seconds."""
         with self._lock:
             self.foreground_seconds += foreground
             self.background_seconds += background
@@ -131,7 +132,7 @@ class Store:
 
     @property
     def is_local(self) -> bool:
-        """Whether the store is a database that this machine opens itself."""
+        """True = a database that this machine opens itself."""
         return not self.uri.startswith(("http://", "https://"))
 
     @property
@@ -177,14 +178,6 @@ class Store:
         assert self._experiment_id is not None
         return self._experiment_id
 
-    def find_experiment(self) -> str | None:
-        """The experiment's id where it exists; nothing is created."""
-        if self._experiment_id is None:
-            with self.answers("look for the experiment"):
-                found = self.client.get_experiment_by_name(self.experiment)
-            return found.experiment_id if found is not None else None
-        return self._experiment_id
-
     def _open_experiment(self) -> str:
         from mlflow.exceptions import MlflowException
 
@@ -222,7 +215,7 @@ class Store:
             raise BackendError(f"{self.label} could not {doing}: {short(error)}") from error
 
     def ui_url(self, path: str) -> str:
-        """Where a page of the UI is: on the server, or where `posttrain ui` will serve a local store."""
+        """Address of a page of the UI: on the server, or where `posttrain ui` serves a local store."""
         base = f"http://127.0.0.1:{DEFAULT_PORT}" if self.is_local else self.label.rstrip("/")
         return f"{base}/#/{path}"
 
@@ -243,12 +236,12 @@ class Store:
 
 
 def refused(error: Exception) -> bool:
-    """Whether the store understood the request and will never grant it."""
+    """True = the store understood the request and will never grant it."""
     return getattr(error, "error_code", None) in _REFUSED
 
 
 def missing(error: Exception) -> bool:
-    """Whether the store says that the thing asked about does not exist."""
+    """True = the store says that the object does not exist."""
     return getattr(error, "error_code", None) == "RESOURCE_DOES_NOT_EXIST"
 
 

@@ -1,4 +1,4 @@
-"""What the machine is doing: CPU, memory, disk and, where there is one, the GPU."""
+"""System metrics: CPU, memory, disk and GPUs."""
 
 from __future__ import annotations
 

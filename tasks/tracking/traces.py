@@ -55,7 +55,7 @@ class _Episode:
         self.name = f"{trajectory.level} {trajectory.kind} #{trajectory.seed}".replace("  ", " ")
 
     def info(self, experiment_id: str) -> TraceInfo:
-        """What the list of traces shows and searches."""
+        """Tags by which the list of traces is shown and searched."""
         from mlflow.entities import TraceInfo, TraceLocation, TraceState
 
         trajectory = self.trajectory
@@ -87,7 +87,7 @@ class _Episode:
         )
 
     def _assessments(self) -> list[Assessment]:
-        """What the environment judged; the list of traces shows these as columns and counts them."""
+        """The environment's judgements, which the list of traces shows as columns and counts."""
         from mlflow.entities import AssessmentSource, Feedback
 
         source = AssessmentSource(source_type="CODE", source_id=self.trajectory.environment or "environment")

@@ -1,4 +1,4 @@
-"""What MLflow takes: names, flat parameters, tags, and a description of the machine."""
+"""Values as MLflow accepts them: names, flat parameters, tags, and a description of the machine."""
 
 from __future__ import annotations
 

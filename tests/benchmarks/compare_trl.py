@@ -117,8 +117,9 @@ class Bench:
         """All rows as one micro-batch of ours, in the order given."""
         (batch,) = make_batches(rows, 10**6, self.pad_id)
         order = torch.tensor(batch.rows).argsort()
-        for name in ("input_ids_BS", "attention_mask_BS", "loss_mask_BS"):
-            setattr(batch, name, getattr(batch, name)[order])
+        for name in ("input_ids_BS", "attention_mask_BS", "loss_mask_BS", "temperatures_BS"):
+            if getattr(batch, name) is not None:
+                setattr(batch, name, getattr(batch, name)[order])
         return batch
 
 
@@ -241,9 +242,13 @@ def compare_dpo(bench: Bench) -> list[Line]:
 class Grpo:
     """Both sides' losses of one group-relative step; TRL makes advantages and old log-probs itself."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, temperature: float = 1.0) -> None:
         self.bench = bench
-        rows = [TrainRow(p, c, [True] * len(c)) for p, c in zip(bench.prompts, bench.completions, strict=True)]
+        self.temperature = temperature
+        rows = [
+            TrainRow(p, c, [True] * len(c), temperature=temperature)
+            for p, c in zip(bench.prompts, bench.completions, strict=True)
+        ]
         self.batch = bench.batch(rows)
         self.mask_BS = self.batch.loss_mask_BS
         self.tokens = int(self.mask_BS.sum())
@@ -268,7 +273,7 @@ class Grpo:
             train_dataset=Dataset.from_list([{"prompt": "a"}] * P),
             args=bench.arguments(
                 trl.GRPOConfig, per_device_train_batch_size=P * G, num_generations=G, num_iterations=2,
-                max_completion_length=MAX_COMPLETION, **more),
+                max_completion_length=MAX_COMPLETION, temperature=self.temperature, **more),
         )  # fmt: skip
         inputs = trainer._generate_and_score_completions([{"prompt": "a"}] * (P * G))
         trainer.model.load_state_dict(bench.new.state_dict())
@@ -322,7 +327,15 @@ def compare_grpo(bench: Bench) -> list[Line]:
     )
     entropy = value(entropy_bonus(it.entropy_BS, it.mask_BS, num_loss_tokens=it.tokens)[0])
     fixed = {"loss_denominator": P * G * MAX_COMPLETION}
+    plain_kl = {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False}
+    drawn = [Grpo(bench, temperature) for temperature in (0.5, 2.0)]
+    at_temperatures = [
+        Line("GRPO", f"dapo, beta=0.1, no correction, temperature={at.temperature:g}",
+             f"kl_coef=0.1 (k3), temperature {at.temperature:g}", at.theirs(**plain_kl), at.clipped() + 0.1 * at.kl())
+        for at in drawn
+    ]  # fmt: skip
     return [
+        *at_temperatures,
         Line("GRPO", "dapo, epsilon=0.2", "grpo, clip_eps=0.2", it.theirs(loss_type="dapo"), it.clipped()),
         Line("GRPO", "dapo, epsilon_high=0.28", "clip_eps_high=0.28", it.theirs(loss_type="dapo", epsilon_high=0.28),
              it.clipped(clip_eps_high=0.28)),

@@ -5,7 +5,7 @@
 
 The SFT model is that of the config's pipeline (run first, its stages cached in OUT). Each run is one process with one
 thread and writes OUT/jobs/<name>-<seed>.json; what is there is not run again, so that the whole can be interrupted.
-At the end: OUT/learning.md (tables for RESULTS.md) and OUT/learning.png (success against episodes).
+At the end: OUT/learning.md (tables for docs/benchmarks/learning.md) and OUT/learning.png (success against episodes).
 
 Success is sampled at temperature 1. Curves are measured on 200 validation episodes, the tables on 500 other held-out
 episodes; intervals are 95% intervals over episodes, each played once by every seed's model.
@@ -305,7 +305,7 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
 
     from rl_core.rewards.orchestrator import RewardOrchestrator
     from rl_core.settings import CriticSettings, PolicySettings
-    from rl_core.trainers.policy_gradient.replay_buffer import samples_of
+    from rl_core.trainers.policy_gradient.replay_buffer import sample_groups
     from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
     from rl_core.trainers.policy_gradient.update import PolicyUpdate
 
@@ -342,7 +342,7 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
         player.iteration = 10_000 + index
         _, groups, _ = player._play_and_score(rng)
         for name, options in kinds.items():
-            found = one_gradient(player.actor_critic, settings_of(options), samples_of(groups), name, PolicyUpdate)
+            found = one_gradient(player.actor_critic, settings_of(options), sample_groups(groups), name, PolicyUpdate)
             gradients[name].append(found)
     report = {}
     for name, rows in gradients.items():
@@ -359,26 +359,26 @@ def gradient_variance(config: str, model: str, batches: int, warmup: int) -> dic
     return report
 
 
-def one_gradient(actor_critic: Any, settings: Any, samples: Any, name: str, update_class: Any) -> Any:
+def one_gradient(actor_critic: Any, settings: Any, groups: Any, name: str, update_class: Any) -> Any:
     import dataclasses
 
     import numpy as np
     import torch
 
-    own = dataclasses.replace(actor_critic, critic_updater=None)
+    own = dataclasses.replace(actor_critic, critic_optimizer_step=None)
     if settings.algorithm != "ppo":
         own = dataclasses.replace(own, critic=None)
-    update = update_class(own, settings, samples)
+    update = update_class(own, settings, groups)
     if name == "no baseline":
-        credit = update.buffer.credit
+        estimate = update.buffer.estimate_advantages
 
         def raw(*arguments: Any) -> Any:
-            metrics = credit(*arguments)
-            rewards_R = torch.tensor([sample.reward for sample in samples])
+            metrics = estimate(*arguments)
+            rewards_R = torch.tensor([sample.reward for sample in update.buffer.samples])
             update.buffer.advantages_RS = update.buffer.mask_RS * rewards_R[:, None]
             return metrics
 
-        update.buffer.credit = raw
+        update.buffer.estimate_advantages = raw
     caught: list[Any] = []
 
     def apply(batches: Any, loss: Any) -> dict[str, float]:
@@ -389,11 +389,11 @@ def one_gradient(actor_critic: Any, settings: Any, samples: Any, name: str, upda
         own.policy.zero_grad()
         return {}
 
-    original, own.updater.apply = own.updater.apply, apply
+    original, own.optimizer_step.apply = own.optimizer_step.apply, apply
     try:
         update.run(np.random.default_rng(0))
     finally:
-        own.updater.apply = original
+        own.optimizer_step.apply = original
     size = sum(p.numel() for p in own.policy.parameters())
     return caught[0] if caught else torch.zeros(size)
 

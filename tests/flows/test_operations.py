@@ -16,9 +16,9 @@ from tasks.tracking import Tracking
 
 CONFIG = ROOT / "configs/test.yaml"
 SMALL = (
-    "stages.reward_model=null", "stages.analyze=null", "stages.sft.max_steps=10", "stages.policy.iterations=4",
-    "stages.policy.checkpoint_every=1", "stages.policy.curriculum=[]", "stages.promote.approve=manual",
-    "stages.promote.min_gain=-1",
+    "stages.reward_model=null", "stages.policy.rewards.learned=0", "stages.analyze=null", "stages.sft.max_steps=10",
+    "stages.policy.iterations=4", "stages.policy.checkpoint_every=1", "stages.policy.curriculum=[]",
+    "stages.promote.approve=manual", "stages.promote.min_gain=-1",
 )  # fmt: skip
 
 

@@ -77,6 +77,28 @@ def test_every_stage_leaves_a_verified_folder_and_a_row_in_the_table(first):
     assert result.run_url in table
 
 
+def test_the_policy_asks_the_reward_model_and_the_result_says_what_it_added(first):
+    from tasks.tracking import Tracking
+
+    output, result = first
+    summary = result.results["policy"].summary
+    rows = [json.loads(line) for line in (result.results["policy"].path / "rewards.jsonl").read_text().splitlines()]
+    assert len({row["rewards"]["weighted/learned"] for row in rows}) > 1
+    assert summary["rewards"].startswith("reward differences within a prompt: task ")
+    assert f"; {summary['rewards']}" in next(
+        line for line in result.table().splitlines() if line.startswith("policy: ")
+    )
+    tracking = Tracking(None, output, "test")
+    parent = next(row for row in tracking.list_runs() if row.parent_run_id is None)
+    told = tracking.store.client.get_run(parent.run_id).data.tags["mlflow.note.content"]
+    assert summary["rewards"] in told
+    assert dict(logged_last(result, "policy"))["reward/learned/alone"] == summary["metrics"]["reward/learned/alone"]
+
+
+def logged_last(result, stage):
+    return metric_rows(result.results[stage].folder)[-1][1]
+
+
 def test_the_analysis_measures_the_models_and_the_reward_model(first):
     _, result = first
     metrics = result.results["analyze"].summary["metrics"]
@@ -239,6 +261,7 @@ def test_a_pipeline_starts_from_the_registered_champion(first):
         "model.path=models:/test@champion",
         "stages.policy.iterations=1",
         "stages.policy.curriculum=[]",
+        "stages.policy.rewards.learned=0",
         *dropped,
     )
     assert list(again.results) == ["policy", "evaluate"]
@@ -257,7 +280,8 @@ def policy_only(tmp_path, name):
     text = CONFIG.read_text()
     config = tmp_path / f"{name}.yaml"
     config.write_text(text)
-    return config, [f"stages.{stage}=null" for stage in ("sft", "reward_model", "evaluate", "analyze", "promote")]
+    null = [f"stages.{stage}=null" for stage in ("sft", "reward_model", "evaluate", "analyze", "promote")]
+    return config, [*null, "stages.policy.rewards.learned=0"]
 
 
 PPO = ["algorithm=ppo", "epochs=2", "eval_every=2", "eval_episodes=6", "patience=5"]
@@ -373,8 +397,9 @@ def play(*outcomes, **limits):
     from tasks.pipeline.prefect_task import stage_task
 
     run = RunSettings(**{"retries": 1, "retry_delay_seconds": 0.0, **limits})
+    results = {}
     pipeline_run = SimpleNamespace(
-        settings=SimpleNamespace(name="tries", run=run), results={}, fraction=0.0, progress_artifact=None
+        settings=SimpleNamespace(name="tries", run=run), add_result=results.__setitem__, fraction=0.0
     )
     tries = []
 
@@ -394,7 +419,7 @@ def play(*outcomes, **limits):
         one_stage()
     except Exception as error:
         return len(tries), error
-    return len(tries), pipeline_run.results
+    return len(tries), results
 
 
 def done():

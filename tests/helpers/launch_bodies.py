@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 from helpers.tiny import PAD, nano
+from rl_core.api.recipes import Recipe
 from rl_core.errors import RecordsError
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
@@ -44,7 +44,8 @@ def context_of(folder, tracker=None, **options):
         pipeline=pipeline,
         inputs={"data": Path("/data"), "model": "hub/name"},
         tracker=tracker or MemoryTracker(),
-        pipeline_run=SimpleNamespace(threads=2),
+        pipeline_run=None,
+        threads=2,
         seed=3,
         fingerprint={"key": "1"},
         stop=threading.Event(),
@@ -66,7 +67,7 @@ def train(context):
         return step()
 
     trainer.step = slowly
-    outcome = context.train(trainer, trainer.total_steps)
+    outcome = context.train(Recipe(trainer, trainer.total_steps))
     kinds = {name: type(value).__name__ for name, value in context.inputs.items()}
     return {"steps": outcome.steps, "loss": outcome.metrics["eval/loss"], "kinds": kinds}
 

@@ -21,7 +21,7 @@ def rollout(turns=(), *, task=0.0, success=False, seed=0, mask=(True, True), sto
         success=success, reward=task, rewards={"task": task}, stop_reason=stop,
     )  # fmt: skip
     ids = list(range(1, len(mask) + 1))
-    return Rollout([0], ids, list(mask), [-1.0] * len(mask), task, trajectory)
+    return Rollout([0], ids, list(mask), [-1.0] * len(mask), trajectory)
 
 
 def group(*rollouts):

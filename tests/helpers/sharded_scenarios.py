@@ -84,7 +84,7 @@ def numbers(trainer, process_group, *, folder=None, iterations=None, **options):
     store = CheckpointStore(folder) if folder else None
     options["iterations"] = iterations or trainer.total_steps
     outcome = run_loop(trainer, trainer.settings, tracker=tracker, checkpoints=store, **options)
-    weights = trainer.updater.gather_state(trainable_weights(trainer.model))
+    weights = trainer.optimizer_step.sharded.gather_state(trainable_weights(trainer.model))
     kept = {
         f"{name} {step}": value
         for step, row in tracker.metrics
@@ -102,7 +102,7 @@ def refusing(trainer):
 
     def refuse(batch, count):
         result = loss(batch, count)
-        if trainer.updater.step == 1 and bool((batch.input_ids_BS == 10).any()) and torch.is_grad_enabled():
+        if trainer.optimizer_step.num_steps == 1 and bool((batch.input_ids_BS == 10).any()) and torch.is_grad_enabled():
             raise NonFiniteTensor("logprobs: NaN")
         return result
 

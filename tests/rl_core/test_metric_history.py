@@ -91,18 +91,14 @@ def test_state_goes_through_json_and_continues_equally():
     assert other.mean("x", 3) == made.mean("x", 3) and other.count("x") == 5
 
 
-def test_export_replaces_the_file(tmp_path):
-    path = tmp_path / "history.json"
-    path.write_text("old")
-    history(1.0, 2.5).export(path)
-    assert json.loads(path.read_text()) == {
+def test_json_for_a_dashboard():
+    assert json.loads(history(1.0, 2.5).to_json()) == {
         "window": 10,
         "summary": {
             "x": {"last": 2.5, "mean": 1.75, "slope": 1.5, "p10": 1.15, "p50": 1.75, "p90": 2.35, "is_full": False}
         },
         "metrics": {"x": [[0.0, 1.0], [1.0, 2.5]]},
     }
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_summary_is_of_the_newest_window():
@@ -138,25 +134,22 @@ def test_threads_lose_nothing():
     assert made.count("x") == 2000 and made.mean("x", 100) == 1.0
 
 
-def test_readers_of_the_export_never_see_half_a_file(tmp_path):
-    path = tmp_path / "history.json"
+def test_the_json_is_of_one_moment():
     made = MetricHistory(50)
     made.observe({f"m{number}": 0.0 for number in range(40)}, 0)
-    made.export(path)
     done = threading.Event()
 
     def train():
         for step in range(1, 60):
             made.observe({f"m{number}": float(step) for number in range(40)}, step)
-            made.export(path)
         done.set()
 
     writer = threading.Thread(target=train)
     writer.start()
     lasts = []
     while not done.is_set():
-        row = json.loads(path.read_text())
+        row = json.loads(made.to_json())
         assert len({summary["last"] for summary in row["summary"].values()}) == 1  # all of one moment
         lasts.append(row["summary"]["m0"]["last"])
     writer.join()
-    assert lasts == sorted(lasts) and json.loads(path.read_text())["summary"]["m39"]["last"] == 59.0
+    assert lasts == sorted(lasts) and json.loads(made.to_json())["summary"]["m39"]["last"] == 59.0

@@ -27,7 +27,7 @@ def rollouts():
     for number, mask in enumerate(MASKS):
         ids = torch.randint(1, VOCABULARY, (2 + len(mask),), generator=draw).tolist()
         trajectory = Trajectory("fake", "easy", "k", number, "p", "t")
-        made.append(Rollout(ids[:2], ids[2:], list(mask), [0.0] * len(mask), 0.0, trajectory))
+        made.append(Rollout(ids[:2], ids[2:], list(mask), [0.0] * len(mask), trajectory))
     return made
 
 
@@ -115,7 +115,7 @@ def test_states_and_kl_are_the_first_models(subject):
     other = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), subject.renderer.tokenizer, 1)
     first = Subject(other, subject.renderer)
     played = [
-        Rollout([5, 6], [7, 8, 9, 10, 11, 12], [True, True, False, False, True, True], [0.0] * 6, 0.0,
+        Rollout([5, 6], [7, 8, 9, 10, 11, 12], [True, True, False, False, True, True], [0.0] * 6,
                 Trajectory("fake", "easy", "k", 0, "p", "t", turns=[Turn("a", observation="b"), Turn("c")]))
     ]  # fmt: skip
     narrow = CoherenceSettings(low=0.99, high=1.0)  # a band in which no two states of these models lie

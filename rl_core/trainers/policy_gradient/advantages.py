@@ -1,79 +1,71 @@
-"""Who deserves what: from rewards to advantages, by algorithm.
+"""Advantage estimation per algorithm: group-relative, batch-normalised, or GAE with a critic.
 
 Suffixes: P prompts, G rollouts per prompt, R rows of an iteration, S whole sequence.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages, overlong_penalty
+from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages
 from rl_core.losses.masking import fill_masked
-from rl_core.settings import Algorithm, PolicySettings
-from rl_core.types import RolloutGroup
+from rl_core.settings import Algorithm
+from rl_core.trainers.policy_gradient.replay_buffer import Sample
 
-__all__ = ["compared_rewards", "estimated_advantages", "fill_masked_rewards", "last_token_rewards", "punish_length"]
+__all__ = ["advantage_metrics", "comparison_advantages", "fill_masked_rewards", "gae_advantages", "last_token_rewards"]
 
-# How each algorithm without a critic compares rewards; the others of its name differ in the loss alone.
+# Comparison of each algorithm without a critic; algorithms that share one differ in the loss alone.
 _METHODS: dict[str, GroupMethod] = {
     "grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "dr_grpo": "dr_grpo", "rloo": "rloo",
 }  # fmt: skip
 
 
-def punish_length(groups: Iterable[RolloutGroup], settings: PolicySettings) -> dict[str, float]:
-    """Add DAPO's penalty for completions that come near the limit to the rewards, in place.
-
-    Returns: reward/overlong, its mean; nothing where the settings ask for none.
-    """
-    if not settings.overlong_tokens:
-        return {}
-    rollouts = [rollout for group in groups for rollout in group.rollouts if not rollout.is_masked]
-    lengths_B = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
-    limit = settings.sampling.max_completion_tokens
-    penalties = overlong_penalty(lengths_B, max_tokens=limit, buffer=settings.overlong_tokens).tolist()
-    for rollout, penalty in zip(rollouts, penalties, strict=True):
-        rollout.reward += penalty
-        rollout.trajectory.reward = rollout.reward
-        rollout.trajectory.rewards = {**rollout.trajectory.rewards, "overlong": penalty}
-    return {"reward/overlong": statistics.fmean(penalties)}
-
-
-def compared_rewards(rewards_PG: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
-    """Advantage of each rollout, one for all its tokens: against its group, for `reinforce` against the whole batch.
+def comparison_advantages(groups: Sequence[torch.Tensor], algorithm: Algorithm) -> list[torch.Tensor]:
+    """Advantage of each rollout, shared by its tokens: relative to its group, for `reinforce` to the whole batch.
 
     Args:
-        rewards_PG: float [P, G].
-    Returns: float [P, G].
-    Raises: DataError for an algorithm that needs values.
+        groups: float [G] rewards of each group; groups may differ in size.
+    Returns: float [G] for each group.
+    Raises: DataError for an algorithm that needs values, or an empty group.
     """
-    if algorithm == "reinforce":
-        return batch_advantages(rewards_PG)
-    if algorithm not in _METHODS:
+    if algorithm != "reinforce" and algorithm not in _METHODS:
         raise DataError(f"algorithm: '{algorithm}' has no advantages without a critic")
-    return group_advantages(rewards_PG, method=_METHODS[algorithm])
+    if not groups:
+        return []
+    sizes = [len(rewards_G) for rewards_G in groups]
+    if algorithm == "reinforce":
+        return list(batch_advantages(torch.cat(list(groups))[None])[0].split(sizes))
+    advantages: list[torch.Tensor] = list(groups)
+    for size in dict.fromkeys(sizes):  # groups of one size in one tensor
+        members = [index for index, other in enumerate(sizes) if other == size]
+        rewards_PG = torch.stack([groups[index] for index in members])
+        for index, advantages_G in zip(members, group_advantages(rewards_PG, method=_METHODS[algorithm]), strict=True):
+            advantages[index] = advantages_G
+    return advantages
 
 
-def fill_masked_rewards(rewards_PG: torch.Tensor, masked_PG: torch.Tensor) -> torch.Tensor:
-    """Rewards with that of a masked rollout replaced by the mean of its group's others.
+def fill_masked_rewards(groups: Sequence[torch.Tensor], masked: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Rewards in which a masked rollout has the mean of its group's others.
 
-    Its own advantage within the group is then 0, and the others' differences are what they were. A group of which all
-    are masked gets the mean of everything that is not.
+    Its advantage within the group is then 0, and the others' differences stay as they are. A group without an unmasked
+    rollout gets the mean of all unmasked ones.
 
     Args:
-        rewards_PG: float [P, G]; anything finite where masked.
-        masked_PG: bool [P, G], True = no reward could be computed.
+        groups: float [G] rewards of each group; anything finite where masked.
+        masked: bool [G] of each group, True = no reward could be computed.
     """
-    if not bool(masked_PG.any()):
-        return rewards_PG
-    known_PG = torch.where(masked_PG, rewards_PG.new_zeros(()), rewards_PG)
-    counts_P1 = (~masked_PG).sum(1, keepdim=True)
-    everywhere = known_PG.sum() / counts_P1.sum().clamp(min=1)
-    means_P1 = torch.where(counts_P1 > 0, known_PG.sum(1, keepdim=True) / counts_P1.clamp(min=1), everywhere)
-    return torch.where(masked_PG, means_P1, rewards_PG)
+    if not any(bool(masked_G.any()) for masked_G in masked):
+        return list(groups)
+    known = [torch.where(masked_G, 0.0, rewards_G) for rewards_G, masked_G in zip(groups, masked, strict=True)]
+    counts = [int((~masked_G).sum()) for masked_G in masked]
+    overall = torch.cat(known).sum() / max(1, sum(counts))
+    return [
+        torch.where(masked_G, known_G.sum() / count if count else overall, rewards_G)
+        for rewards_G, masked_G, known_G, count in zip(groups, masked, known, counts, strict=True)
+    ]
 
 
 def last_token_rewards(rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor) -> torch.Tensor:
@@ -89,7 +81,7 @@ def last_token_rewards(rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor) -> t
     return token_rewards_RS.scatter(1, last_R1, rewards_R[:, None])
 
 
-def estimated_advantages(
+def gae_advantages(
     rewards_R: torch.Tensor,
     is_truncated_R: torch.Tensor,
     values_RS: torch.Tensor,
@@ -102,14 +94,39 @@ def estimated_advantages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """GAE over each row's loss tokens: advantages and returns [R, S], not whitened.
 
-    The reward stands on the last loss token. A row that a limit cut off goes on in thought: it is bootstrapped from the
-    value of the state that it was cut in; one that the environment ended is worth 0 afterwards.
+    The reward is placed on the last loss token. A truncated row is bootstrapped from the value of its last state; the
+    value after a terminated one is 0.
 
     Args:
-        kl_penalty_RS: taken off each token's reward (kl_coef times k1); None = none.
+        kl_penalty_RS: subtracted from each token's reward (kl_coef times k1); None = none.
     """
     token_rewards_RS = last_token_rewards(rewards_R.to(values_RS.dtype), loss_mask_RS)
     if kl_penalty_RS is not None:
         token_rewards_RS = token_rewards_RS - fill_masked(kl_penalty_RS, loss_mask_RS)
     bootstrap_R = torch.where(is_truncated_R, value_after_R, torch.zeros_like(value_after_R))
     return gae(token_rewards_RS, values_RS, loss_mask_RS, gamma=gamma, gae_lambda=gae_lambda, bootstrap_B=bootstrap_R)
+
+
+def advantage_metrics(
+    samples: Sequence[Sample], advantages_RS: torch.Tensor, mask_RS: torch.Tensor, *, filter_threshold: float
+) -> dict[str, float]:
+    """Mean, standard deviation and share of zeros of the advantages, and the share filtered out.
+
+    Over rollouts where rewards were compared (before whitening), over loss tokens where values were used.
+    """
+    compared = [sample.advantage for sample in samples if sample.advantage is not None]
+    if compared:
+        advantages = torch.tensor(compared, dtype=torch.float64)
+        filtered = float((advantages.abs() < filter_threshold).double().mean())
+    else:
+        advantages = advantages_RS[mask_RS].double()
+        tokens = sum(sum(sample.row.loss_mask) for sample in samples)
+        filtered = 1 - advantages.numel() / tokens
+    if not advantages.numel():
+        return {"train/filtering_rate": filtered}
+    return {
+        "train/advantages_mean": float(advantages.mean()),
+        "train/advantages_std": float(advantages.std(correction=0)),
+        "train/zero_advantage_rate": float((advantages == 0).double().mean()),
+        "train/filtering_rate": filtered,
+    }

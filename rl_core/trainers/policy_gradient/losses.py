@@ -1,4 +1,4 @@
-"""The policy's loss on one micro-batch, by algorithm.
+"""Policy loss of one micro-batch per algorithm, importance weights, agreement with the sampler, KL controller.
 
 Suffixes: B rows, S whole sequence.
 """
@@ -10,25 +10,26 @@ from dataclasses import dataclass
 import torch
 
 from rl_core.losses.importance import truncated_importance_weights
-from rl_core.losses.kl import kl_k1, kl_k3
+from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef, kl_k1, kl_k3
 from rl_core.losses.masking import masked_max, masked_sum
 from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
 from rl_core.settings import PolicySettings
 
-__all__ = ["StepCounts", "importance_weights", "policy_loss", "sampler_agreement"]
+__all__ = ["StepCounts", "importance_weights", "next_kl_coef", "policy_loss", "sampler_agreement"]
 
 Metrics = dict[str, torch.Tensor]
+BAND = 0.2  # half-width of the banded controller's band, as a share of kl_target
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Denominators of one optimizer step. Less may be run than counts, since rows of advantage 0 add nothing."""
+    """Denominators of one optimizer step. Rows of advantage 0 count, but need not be run: they add nothing."""
 
     num_loss_tokens: float  # that count in the loss
-    num_run_tokens: float  # of these, run through the model: what metrics are means over
+    num_run_tokens: float  # of these, run through the model; metrics are means over them
     num_sequences: float  # rows with loss tokens that count
     num_run_sequences: float
-    num_rollouts: float = 0  # rows of the step, whatever became of their tokens
+    num_rollouts: float = 0  # rows of the step, filtered and masked ones included
 
 
 def policy_loss(
@@ -72,12 +73,12 @@ def policy_loss(
             loss_denominator=_denominator(settings, counts),
         )
     loss = loss * share
-    metrics |= {"loss": loss.detach(), **_moved(logprobs_BS, old_logprobs_BS, loss_mask_BS, counts.num_run_tokens)}
+    metrics |= {"loss": loss.detach(), **_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, counts.num_run_tokens)}
     return loss, metrics
 
 
 def _denominator(settings: PolicySettings, counts: StepCounts) -> float:
-    """dr_grpo divides by a constant for each rollout, also for what was filtered or came out short.
+    """Denominator of the clipped loss; dr_grpo's is a constant per rollout, filtered and short ones included.
 
     Source: Liu et al. 2025, arXiv:2503.20783, section 3.2.
     """
@@ -89,9 +90,9 @@ def _denominator(settings: PolicySettings, counts: StepCounts) -> float:
 def importance_weights(
     settings: PolicySettings, old_logprobs_BS: torch.Tensor, sampler_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor
 ) -> torch.Tensor | None:
-    """Truncated weights of the policy at the start of the iteration over the one that sampled; None = all 1.
+    """Truncated importance weights [B, S] of the old policy over the sampler's; None = all 1.
 
-    They are never negative, so multiplying advantages by them multiplies every loss by them.
+    They are never negative, so that multiplying the advantages by them multiplies every loss.
     """
     if settings.importance == "none":
         return None
@@ -104,7 +105,7 @@ def importance_weights(
 def sampler_agreement(
     sampler_logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
 ) -> Metrics:
-    """How far the policy at the start of the iteration lies from the one that sampled."""
+    """KL(sampler || old policy) per token (k3) and the largest difference of log-probs, nats."""
     return {
         "sampler_kl": masked_sum(kl_k3(sampler_logprobs_BS, old_logprobs_BS), mask_BS) / count,
         "sampler_difference_max": masked_max((sampler_logprobs_BS - old_logprobs_BS).abs(), mask_BS),
@@ -112,8 +113,24 @@ def sampler_agreement(
 
 
 @torch.no_grad()
-def _moved(logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float) -> Metrics:
+def _policy_kl(
+    logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
+) -> Metrics:
     return {
         "kl": masked_sum(kl_k3(old_logprobs_BS, logprobs_BS), mask_BS) / count,
         "kl_k1": masked_sum(kl_k1(old_logprobs_BS, logprobs_BS), mask_BS) / count,
     }
+
+
+def next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) -> float:
+    """Weight of the KL term after an iteration, moved towards the value at which the KL is kl_target.
+
+    Args:
+        kl: measured KL to the reference, nats per token.
+    """
+    if settings.kl_controller == "fixed":
+        return kl_coef
+    if settings.kl_controller == "banded":
+        return banded_kl_coef(kl_coef, kl, target=settings.kl_target, tolerance=BAND * settings.kl_target)
+    played = settings.prompts_per_iteration * settings.group_size
+    return adaptive_kl_coef(kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played)

@@ -1,6 +1,6 @@
-"""What one iteration learns from: its samples, what they are under the present models, and the credit they get.
+"""Rollout buffer of one iteration: samples by group, old and reference log-probs, values, advantages.
 
-Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, P prompts, G rollouts per prompt.
+Suffixes: R rows of the iteration, B rows of a micro-batch, S whole sequence, G rollouts per prompt.
 """
 
 from __future__ import annotations
@@ -24,66 +24,72 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
-from rl_core.trainers.policy_gradient.advantages import compared_rewards, estimated_advantages, fill_masked_rewards
+from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, gae_advantages
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
-__all__ = ["RolloutBuffer", "ActorCritic", "make_actor_critic"]
+__all__ = ["ActorCritic", "RolloutBuffer", "make_actor_critic"]
 
 Plan = Sequence[Sequence[int]]  # row indices of each optimizer step
 
 
 @dataclass
 class ActorCritic:
-    """What an update moves, and what it is held against."""
+    """The trainable models (policy, critic), their optimizers, and the frozen reference."""
 
     policy: PreTrainedModel
-    updater: Updater  # of the policy, and of a value head on it
+    optimizer_step: OptimizerStep  # of the policy, value head included
     pad_id: int
-    reference: PreTrainedModel | None = None  # what the KL term refers to, frozen
+    reference: PreTrainedModel | None = None  # of the KL term, frozen
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
-    critic_updater: Updater | None = None  # of a separate critic
+    critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
 
     @property
     def device(self) -> torch.device:
-        """Where the policy is."""
+        """Device of the policy."""
         return next(self.policy.parameters()).device
 
 
 class RolloutBuffer:
-    """Samples as tensors [R, S], 0 where a token carries no loss. Everything in it is without gradient."""
+    """Groups of samples, and tensors [R, S] over all their rows, 0 where a token carries no loss; nothing has gradient.
 
-    def __init__(self, actor_critic: ActorCritic, settings: PolicySettings, samples: Sequence[Sample]) -> None:
-        """`samples`: whole groups in order, fresh ones without an advantage, then replayed ones."""
-        if not samples or any(sample.row.sampler_logprobs is None for sample in samples):
+    Row r is the r-th sample, group after group. Three distributions give log-probs of the same tokens:
+    `sampler_logprobs_RS`, of the policy that sampled; `old_logprobs_RS`, of the policy before this iteration's update;
+    `ref_logprobs_RS`, of the reference.
+    """
+
+    def __init__(self, actor_critic: ActorCritic, settings: PolicySettings, groups: Sequence[Sequence[Sample]]) -> None:
+        """`groups`: fresh ones, without advantages, and replayed ones."""
+        self.groups = [list(group) for group in groups]
+        self.samples = [sample for group in self.groups for sample in group]
+        if not self.samples or any(sample.row.sampler_logprobs is None for sample in self.samples):
             raise DataError("samples: at least one is needed, each with the sampler's log-probs")
-        if any(sample.row.temperature <= 0 for sample in samples):
+        if any(sample.row.temperature <= 0 for sample in self.samples):
             raise DataError("samples: one was sampled greedily (temperature 0), so there is no policy to improve")
         self.actor_critic = actor_critic
         self.settings = settings
-        self.samples = samples
         self.device = actor_critic.device
-        width = max(len(sample.row.prompt_ids) + len(sample.row.completion_ids) for sample in samples)
-        self.shape = (len(samples), width)
+        width = max(len(sample.row.prompt_ids) + len(sample.row.completion_ids) for sample in self.samples)
+        self.shape = (len(self.samples), width)
         mask_RS = torch.zeros(self.shape, dtype=torch.bool)
-        for index, sample in enumerate(samples):
+        for index, sample in enumerate(self.samples):
             start, mask = len(sample.row.prompt_ids), sample.row.loss_mask
             mask_RS[index, start : start + len(mask)] = torch.tensor(mask, dtype=torch.bool)
         self.mask_RS = mask_RS.to(self.device)  # True = counts in the loss
         self.advantages_RS = torch.zeros(self.shape, device=self.device)
         self.returns_RS: torch.Tensor | None = None
         self.old_logprobs_RS: torch.Tensor | None = None  # None = each update takes its own
-        self.sampled_logprobs_RS: torch.Tensor | None = None
+        self.sampler_logprobs_RS: torch.Tensor | None = None  # None = not needed beyond the micro-batches
         self.ref_logprobs_RS: torch.Tensor | None = None
-        self.values_RS: torch.Tensor | None = None  # when the rollouts came in
+        self.values_RS: torch.Tensor | None = None  # before the update
         self.value_after_R: torch.Tensor | None = None
 
-    # Batches
+    # Micro-batches
 
     def batches(self, indices: Sequence[int]) -> list[TrainBatch | DummyBatch[TrainBatch]]:
-        """Micro-batches of this process's share of these rows; `rows` refers to all rows of the iteration."""
-        process_group = self.actor_critic.updater.process_group
+        """Micro-batches of this process's share of these rows; `TrainBatch.rows` indexes the rows of the iteration."""
+        process_group = self.actor_critic.optimizer_step.process_group
         if process_group.size > 1:  # a share without a loss token would leave a process without a micro-batch
             has_loss = self.mask_RS.any(1).tolist()
             indices = [index for index in indices if has_loss[index]]
@@ -91,10 +97,10 @@ class RolloutBuffer:
             return []
         rows = [self.samples[index].row for index in indices]
         return process_group.batches(
-            indices, [len(row.prompt_ids) + len(row.completion_ids) for row in rows], self._build
+            indices, [len(row.prompt_ids) + len(row.completion_ids) for row in rows], self._build_batches
         )
 
-    def _build(self, indices: Sequence[int]) -> list[TrainBatch]:
+    def _build_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
         batches = make_batches(rows, self.settings.micro_batch_tokens, self.actor_critic.pad_id)
         for batch in batches:
@@ -102,123 +108,126 @@ class RolloutBuffer:
             batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
         return [batch for batch in batches if batch.num_loss_tokens]
 
-    def of(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
-        """The batch's part of a tensor over all rows, 0 where no loss is."""
-        assert values_RS is not None, "not measured"
+    def for_batch(self, values_RS: torch.Tensor | None, batch: TrainBatch) -> torch.Tensor:
+        """The rows of a micro-batch [B, S] of a tensor over all rows, 0 where no loss is."""
+        assert values_RS is not None, "not computed"
         return fill_masked(values_RS[batch.rows, : batch.loss_mask_BS.shape[1]], batch.loss_mask_BS)
 
-    # Measuring
+    # Log-probs and values under the models as they are
 
     @torch.no_grad()
-    def measure_old(self, plan: Plan) -> None:
+    def compute_old_logprobs(self, plan: Plan) -> None:
         """Log-probs of the policy before the first update, in the micro-batches in which it will be updated."""
         with span("measure"):
             self.old_logprobs_RS = self._logprobs(self.actor_critic.policy, plan)
 
-    def take_sampled(self, plan: Plan) -> None:
-        """The sampler's log-probs, for credit alone, where the sampler was this very policy."""
+    def copy_sampler_logprobs(self, plan: Plan) -> None:
+        """Log-probs of the sampler as a tensor, to stand for the old ones in a KL reward; see `estimate_advantages`."""
         logprobs_RS = torch.zeros(self.shape, device=self.device)
         for batch in self._own_batches(plan):
             assert batch.sampler_logprobs_BS is not None
             logprobs_RS[batch.rows, : batch.sampler_logprobs_BS.shape[1]] = batch.sampler_logprobs_BS
-        self.sampled_logprobs_RS = self.actor_critic.updater.process_group.all_reduce_sum(logprobs_RS)
+        self.sampler_logprobs_RS = self.actor_critic.optimizer_step.process_group.all_reduce_sum(logprobs_RS)
 
     @torch.no_grad()
-    def measure_reference(self, plan: Plan) -> None:
+    def compute_ref_logprobs(self, plan: Plan) -> None:
         """Log-probs of the reference, once for all epochs."""
         assert self.actor_critic.reference is not None
         with span("reference"):
             self.ref_logprobs_RS = self._logprobs(self.actor_critic.reference, plan)
 
     @torch.no_grad()
-    def measure_values(self, plan: Plan) -> None:
+    def compute_values(self, plan: Plan) -> None:
         """Values before every loss token, and after the last token of each row."""
         critic = self.actor_critic.critic
         assert critic is not None
         values_RS = torch.zeros(self.shape, device=self.device)
         after_R = torch.zeros(self.shape[0], device=self.device)
 
-        def measure(batch: TrainBatch) -> None:
+        def fill(batch: TrainBatch) -> None:
             values_BS, after_B = critic.values(batch)
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
-        updater = self.actor_critic.critic_updater or self.actor_critic.updater
-        with span("measure"), evaluating(critic), updater.autocast():
-            updater.with_full_weights_independent(lambda: self._each_batch(plan, measure))
+        optimizer_step = self.actor_critic.critic_optimizer_step or self.actor_critic.optimizer_step
+        with span("measure"), evaluating(critic), optimizer_step.autocast():
+            optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
         self.values_RS, self.value_after_R = (
-            updater.process_group.all_reduce_sum(values_RS),
-            updater.process_group.all_reduce_sum(after_R),
+            optimizer_step.process_group.all_reduce_sum(values_RS),
+            optimizer_step.process_group.all_reduce_sum(after_R),
         )
 
     def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
         logprobs_RS = torch.zeros(self.shape, device=self.device)
 
-        def measure(batch: TrainBatch) -> None:
+        def fill(batch: TrainBatch) -> None:
             logprobs_BS, _ = completion_logprobs(model, batch)
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
-        updater = self.actor_critic.updater
-        with evaluating(model), updater.autocast():
-            updater.with_full_weights_independent(lambda: self._each_batch(plan, measure))
-        return updater.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
+        optimizer_step = self.actor_critic.optimizer_step
+        with evaluating(model), optimizer_step.autocast():
+            optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
+        return optimizer_step.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
 
-    def _each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
+    def _for_each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
         for batch in self._own_batches(plan):
             function(batch)
 
     def _own_batches(self, plan: Plan) -> Iterator[TrainBatch]:
-        """On the policy's device, all that is this process's share."""
+        """This process's micro-batches, on the policy's device."""
         for indices in plan:
             for batch in self.batches(indices):
                 if not isinstance(batch, DummyBatch):
                     yield batch.to(self.device)
 
-    # Credit
+    # Advantages
 
-    def credit(self, kl_reward_coef: float = 0.0) -> dict[str, float]:
+    def estimate_advantages(self, kl_reward_coef: float = 0.0) -> dict[str, float]:
         """Fill in advantages, and returns where there are values; a replayed sample keeps its own advantage.
 
-        kl_reward_coef: weight of k1 to the reference in the reward, per token; needs old (or sampled) log-probs and the
-                reference's.
+        Args:
+            kl_reward_coef: weight of k1 to the reference in the reward, per token; needs old (or the sampler's)
+                log-probs and the reference's.
         Returns: value/... and policy/ref_kl, where they apply.
         """
         rewards_R = torch.tensor([sample.reward for sample in self.samples], dtype=torch.float64)
         metrics: dict[str, float] = {}
         penalty_RS: torch.Tensor | None = None
         if kl_reward_coef > 0:
-            before_RS = self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampled_logprobs_RS
+            before_RS = self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampler_logprobs_RS
             assert before_RS is not None and self.ref_logprobs_RS is not None
             kl_RS = fill_masked(kl_k1(before_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
             metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
         if self.settings.value_function is not None:
-            metrics |= self._estimate(rewards_R, penalty_RS)
+            metrics |= self._estimate_from_values(rewards_R, penalty_RS)
         else:
             if penalty_RS is not None:
                 rewards_R = rewards_R - penalty_RS.sum(1).double().cpu()
-            self._compare(rewards_R)
-        if self.settings.whitens and bool(self.mask_RS.any()):
+            self._compare_rewards(rewards_R)
+        if self.settings.uses_whitening and bool(self.mask_RS.any()):
             self.advantages_RS = masked_whiten(self.advantages_RS, self.mask_RS)
         return metrics
 
-    def _compare(self, rewards_R: torch.Tensor) -> None:
-        fresh = [index for index, sample in enumerate(self.samples) if not sample.is_replayed]
-        if fresh:
-            rewards_PG = rewards_R[fresh].view(-1, self.settings.group_size)
-            masked_PG = torch.tensor([self.samples[index].is_masked for index in fresh]).view_as(rewards_PG)
-            advantages_PG = compared_rewards(fill_masked_rewards(rewards_PG, masked_PG), self.settings.algorithm)
-            for index, advantage in zip(fresh, advantages_PG.flatten().tolist(), strict=True):
-                self.samples[index].advantage = 0.0 if self.samples[index].is_masked else advantage
-        for index, sample in enumerate(self.samples):
+    def _compare_rewards(self, rewards_R: torch.Tensor) -> None:
+        """Group-relative or batch advantages of the fresh groups; filtered and masked samples lose their mask."""
+        rewards = rewards_R.split([len(group) for group in self.groups])
+        fresh = [index for index, group in enumerate(self.groups) if not any(sample.is_replayed for sample in group)]
+        masked = [torch.tensor([sample.is_masked for sample in self.groups[index]]) for index in fresh]
+        filled = fill_masked_rewards([rewards[index] for index in fresh], masked)
+        for index, advantages_G in zip(fresh, comparison_advantages(filled, self.settings.algorithm), strict=True):
+            for sample, advantage in zip(self.groups[index], advantages_G.tolist(), strict=True):
+                sample.advantage = 0.0 if sample.is_masked else advantage
+        for row, sample in enumerate(self.samples):
             assert sample.advantage is not None
             if sample.is_masked or abs(sample.advantage) < self.settings.filter_threshold:
-                self.mask_RS[index] = False  # carries no loss, and counts in no denominator
-            self.advantages_RS[index][self.mask_RS[index]] = sample.advantage
+                self.mask_RS[row] = False  # carries no loss, and counts in no denominator
+            self.advantages_RS[row][self.mask_RS[row]] = sample.advantage
 
-    def _estimate(self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None) -> dict[str, float]:
+    def _estimate_from_values(self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None) -> dict[str, float]:
+        """GAE and returns of all rows; masked rows and filtered tokens lose their mask."""
         assert self.values_RS is not None and self.value_after_R is not None
-        self.advantages_RS, self.returns_RS = estimated_advantages(
+        self.advantages_RS, self.returns_RS = gae_advantages(
             rewards_R.to(device=self.device, dtype=torch.float32),
             torch.tensor([sample.is_truncated for sample in self.samples], device=self.device),
             self.values_RS,
@@ -250,27 +259,27 @@ def make_actor_critic(
     pad_id: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> ActorCritic:
-    """Policy, critic and their optimizers, as the algorithm needs them."""
-    updater_of = functools.partial(
-        Updater,
+    """Policy, critic and optimizers that the algorithm needs."""
+    optimizer_step_of = functools.partial(
+        OptimizerStep,
         total_steps=settings.iterations * settings.epochs * settings.minibatches,
         max_nonfinite=settings.max_nonfinite,
         process_group=process_group,
     )
     chosen = settings.value_function
     if chosen is None:
-        return ActorCritic(model, updater_of(model, settings), pad_id, reference)
+        return ActorCritic(model, optimizer_step_of(model, settings), pad_id, reference)
     if chosen.kind == "shared":
         head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
         joined = PolicyWithCritic(model, head)
-        return ActorCritic(model, updater_of(joined, settings), pad_id, reference, joined)
+        return ActorCritic(model, optimizer_step_of(joined, settings), pad_id, reference, joined)
     critic = SeparateCritic(model)
     own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
     return ActorCritic(
         model,
-        updater_of(model, settings),
+        optimizer_step_of(model, settings),
         pad_id,
         reference,
         PolicyWithCritic(model, critic),
-        updater_of(critic, own),
+        optimizer_step_of(critic, own),
     )

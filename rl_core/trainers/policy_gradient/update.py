@@ -1,4 +1,4 @@
-"""The optimizer steps of one iteration of policy optimisation.
+"""Policy update of one iteration: epochs x minibatches of optimizer steps on a rollout buffer.
 
 Suffixes: B rows of a micro-batch, S whole sequence.
 """
@@ -19,12 +19,12 @@ from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import TokenOutputs, completion_logprobs, token_outputs
+from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.rollouts.rollout_metrics import mean_metrics
 from rl_core.settings import PolicySettings
 from rl_core.trainers.policy_gradient.losses import StepCounts, importance_weights, policy_loss, sampler_agreement
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.trainers.policy_gradient.rollout_buffer import ActorCritic, RolloutBuffer
-from rl_core.training.resume import load_trainable_weights, trainable_weights
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]
@@ -33,7 +33,7 @@ Batches = Sequence[TrainBatch | DummyBatch[TrainBatch]]
 
 
 class PolicyUpdate:
-    """Measure, give credit, then epochs x minibatches of optimizer steps over fixed samples.
+    """Old and reference log-probs, values and advantages, then epochs x minibatches of optimizer steps.
 
     L = policy loss + kl_coef KL(policy || reference) + trust_region_coef KL(old || policy) - entropy_coef entropy
     (+ value_coef value loss with a shared head). The policy loss is summed over loss tokens and divided by those of the
@@ -46,28 +46,31 @@ class PolicyUpdate:
         self,
         actor_critic: ActorCritic,
         settings: PolicySettings,
-        samples: Sequence[Sample],
+        groups: Sequence[Sequence[Sample]],
         *,
         kl_coef: float | None = None,
         entropy_coef: float | None = None,
         critic_only: bool = False,
     ) -> None:
-        """`samples`: see `RolloutBuffer`.
+        """Build the rollout buffer; nothing is computed yet.
 
-        kl_coef, entropy_coef: of this iteration; None = the settings'. critic_only: the policy stays as it is.
+        Args:
+            groups: see `RolloutBuffer`.
+            kl_coef, entropy_coef: of this iteration; None = the settings'.
+            critic_only: leave the policy as it is.
         """
         self.actor_critic = actor_critic
         self.settings = settings
-        self.buffer = RolloutBuffer(actor_critic, settings, samples)
+        self.buffer = RolloutBuffer(actor_critic, settings, groups)
         self.kl_coef = settings.kl_coef if kl_coef is None else kl_coef
         self.entropy_coef = settings.entropy_coef if entropy_coef is None else entropy_coef
         self.critic_only = critic_only
-        self.trained: set[int] = set(range(len(samples)))  # rows that are run through the policy
-        self.counts = StepCounts(1, 1, 1, 1)  # of the optimizer step at hand
+        self.trained: set[int] = set(range(len(self.buffer.samples)))  # rows that are run through the policy
+        self.counts = StepCounts(1, 1, 1, 1)  # denominators of the current optimizer step
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
-        settings, updater = self.settings, self.actor_critic.updater
+        settings, optimizer_step = self.settings, self.actor_critic.optimizer_step
         steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
         metrics = self._prepare(minibatches, steps)
@@ -77,84 +80,84 @@ class PolicyUpdate:
             epoch, index = divmod(number, settings.minibatches)
             if index == 0 and epoch > 0:
                 minibatches = self._minibatches(rng)
-            part = self._apply(minibatches[index]) if index < len(minibatches) else {}
+            part = self._optimizer_step(minibatches[index]) if index < len(minibatches) else {}
             refused = part.pop("refused", 0.0)
             parts += [part] if part else []
             if refused:
                 break
         stepped = sum("train/loss" in part for part in parts)
-        # An update without a loss token, or one that was taken back, is none; the step is the x axis of the metrics.
-        updater.step += steps - stepped + int(refused)
+        # A step without a loss token, or one that was rolled back, counts too: it is the x axis of the metrics.
+        optimizer_step.num_steps += steps - stepped + int(refused)
         metrics |= mean_metrics(parts)
         metrics["train/empty_updates"] = float(steps - stepped)
         metrics["train/trained_rollouts"] = float(len(self.trained))
-        metrics["train/skipped_steps"] = float(updater.skipped_steps)
+        metrics["train/skipped_steps"] = float(optimizer_step.skipped_steps)
         if settings.kl_max is not None:
             metrics["policy/refused_steps"] = refused
-        metrics.setdefault("train/learning_rate", updater.learning_rate)
+        metrics.setdefault("train/learning_rate", optimizer_step.learning_rate)
         return metrics
 
     def _prepare(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
-        """Measure what the samples are under the present models, give credit, choose the rows to run."""
+        """Fill the rollout buffer under the models as they are, and choose the rows to run through the policy."""
         settings, buffer, critic = self.settings, self.buffer, self.actor_critic.critic
         in_reward = settings.kl_in == "reward" and self.kl_coef > 0
         in_loss = settings.kl_in == "loss" and self.kl_coef > 0
         if critic is not None:
-            buffer.measure_values(minibatches)
-        measures_old = steps > 1 or settings.kl_max is not None
+            buffer.compute_values(minibatches)
+        needs_old = steps > 1 or settings.kl_max is not None
         if in_reward:
-            buffer.measure_reference(minibatches)
-            if measures_old or not self._sampler_is_policy():
-                buffer.measure_old(minibatches)
+            buffer.compute_ref_logprobs(minibatches)
+            if needs_old or not self._sampler_is_policy():
+                buffer.compute_old_logprobs(minibatches)
             else:
-                buffer.take_sampled(minibatches)
-        metrics = buffer.credit(self.kl_coef if in_reward else 0.0)
+                buffer.copy_sampler_logprobs(minibatches)
+        metrics = buffer.estimate_advantages(self.kl_coef if in_reward else 0.0)
         needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0
         if not needs_all and (critic is None or critic.value_head is None):
             self.trained = set(torch.nonzero(buffer.advantages_RS.any(1)).flatten().tolist())
-        plan = [self._picked(indices) for indices in minibatches]
+        plan = [self._trained_rows(indices) for indices in minibatches]
         if in_loss:
-            buffer.measure_reference(plan)
-        if not in_reward and measures_old:
-            # One forward pass before the first update; a single update takes its own log-probs, at ratio exactly 1.
-            buffer.measure_old(plan)
+            buffer.compute_ref_logprobs(plan)
+        if not in_reward and needs_old:
+            # One forward pass before the first step; a single step takes its own log-probs, at a ratio of exactly 1.
+            buffer.compute_old_logprobs(plan)
         return metrics
 
     def _sampler_is_policy(self) -> bool:
-        """Whether the sampler's log-probs are the policy's but for float32's rounding: weights would say otherwise."""
-        updater = self.actor_critic.updater
+        """True = no importance weights, and sampler and policy log-probs differ by float32 rounding alone."""
+        optimizer_step = self.actor_critic.optimizer_step
         is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
-        return self.settings.importance == "none" and is_float32 and not updater.computes_in_bfloat16
+        return self.settings.importance == "none" and is_float32 and not optimizer_step.computes_in_bfloat16
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
-        """Row indices of each optimizer step of one pass; in order where there is a single one."""
+        """Row indices of each optimizer step of one pass; in order if there is a single step."""
         count, size = self.settings.minibatches, len(self.buffer.samples)
         order = rng.permutation(size) if count > 1 else np.arange(size)
         return [part.tolist() for part in np.array_split(order, count) if len(part)]
 
-    def _picked(self, indices: Sequence[int]) -> list[int]:
+    def _trained_rows(self, indices: Sequence[int]) -> list[int]:
         return [index for index in indices if index in self.trained]
 
-    def _apply(self, indices: Sequence[int]) -> dict[str, float]:
-        """One optimizer step on these rows, and the critic's; {} when none of them has anything to teach."""
+    def _optimizer_step(self, indices: Sequence[int]) -> dict[str, float]:
+        """One optimizer step of the policy and one of a separate critic on these rows; {} without a loss token."""
         metrics: dict[str, float] = {}
-        batches = [] if self.critic_only else self.buffer.batches(self._picked(indices))
+        batches = [] if self.critic_only else self.buffer.batches(self._trained_rows(indices))
         if batches:
-            self.counts = self._count(indices)
-            guard = self._guard() if self.settings.kl_max is not None else None
-            metrics = self.actor_critic.updater.apply(batches, self.loss)
+            self.counts = self._step_counts(indices)
+            guard = self._kl_guard() if self.settings.kl_max is not None else None
+            metrics = self.actor_critic.optimizer_step.apply(batches, self.loss)
             if "policy/importance_mean" in metrics:
                 share = metrics["policy/importance_mean"] ** 2 / metrics.pop("policy/importance_square_mean")
                 metrics["policy/effective_sample_share"] = share  # effective sample size over loss tokens (Kish)
             if guard is not None:
                 metrics |= guard(batches)
-        if self.actor_critic.critic_updater is not None:
-            metrics |= self._apply_critic(indices)
+        if self.actor_critic.critic_optimizer_step is not None:
+            metrics |= self._critic_step(indices)
         return metrics
 
-    def _count(self, indices: Sequence[int]) -> StepCounts:
-        """Rows of advantage 0 that are not run count as well: their loss is 0, not absent."""
-        mask_RS, run_RS = self.buffer.mask_RS[list(indices)], self.buffer.mask_RS[self._picked(indices)]
+    def _step_counts(self, indices: Sequence[int]) -> StepCounts:
+        """Denominators of a step; rows of advantage 0 that are not run count too: their loss is 0, not absent."""
+        mask_RS, run_RS = self.buffer.mask_RS[list(indices)], self.buffer.mask_RS[self._trained_rows(indices)]
         return StepCounts(
             num_loss_tokens=int(mask_RS.sum()),
             num_run_tokens=int(run_RS.sum()),
@@ -172,9 +175,9 @@ class PolicyUpdate:
         outputs = token_outputs(self.actor_critic.policy, batch, with_entropy=True, value_head=head)
         logprobs_BS = outputs.logprobs_BS
         count = self.counts.num_run_tokens
-        measured = buffer.old_logprobs_RS is not None
-        old_BS = buffer.of(buffer.old_logprobs_RS, batch) if measured else logprobs_BS.detach()
-        advantages_BS = buffer.of(buffer.advantages_RS, batch)
+        has_old = buffer.old_logprobs_RS is not None
+        old_BS = buffer.for_batch(buffer.old_logprobs_RS, batch) if has_old else logprobs_BS.detach()
+        advantages_BS = buffer.for_batch(buffer.advantages_RS, batch)
         assert sampler_BS is not None
         weights_BS = importance_weights(settings, old_BS, sampler_BS, mask_BS)
         parts: dict[str, Any] = {}
@@ -196,14 +199,14 @@ class PolicyUpdate:
     def _add_terms(
         self, loss: torch.Tensor, outputs: TokenOutputs, old_BS: torch.Tensor, batch: TrainBatch
     ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The loss with entropy, reference KL and trust region, as far as they have a weight."""
+        """The loss with the entropy, reference KL and trust region terms of nonzero weight."""
         settings, mask_BS, count = self.settings, batch.loss_mask_BS, self.counts.num_run_tokens
         assert outputs.entropy_BS is not None
         bonus, parts = entropy_bonus(outputs.entropy_BS, mask_BS, num_loss_tokens=count)
         if self.entropy_coef > 0:
             loss = loss + self.entropy_coef * bonus
         if self.kl_coef > 0 and settings.kl_in == "loss":
-            ref_BS = self.buffer.of(self.buffer.ref_logprobs_RS, batch)
+            ref_BS = self.buffer.for_batch(self.buffer.ref_logprobs_RS, batch)
             penalty, kl = kl_penalty(
                 outputs.logprobs_BS, ref_BS, mask_BS, num_loss_tokens=count, estimator=settings.kl_estimator
             )
@@ -221,18 +224,18 @@ class PolicyUpdate:
         assert critic is not None
         loss, metrics = value_loss(
             values_BS,
-            buffer.of(buffer.returns_RS, batch),
+            buffer.for_batch(buffer.returns_RS, batch),
             batch.loss_mask_BS,
             num_loss_tokens=count,
-            old_values_BT=buffer.of(buffer.values_RS, batch),
+            old_values_BT=buffer.for_batch(buffer.values_RS, batch),
             value_clip_eps=critic.value_clip_eps,
         )
         return loss, {f"value/{name}": value for name, value in metrics.items()}
 
-    def _apply_critic(self, indices: Sequence[int]) -> dict[str, float]:
+    def _critic_step(self, indices: Sequence[int]) -> dict[str, float]:
         """One optimizer step of a separate critic on all these rows."""
-        critic, updater = self.actor_critic.critic, self.actor_critic.critic_updater
-        assert critic is not None and updater is not None
+        critic, optimizer_step = self.actor_critic.critic, self.actor_critic.critic_optimizer_step
+        assert critic is not None and optimizer_step is not None
         batches = self.buffer.batches(indices)
         if not batches:
             return {}
@@ -242,7 +245,7 @@ class PolicyUpdate:
             batch = batch.to(self.actor_critic.device)
             return self._value_loss(critic.values(batch)[0], batch, count)
 
-        metrics = updater.apply(batches, loss)
+        metrics = optimizer_step.apply(batches, loss)
         return {
             "value/loss": metrics["value/loss"],
             "value/clip_fraction": metrics["value/clip_fraction"],
@@ -250,25 +253,25 @@ class PolicyUpdate:
             "value/skipped_steps": metrics["train/skipped_steps"],
         }
 
-    def _guard(self) -> Callable[[Batches], dict[str, float]]:
-        """The hard KL limit: remembers everything; what is returned measures the step, and takes it back if too far."""
-        updater, limit = self.actor_critic.updater, self.settings.kl_max
+    def _kl_guard(self) -> Callable[[Batches], dict[str, float]]:
+        """Hard KL limit: stores weights and optimizer; the returned function rolls a step beyond the limit back."""
+        optimizer_step, limit = self.actor_critic.optimizer_step, self.settings.kl_max
         assert limit is not None
-        weights = {name: tensor.clone() for name, tensor in trainable_weights(updater.model).items()}
-        state = copy.deepcopy(updater.state_dict())
+        weights = {name: tensor.clone() for name, tensor in trainable_weights(optimizer_step.model).items()}
+        state = copy.deepcopy(optimizer_step.state_dict())
 
-        def measure(batches: Batches) -> dict[str, float]:
-            kl = self._distance(batches)
+        def check(batches: Batches) -> dict[str, float]:
+            kl = self._mean_kl(batches)
             if kl <= limit:
                 return {"policy/kl_after_max": kl}
-            load_trainable_weights(updater.model, weights)
-            updater.load_state_dict(state)
+            load_trainable_weights(optimizer_step.model, weights)
+            optimizer_step.load_state_dict(state)
             return {"policy/kl_after_max": kl, "refused": 1.0}
 
-        return measure
+        return check
 
-    def _distance(self, batches: Batches) -> float:
-        """Mean KL(old || policy) per loss token of the step, k3, as the policy is now."""
+    def _mean_kl(self, batches: Batches) -> float:
+        """Mean KL(old || current policy) per loss token of the step, k3 estimator."""
 
         def own() -> float:
             total = 0.0
@@ -277,11 +280,11 @@ class PolicyUpdate:
                     continue
                 batch = batch.to(self.actor_critic.device)
                 logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
-                old_BS = self.buffer.of(self.buffer.old_logprobs_RS, batch)
+                old_BS = self.buffer.for_batch(self.buffer.old_logprobs_RS, batch)
                 total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
             return total
 
-        updater = self.actor_critic.updater
-        with evaluating(self.actor_critic.policy), updater.autocast():
-            total = updater.with_full_weights_independent(own)
-        return sum(updater.process_group.all_gather(total)) / self.counts.num_run_tokens
+        optimizer_step = self.actor_critic.optimizer_step
+        with evaluating(self.actor_critic.policy), optimizer_step.autocast():
+            total = optimizer_step.sharded.with_full_weights_independent(own)
+        return sum(optimizer_step.process_group.all_gather(total)) / self.counts.num_run_tokens

@@ -50,7 +50,7 @@ def logprob_gap(folder):
     engine = make_backend(model.eval(), eos_ids=ends(len(tokenizer)), pad_id=inputs.PAD, max_length=512)
     sequences = ragged_sequences(folder, tokenizer, 0, count=16)
     engine.run(sequences, SamplingSettings(max_completion_tokens=sequences[0].limit, slots=8))
-    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs) for s in sequences]
+    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs) for s in sequences]
     gap = 0.0
     for batch in make_batches(rows, 4096, inputs.PAD):
         with torch.no_grad():

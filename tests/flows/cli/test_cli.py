@@ -1,6 +1,9 @@
 """The command line: exit codes, messages, help, and what is imported when."""
 
 import contextlib
+import csv
+import io
+import json
 import os
 import signal
 import subprocess
@@ -11,9 +14,10 @@ import pytest
 from helpers import ROOT
 
 from flows.cli import main as cli
-from flows.cli.parser import STAGE_NAMES, build_parser
+from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, DataError, SettingsError, Stopped
-from tasks.config import STAGES, from_dict
+from tasks.config import from_dict
+from tasks.tracking import Tracking
 
 GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
 
@@ -61,10 +65,6 @@ def test_help_imports_nothing_heavy():
         done = python(code, *arguments)
         assert done.returncode == 0, done.stderr
         assert done.stdout.splitlines()[-1] == "HEAVY []"
-
-
-def test_stage_names_are_the_pipeline_s():
-    assert STAGE_NAMES == STAGES
 
 
 def test_every_command_has_help_with_examples(capsys):
@@ -122,6 +122,17 @@ def test_validate(config, capsys):
     assert cli.main(["validate", config]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"{config}: fine\n") and "sft -> policy" in out
+
+
+def test_validate_warns_of_a_reward_model_that_no_reward_uses(config, capsys):
+    with open(config, "a") as file:
+        file.write("  reward_model: {}\n")
+    assert cli.main(["validate", config]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"posttrain: warning: {config}:5: stages.reward_model: is trained, but no reward")
+    assert "set stages.policy.rewards.learned to a weight" in captured.err and captured.out.startswith(config)
+    assert cli.main(["validate", config, "-s", "stages.policy.rewards={task: 1.0, learned: 0.1}"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):
@@ -417,3 +428,18 @@ def test_operations_without_runs_say_where_they_looked(command, tmp_path, capsys
     assert cli.main([*command.split(), "--output", str(tmp_path)]) == 2
     assert f"no runs in {tmp_path}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_for_programs(tmp_path, capsys):
+    assert cli.main(["runs", "--output", str(tmp_path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    with Tracking(None, tmp_path).start_run("demo", tmp_path / "run") as run:
+        run.log_metrics({"train/loss": 0.5}, 1)
+        run.set_tag("result", "good, 'quoted'")
+    assert cli.main(["runs", "--output", str(tmp_path), "--format", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["status"], found["result"]) == ("demo", "finished", "good, 'quoted'")
+    assert found["metrics"] == {"train/loss": 0.5} and found["parent_run_id"] is None and found["seconds"] >= 0
+    assert cli.main(["runs", "--output", str(tmp_path), "--format", "csv"]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (row["run_id"], row["metrics.train/loss"], row["result"]) == (found["run_id"], "0.5", "good, 'quoted'")

@@ -1,4 +1,4 @@
-"""Findings of `posttrain doctor`."""
+"""Findings of `posttrain doctor`, about the machine and about a model."""
 
 import http.server
 import sqlite3
@@ -7,9 +7,12 @@ from importlib import metadata
 
 import pytest
 from packaging.requirements import Requirement
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from flows.cli import doctor
 from flows.cli import main as cli
+from flows.cli.model_capabilities import explain
+from rl_core.settings import LoraSettings, ModelSettings
 
 
 @pytest.fixture(autouse=True)
@@ -147,3 +150,54 @@ def test_runs_that_were_killed_are_mentioned(tmp_path, monkeypatch):
     assert "--repair" in found.advice and events.read_bytes() == before
     events.write_bytes(before + json.dumps({"op": "end", "time": 2, "status": "FINISHED"}).encode() + b"\n")
     assert [finding for finding in doctor.examine(tmp_path) if finding.name == "runs"] == []
+
+
+# What a model may take
+
+
+def test_a_model_folder_is_loaded_and_tried(tmp_path, capsys):
+    tiny_model(tmp_path / "m", family="llama")
+    assert cli.main(["doctor", "--model", str(tmp_path / "m"), "--output", str(tmp_path / "outputs")]) == 0
+    out = capsys.readouterr().out
+    lines = out.splitlines()
+    assert lines[0] == f"{tmp_path / 'm'}: LlamaForCausalLM, 0.0 million parameters, float32 on cpu"
+    assert lines[1] == "(its weights were loaded)"
+    assert "training forward   yes    known family in float32 on a CPU" in out
+    assert "sequence packing   yes    sequences in one row stay apart" in out
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_a_config_alone_leaves_trials_open_and_says_what_is_used_instead(tmp_path, capsys):
+    folder = tiny_model(tmp_path / "m", family="gpt2")
+    (folder / "model.safetensors").unlink()
+    assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "(its config alone was read)" in out
+    assert "training forward   no     GPT2Model is of another family than Llama, Qwen2, Qwen3\n" in out
+    assert "                          -> transformers' own forward pass over padded rows\n" in out
+    assert "sequence packing   trial  found by a trial run when training starts" in out
+    assert all(len(line) <= 100 for line in out.splitlines()[1:])
+
+
+def test_dtype_and_adapters_are_those_of_the_config(tmp_path):
+    folder = tiny_model(tmp_path / "m", family="llama")
+    settings = ModelSettings(dtype="bfloat16", lora=LoraSettings(rank=2, target_modules=("q_proj",)))
+    text = explain(str(folder), settings, tmp_path)
+    assert "LlamaForCausalLM with adapters" in text and "bfloat16 on cpu" in text
+    assert "its weights are bfloat16, and this path computes in float32" in text
+    (folder / "model.safetensors").unlink()
+    assert "rollout decoder    yes" in explain(str(folder), settings, tmp_path)
+
+
+def test_a_model_that_is_not_there(tmp_path, capsys):
+    assert cli.main(["doctor", "--model", str(tmp_path / "nothing"), "--output", str(tmp_path)]) == 1
+    assert f"no model folder '{tmp_path / 'nothing'}'" in capsys.readouterr().err
+
+
+def tiny_model(folder, *, family):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    if family == "gpt2":
+        GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=2)).save_pretrained(folder)
+    else:
+        LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48)).save_pretrained(folder)
+    return folder

@@ -27,6 +27,12 @@ def test_each_model_comes_from_the_stage_before_it(present, expected):
     assert {">".join(arrow) for arrow in _arrows(present.split())} == set(expected.split())
 
 
+@pytest.mark.parametrize(("uses", "end"), [(True, "policy"), (False, "analyze")])
+def test_the_reward_model_points_at_who_asks_it(uses, end):
+    arrows = _arrows(["sft", "reward_model", "policy", "evaluate", "analyze"], uses_reward_model=uses)
+    assert [to for start, to in arrows if start == "reward_model"] == [end]
+
+
 def test_columns_follow_from_the_stages_that_ran():
     places = _places(["prepare_data", "sft", "reward_model", "policy", "evaluate", "analyze", "promote"])
     assert places["sft"] == (1.0, 1.0) and places["reward_model"] == (pytest.approx(1.55), 0.0)

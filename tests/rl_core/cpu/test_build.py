@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_core.cpu import build
-from rl_core.cpu.fused_decode import Native
+from rl_core.cpu.fused_decode import DecodeKernels
 
 needs_compiler = pytest.mark.skipif(build.load() is None, reason="needs a C compiler")
 
@@ -73,7 +73,7 @@ def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_
     build.load.cache_clear()
     assert build.load() is not compiled is not None
     assert list((tmp_path / "temporary").iterdir()) == []
-    assert Native(compiled).normed(torch.ones(1, 4), 0.0).tolist() == [[1.0] * 4]
+    assert DecodeKernels(compiled).normed(torch.ones(1, 4), 0.0).tolist() == [[1.0] * 4]
 
 
 def test_without_a_compiler_torch_does_it(fresh, monkeypatch, caplog):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from rl_core.cpu import fused_decode
-from rl_core.cpu.fused_decode import DecodeStep, Native
+from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep
 from rl_core.inference.sampling import draw
 
 needs_compiler = pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
@@ -76,7 +76,7 @@ def test_attention_over_slots(numbers, size, query_heads, kv_heads, has_norms):
     expected = attended(heads, slots, positions, cos, sin, expected_cache, query_heads, q_norm, k_norm, 0.3)
     step = DecodeStep(positions, slots, cos, sin, cache, query_heads)
     step.rows = 4
-    assert Native.can_attend(head_dim=size, query_heads=query_heads, kv_heads=kv_heads)
+    assert DecodeKernels.can_attend(head_dim=size, query_heads=query_heads, kv_heads=kv_heads)
     found = fused_decode.load().attend(step, heads, cache[0], q_norm, k_norm, 0.3)
     torch.testing.assert_close(found, expected[:4], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(cache[0], expected_cache, rtol=1e-6, atol=1e-6)
@@ -99,9 +99,9 @@ def test_the_number_of_threads_changes_no_bit(numbers, monkeypatch):
 
 
 def test_heads_that_do_not_fit_are_left_to_torch():
-    assert not Native.can_attend(head_dim=24, query_heads=2, kv_heads=2)
-    assert not Native.can_attend(head_dim=272, query_heads=2, kv_heads=2)
-    assert not Native.can_attend(head_dim=64, query_heads=18, kv_heads=2)
+    assert not DecodeKernels.can_attend(head_dim=24, query_heads=2, kv_heads=2)
+    assert not DecodeKernels.can_attend(head_dim=272, query_heads=2, kv_heads=2)
+    assert not DecodeKernels.can_attend(head_dim=64, query_heads=18, kv_heads=2)
 
 
 @needs_compiler

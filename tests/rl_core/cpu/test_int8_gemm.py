@@ -21,7 +21,7 @@ def numbers():
 
 
 def packed(weight):
-    return int8_gemm.Packed(int8_gemm.load(), weight, Arena())
+    return int8_gemm.PackedMatrix(int8_gemm.load(), weight, Arena())
 
 
 def product(x, weight):

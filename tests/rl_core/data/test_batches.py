@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pack, pad_rows
+from rl_core.data.batches import DataOrder, attention_mask, micro_batches, pack, pad_rows, padding_id
 from rl_core.errors import DataError
 
 
@@ -16,6 +16,23 @@ def test_micro_batches_worked_by_hand() -> None:
     assert micro_batches([5, 10, 3, 5, 4, 1], 10) == [[1], [0, 3], [4, 2], [5]]
     assert micro_batches([7, 3], 5) == [[0], [1]], "a row above the budget stands alone"
     assert micro_batches([], 5) == []
+
+
+def test_a_missing_padding_token_is_refused_and_not_taken_for_0() -> None:
+    class Padded:
+        pad_id: int | None = 7
+
+    class Bare:
+        pass
+
+    assert padding_id(Padded()) == 7 and padding_id(Padded(), 0) == 0 and padding_id(Bare(), 3) == 3
+    unset = Padded()
+    unset.pad_id = None
+    for renderer in (Bare(), unset):
+        with pytest.raises(DataError, match=rf"^pad_id: the renderer \({type(renderer).__name__}\) has no padding"):
+            padding_id(renderer)
+    with pytest.raises(DataError, match="pad_id: -1 is no token id"):
+        padding_id(Bare(), -1)
 
 
 def test_packs_worked_by_hand() -> None:

@@ -11,7 +11,7 @@ def rollout(tokens, success, grounded=None):
     trajectory = Trajectory(
         environment="e", level="l", kind="k", seed=0, prompt="p", target="t", success=success, is_grounded=grounded
     )
-    return Rollout([1, 2], list(tokens), [True] * len(tokens), [0.0] * len(tokens), float(success), trajectory)
+    return Rollout([1, 2], list(tokens), [True] * len(tokens), [0.0] * len(tokens), trajectory)
 
 
 def test_every_success_beats_every_failure_once():

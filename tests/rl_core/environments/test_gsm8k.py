@@ -16,7 +16,7 @@ from rl_core.environments.environment import HELDOUT_START
 from rl_core.environments.gsm8k import GSM8K, level_of
 from rl_core.errors import DataError, EnvironmentFault, RecordsError, SettingsError
 
-REAL = ROOT / "../shared/data/gsm8k_train.jsonl"
+REAL = ROOT / "data/gsm8k_train.jsonl"  # where configs/gsm8k.yaml has it; no part of the project
 
 
 def question(number: int, steps: int) -> dict[str, str]:
@@ -212,19 +212,20 @@ def test_make_and_its_errors(tmp_path: Path) -> None:
         GSM8K(path=str(tmp_path)).seeds("train")
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="the real questions lie beside the repository only here")
+@pytest.mark.skipif(not REAL.exists(), reason="needs data/gsm8k_train.jsonl (see configs/gsm8k.yaml)")
 @pytest.mark.parametrize("call_format", ["line", "hermes"])
 def test_every_real_question_converts_and_is_won_by_its_solution(tmp_path: Path, call_format: str) -> None:
     environment = make("gsm8k", {"path": str(REAL), "call_format": call_format})
     assert isinstance(environment, GSM8K)
     report = environment.prepare(tmp_path, seed=0)
-    assert (report["num_rows"], report["num_train_rows"], report["num_heldout_rows"]) == (2000, 1800, 200)
-    assert report["num_calls_exact"] == 6336
+    num_rows = sum(1 for line in REAL.open(encoding="utf-8") if line.strip())
+    assert report["num_rows"] == report["num_train_rows"] + report["num_heldout_rows"] == num_rows
+    assert report["num_calls_exact"] > 2 * num_rows  # most solutions take more than two calculations
     assert report["num_calls_wrong"] == report["num_calls_unreadable"] == report["num_calls_rounded"] == 0
-    assert replay_all(environment) == 2000
+    assert replay_all(environment) == num_rows
 
 
-@pytest.mark.skipif(not REAL.exists(), reason="the real questions lie beside the repository only here")
+@pytest.mark.skipif(not REAL.exists(), reason="needs data/gsm8k_train.jsonl (see configs/gsm8k.yaml)")
 def test_real_demonstrations_tokenise_without_loss(tmp_path: Path) -> None:
     environment = GSM8K(path=str(REAL), max_rows=200)
     demonstrations = [

@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.scripted_sequences import ScriptedSequence, make_model
 
+from rl_core.capabilities import Decision, decoding
 from rl_core.inference import cuda_graphs, decoder
 from rl_core.inference.cuda_graphs import StepGraphs, padded_length, padded_rows
 from rl_core.inference.engine import make_backend
@@ -113,7 +114,7 @@ def test_what_cannot_be_recorded_is_computed(caplog):
 def test_recordings_follow_the_weights_and_outlive_a_run(monkeypatch):
     """Steps in place change what is replayed; a larger cache ends the recordings."""
     recorder = Recorder()
-    monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
     monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(recorder, worth_it=4))
     model = make_model("llama")
     engine = make_backend(model, eos_ids=(), pad_id=0, max_length=128)
@@ -156,7 +157,7 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
 
 def test_rows_that_fill_up_a_step_touch_nobodys_slot(monkeypatch):
     """Slots behind the active ones may belong to sequences that wait."""
-    monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+    monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
     monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(Recorder(), worth_it=2))
     found = decoder.Decoder(make_model("llama"))
     found.reserve(6, 20)

@@ -10,9 +10,10 @@ import torch
 from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSequence, make_model, model_named
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from rl_core.capabilities import Decision, decoding, packed_weights
 from rl_core.cpu import fused_decode, int8_gemm
 from rl_core.errors import DataError
-from rl_core.inference import decoder, decoder_layers
+from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
 from rl_core.inference.engine import Engine, make_backend
 from rl_core.inference.transformers_backend import TransformersBackend
@@ -38,7 +39,7 @@ def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
     are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
     if request.param in ("in place", "recorded"):
-        monkeypatch.setattr(decoder, "can_pack", lambda base: False)
+        monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
     if request.param == "recorded":
         monkeypatch.setattr(decoder, "graphs_for", lambda device: Rerun())
     if request.param == "packed":
@@ -59,20 +60,20 @@ def model(request: pytest.FixtureRequest, weights: str) -> PreTrainedModel:
 
 def test_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     small = make_model("llama")
-    assert decoder_layers.can_pack(small) and decoder_layers.can_pack(make_model("llama").double())
-    assert not decoder_layers.can_pack(make_model("llama").bfloat16())
+    assert packed_weights(small).allowed and packed_weights(make_model("llama").double()).allowed
+    assert not packed_weights(make_model("llama").bfloat16()).allowed
     size = 4 * sum(parameter.numel() for parameter in small.parameters())
-    monkeypatch.setattr(decoder_layers, "_PACKED_BYTES", size)
-    assert decoder_layers.can_pack(small)
-    monkeypatch.setattr(decoder_layers, "_PACKED_BYTES", size - 1)
-    assert not decoder_layers.can_pack(small)
+    monkeypatch.setattr(decoding, "PACKED_BYTES", size)
+    assert packed_weights(small).allowed
+    monkeypatch.setattr(decoding, "PACKED_BYTES", size - 1)
+    assert not packed_weights(small).allowed
 
 
 @pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
 def test_what_is_compiled() -> None:
-    assert decoder.Decoder(make_model("llama", head_dim=16))._native is not None
+    assert decoder.Decoder(make_model("llama", head_dim=16))._compiled is not None
     for other in (make_model("llama", head_dim=8), make_model("llama", head_dim=16).double()):
-        assert decoder.Decoder(other)._native is None
+        assert decoder.Decoder(other)._compiled is None
 
 
 def make_sessions(num_prompts: int = 4, group: int = 3) -> list[ScriptedSequence]:
@@ -105,10 +106,7 @@ def backends(model: PreTrainedModel) -> tuple[Engine, TransformersBackend]:
 
 def trainer_gap(model: PreTrainedModel, sequences: list[ScriptedSequence], temperature: float = 1.0) -> float:
     """Largest difference between the sampler's and the trainer's log-probabilities."""
-    rows = [
-        TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, None, s.logprobs, temperature=temperature)
-        for s in sequences
-    ]
+    rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs, temperature) for s in sequences]
     gap = 0.0
     for batch in make_batches(rows, 256, 0):
         with torch.no_grad():

@@ -55,6 +55,16 @@ def test_scores_equal_transformers_row_by_row(policy: Path, max_tokens: int) -> 
     assert len({round(value, 4) for value in expected}) == 4
 
 
+def test_a_model_without_padding_token_is_not_padded_with_token_0(policy: Path) -> None:
+    model, _ = reward_model_from(policy, SETTINGS)
+    expected = score(model, ROWS)
+    for missing in (None, -1):
+        model.config.pad_token_id = missing
+        with pytest.raises(DataError, match="names no padding token"):
+            score(model, ROWS)
+        assert score(model, ROWS, pad_id=1) == pytest.approx(expected, abs=1e-5)
+
+
 def test_the_last_real_token_counts_also_when_it_equals_padding(policy: Path) -> None:
     model, _ = reward_model_from(policy, SETTINGS)
     model.eval()

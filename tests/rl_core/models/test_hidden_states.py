@@ -1,4 +1,4 @@
-"""The trunk of our own against that of transformers: hidden states, gradients, what it must not be used for."""
+"""The packed forward pass against that of transformers: hidden states, gradients, models it leaves alone."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from rl_core.capabilities import training_forward
 from rl_core.cpu import packed_attention
 from rl_core.cpu.shared_prefixes import shared_prefixes
 from rl_core.errors import DataError
-from rl_core.models import hidden_states as trunk
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import add_adapter, unwrap
 from rl_core.settings import LoraSettings
@@ -100,7 +100,7 @@ def distance(one, two) -> float:
 @pytest.mark.parametrize("is_partial", [False, True])
 def test_states_and_gradients_are_those_of_transformers(family, is_partial):
     model, batch = model_of(family), batch_of()
-    assert trunk._is_plain(model.base_model)
+    assert training_forward(model).allowed
     needed_BS = batch.loss_mask_BS if is_partial else None
     compare(model, batch, needed_BS, batch.loss_mask_BS if is_partial else batch.attention_mask_BS)
 
@@ -119,7 +119,7 @@ def test_biases_rope_scaling_and_equal_heads():
         for name, weight in model.named_parameters():
             if "bias" in name:
                 weight.normal_(std=0.1)
-    assert trunk._is_plain(model.base_model)
+    assert training_forward(model).allowed
     batch = batch_of()
     compare(model, batch, None, batch.attention_mask_BS)
 
@@ -138,7 +138,7 @@ def test_adapters_get_the_same_gradient():
             if "lora_B" in name:  # zero at first, which would hide an adapter that is passed over
                 weight.normal_(std=0.05, generator=torch.Generator().manual_seed(3))
     base, batch = unwrap(model), batch_of()
-    assert trunk._is_plain(base.base_model)
+    assert training_forward(base).allowed
     compare(base, batch, batch.loss_mask_BS, batch.loss_mask_BS)
 
 
@@ -279,7 +279,7 @@ OTHERS = {
 @pytest.mark.parametrize("kind", OTHERS)
 def test_whatever_differs_is_left_to_transformers(kind):
     model, batch = OTHERS[kind](), batch_of()
-    assert not trunk._is_plain(model.base_model)
+    assert not training_forward(model).allowed
     torch.manual_seed(5)
     ours = hidden_states(model, batch)
     torch.manual_seed(5)
@@ -290,12 +290,12 @@ def test_whatever_differs_is_left_to_transformers(kind):
 def test_autocast_is_left_to_transformers():
     model = model_of()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert not trunk._is_plain(model.base_model)
+        assert not training_forward(model).allowed
 
 
 def test_dropout_does_not_matter_in_eval():
     model = model_of(attention_dropout=0.1).eval()
-    assert trunk._is_plain(model.base_model)
+    assert training_forward(model).allowed
     batch = batch_of()
     compare(model, batch, None, batch.attention_mask_BS)
 

@@ -11,8 +11,9 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from rl_core.errors import DataError
+from rl_core.losses.kl import kl_penalty
 from rl_core.models import logprobs as module
-from rl_core.models.logprobs import completion_logprobs, selected_logprobs
+from rl_core.models.logprobs import completion_logprobs, next_token_logprobs, selected_logprobs
 from rl_core.models.lora import add_adapter
 from rl_core.settings import LoraSettings
 from rl_core.types import TrainBatch
@@ -61,11 +62,13 @@ def naive(model: torch.nn.Module, batch: TrainBatch) -> tuple[torch.Tensor, torc
         zip(batch.input_ids_BS, batch.attention_mask_BS, batch.loss_mask_BS, strict=True)
     ):
         ids = ids[real]
-        log_p = torch.log_softmax(model(ids[None]).logits[0].to(logprobs.dtype), -1)
+        logits = model(ids[None]).logits[0].to(logprobs.dtype)
         for s in range(1, len(ids)):
             if loss[s]:
-                logprobs[row, s] = log_p[s - 1, ids[s]]
-                entropy[row, s] = -(log_p[s - 1].exp() * log_p[s - 1]).sum()
+                temperature = batch.temperatures_BS[row, s] if batch.temperatures_BS is not None else 1.0
+                log_p = torch.log_softmax(logits[s - 1] / temperature, -1)
+                logprobs[row, s] = log_p[ids[s]]
+                entropy[row, s] = -(log_p.exp() * log_p).sum()
     return logprobs, entropy
 
 
@@ -103,11 +106,27 @@ def test_values_and_gradients_equal_the_naive_ones(tied: bool, with_entropy: boo
     check(make_model(tie_word_embeddings=tied), make_batch(), with_entropy, chunk, 1e-9)
 
 
+def at_temperatures() -> TrainBatch:
+    """Rows at 1/2, 2 and 1, and a single token of the first at 4: packed rows and thoughts differ within a row."""
+    batch = make_batch()
+    batch.temperatures_BS = torch.tensor([[0.5], [2.0], [1.0]]).repeat(1, 9)
+    batch.temperatures_BS[0, 4] = 4.0
+    return batch
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 4])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_values_and_gradients_at_temperatures(with_entropy: bool, chunk: int | None) -> None:
+    check(make_model(tie_word_embeddings=True), at_temperatures(), with_entropy, chunk, 1e-9)
+
+
 def test_in_float32_and_for_another_family() -> None:
     check(make_model(torch.float32), make_batch(), True, 3, 1e-4)
+    check(make_model(torch.float32), at_temperatures(), True, 3, 1e-4)
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=1, n_head=2, n_positions=32)).double().eval()
     check(gpt2, make_batch(), True, 3, 1e-9)
+    check(gpt2, at_temperatures(), True, 3, 1e-9)
 
 
 def test_a_model_that_caps_its_logits_is_noticed() -> None:
@@ -117,7 +136,9 @@ def test_a_model_that_caps_its_logits_is_noticed() -> None:
         intermediate_size=24, max_position_embeddings=64, final_logit_softcapping=2.0, initializer_range=0.5,
         attn_implementation="eager",
     )  # fmt: skip
-    check(Gemma2ForCausalLM(config).double(), make_batch(), True, 3, 1e-6)
+    model = Gemma2ForCausalLM(config).double()
+    check(model, make_batch(), True, 3, 1e-6)
+    check(model, at_temperatures(), True, 3, 1e-6)
 
 
 def test_adapters_get_the_gradient() -> None:
@@ -129,17 +150,21 @@ def test_adapters_get_the_gradient() -> None:
     check(model, make_batch(), True, 2, 1e-3)
 
 
+@pytest.mark.parametrize("temperatures", [None, (0.5, 2.0, 1.0, 0.7, 3.0)])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [2, 100])
-def test_gradcheck(with_entropy: bool, chunk: int) -> None:
+def test_gradcheck(with_entropy: bool, chunk: int, temperatures: tuple[float, ...] | None) -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(7, generator=generator, dtype=torch.float64, requires_grad=True)
     targets = torch.tensor([0, 6, 3, 3, 1])
+    temperatures_N = torch.tensor(temperatures) if temperatures is not None else None
 
     def outputs(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        got = selected_logprobs(*tensors, targets, with_entropy=with_entropy, chunk_tokens=chunk)
+        got = selected_logprobs(
+            *tensors, targets, temperatures_N=temperatures_N, with_entropy=with_entropy, chunk_tokens=chunk
+        )
         return tuple(value for value in got if value is not None)
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
@@ -172,6 +197,68 @@ def test_values_by_hand() -> None:
     logprobs, entropy = selected_logprobs(hidden, weight, None, torch.tensor([0, 1]), with_entropy=True)
     assert logprobs.tolist() == pytest.approx([math.log(0.25), math.log(0.75)])
     assert entropy is not None and entropy.tolist() == pytest.approx([0.562335, 0.562335])
+
+
+@pytest.mark.parametrize(
+    ("temperature", "p", "entropy", "kl_gradients"),
+    [  # logits (0, ln 4): 4^(1/T) to 1. The reference has them the other way round: q = (p_1, p_0).
+        # k3 = q/p - ln(q/p) - 1 has the gradient (1 - q/p) d ln p, d ln p(token)/dz_1 = (onehot_1 - p_1) / T
+        (
+            0.5,
+            (1 / 17, 16 / 17),
+            math.log(17) - 16 / 17 * math.log(16),
+            ((1 - 16) * 2 * -16 / 17, 15 / 16 * 2 * 1 / 17),
+        ),
+        (1.0, (1 / 5, 4 / 5), math.log(5) - 4 / 5 * math.log(4), ((1 - 4) * -4 / 5, 3 / 4 * 1 / 5)),
+        (2.0, (1 / 3, 2 / 3), math.log(3) - 2 / 3 * math.log(2), ((1 - 2) / 2 * -2 / 3, 1 / 2 / 2 * 1 / 3)),
+    ],
+)
+def test_temperatures_by_hand(
+    temperature: float, p: tuple[float, float], entropy: float, kl_gradients: tuple[float, float]
+) -> None:
+    """Both tokens' log-probabilities, the entropy, and the gradient that a KL penalty has on the second logit."""
+    hidden, targets, temperatures_N = torch.ones(2, 1), torch.tensor([0, 1]), torch.full((2,), temperature)
+    found = []
+    for target in (0, 1):
+        logits = torch.tensor([[0.0], [math.log(4)]], requires_grad=True)
+        logprobs, entropies = selected_logprobs(
+            hidden, logits, None, targets, temperatures_N=temperatures_N, with_entropy=True
+        )
+        assert logprobs.tolist() == pytest.approx([math.log(value) for value in p], rel=1e-5)
+        assert entropies is not None and entropies.tolist() == pytest.approx([entropy] * 2, rel=1e-5)
+        reference, _ = selected_logprobs(hidden, logits.detach().flip(0), None, targets, temperatures_N=temperatures_N)
+        assert reference.tolist() == pytest.approx([math.log(value) for value in reversed(p)], rel=1e-5)
+        mask = targets[None] == target
+        loss, _ = kl_penalty(logprobs[None], reference[None], mask, num_loss_tokens=1, estimator="k3")
+        loss.backward()
+        assert logits.grad is not None
+        found.append(logits.grad[1].item())
+        assert logits.grad.sum().item() == pytest.approx(0, abs=1e-5)
+    assert found == pytest.approx(kl_gradients, rel=1e-4)
+
+
+def test_at_temperature_1_nothing_changes_to_the_bit() -> None:
+    """Neither where no temperature is given nor for a row at 1 beside a row of another one."""
+    results = []
+    for temperatures in (None, [1.0, 1.0, 1.0], [0.5, 1.0, 0.5]):
+        model, batch = make_model(torch.float32), make_batch()
+        if temperatures is not None:
+            batch.temperatures_BS = torch.tensor(temperatures)[:, None].repeat(1, 9)
+        logprobs_BS, entropy_BS = completion_logprobs(model, batch, with_entropy=True)
+        assert entropy_BS is not None
+        results.append((logprobs_BS, entropy_BS, gradients(model, logprobs_BS.sum() + entropy_BS.sum())))
+    plain, ones, mixed = results
+    assert all(torch.equal(value, ones[2][name]) for name, value in plain[2].items())
+    for index in (0, 1):
+        assert torch.equal(ones[index], plain[index]) and torch.equal(mixed[index][1], plain[index][1])
+        assert (mixed[index][0] - plain[index][0]).abs().max() > 0.1
+
+
+def test_whole_distributions_stay_at_temperature_1() -> None:
+    """What probes compare models by does not depend on how rollouts were sampled."""
+    model, batch = make_model(torch.float32), at_temperatures()
+    (hot,), (plain,) = next_token_logprobs(model, batch), next_token_logprobs(model, make_batch())
+    assert torch.equal(hot, plain)
 
 
 def test_certain_and_impossible_tokens_stay_finite() -> None:
@@ -242,6 +329,14 @@ def test_bad_shapes() -> None:
         completion_logprobs(model, batch)
     with pytest.raises(DataError, match="must be equal"):
         completion_logprobs(model, TrainBatch(batch.input_ids_BS, batch.attention_mask_BS, batch.loss_mask_BS[:, 1:]))
+    batch = at_temperatures()
+    assert batch.temperatures_BS is not None
+    batch.temperatures_BS[1, 2] = 0.0
+    with pytest.raises(DataError, match="not above 0"):
+        completion_logprobs(model, batch)
+    batch.temperatures_BS = torch.ones(3)
+    with pytest.raises(DataError, match=r"temperatures \(3,\) must be \(3, 9\)"):
+        completion_logprobs(model, batch)
 
 
 def test_autocast_computes_the_head_in_bfloat16() -> None:
@@ -255,19 +350,24 @@ def test_autocast_computes_the_head_in_bfloat16() -> None:
 
 
 @pytest.mark.slow
-def test_a_vocabulary_of_150_000_over_4_096_tokens_needs_no_table_of_both() -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_vocabulary_of_150_000_over_4_096_tokens_needs_no_table_of_both(temperature: float) -> None:
     """Peak memory of a fresh process, forward and backward: the table of logits alone would take 2.46 GB."""
-    program = """
+    program = f"""
 import resource, torch
+temperature = {temperature}
 from rl_core.models.logprobs import selected_logprobs
 torch.manual_seed(0)
 hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(150_000, 16, requires_grad=True)
 targets = torch.randint(0, 150_000, (4096,))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-logprobs, entropy = selected_logprobs(hidden, weight, None, targets, with_entropy=True)
+temperatures = torch.full((4096,), temperature) if temperature != 1 else None
+logprobs, entropy = selected_logprobs(
+    hidden, weight, None, targets, temperatures_N=temperatures, with_entropy=True
+)
 (logprobs.sum() + entropy.sum()).backward()
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-rows = torch.log_softmax(hidden[:2] @ weight.T, -1)
+rows = torch.log_softmax(hidden[:2] @ weight.T / temperature, -1)
 assert torch.allclose(logprobs[:2], rows.gather(1, targets[:2, None])[:, 0], atol=1e-4)
 assert bool(hidden.grad.abs().sum() > 0) and bool(weight.grad.abs().sum() > 0)
 print((after - before) * 1024 / 1e9)

@@ -19,11 +19,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )  # fmt: skip
 
+from rl_core.capabilities import sequence_packing
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.lora import add_adapter
-from rl_core.models.packing import can_pack
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import LoraSettings
 
@@ -88,7 +88,7 @@ def loss_and_gradients(
 )
 def test_loss_and_gradients_are_those_of_padded_rows(family, dtype, attention, tolerance):
     model = model_of(family, dtype, attn_implementation=attention)
-    assert can_pack(model)
+    assert sequence_packing(model).allowed
     rows = rows_of()
     want, want_gradients = loss_and_gradients(model, rows, packing=False)
     for max_tokens in (10_000, 9):  # all rows at once, and one packed row at a time
@@ -115,15 +115,14 @@ def test_rows_are_packed_to_the_length_of_the_longest():
 
 def test_every_field_of_a_row_is_packed_where_its_tokens_are():
     rows = [
-        TrainRow([1], [2, 3], [True, False], advantage=0.5, sampler_logprobs=[-1.0, -2.0]),
-        TrainRow([4, 5], [6], [True], advantage=-1.0, sampler_logprobs=[-3.0]),
-        TrainRow([1], [2, 3, 4, 5, 6], [True] * 5, advantage=[1.0, 2.0, 3.0, 4.0, 5.0], sampler_logprobs=[0.0] * 5),
+        TrainRow([1], [2, 3], [True, False], sampler_logprobs=[-1.0, -2.0]),
+        TrainRow([4, 5], [6], [True], sampler_logprobs=[-3.0]),
+        TrainRow([1], [2, 3, 4, 5, 6], [True] * 5, sampler_logprobs=[1.0, 2.0, 3.0, 4.0, 5.0]),
     ]
     (batch,) = make_batches(rows, 10_000, 9, packing=True)
     assert batch.input_ids_BS.tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]]
     assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]]
-    assert batch.advantages_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, 0.5, 0, 0, 0, -1]]
-    assert batch.sampler_logprobs_BS.tolist() == [[0] * 6, [0, -1, 0, 0, 0, -3]]
+    assert batch.sampler_logprobs_BS.tolist() == [[0, 1, 2, 3, 4, 5], [0, -1, 0, 0, 0, -3]]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -154,9 +153,10 @@ def test_flash_kernels_get_the_rows_end_to_end(monkeypatch):
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
-    monkeypatch.setattr("rl_core.models.hidden_states._reads_one_row_alone", lambda model: True)
+    for module in ("rl_core.models.hidden_states", "rl_core.capabilities.trials"):
+        monkeypatch.setattr(f"{module}.packs_into_one_row", lambda model: True)
     torch.testing.assert_close(completion_logprobs(model, batch)[0], want, rtol=0, atol=1e-10)
-    assert can_pack(model)
+    assert sequence_packing(model).allowed
     assert shapes[0] == (1, batch.input_ids_BS.numel())
 
 
@@ -171,11 +171,11 @@ def test_models_that_would_mix_sequences_are_noticed(monkeypatch):
     for dtype in (torch.float32, torch.bfloat16):
         torch.manual_seed(0)
         config = BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=2, n_head=2)  # takes no position ids
-        assert not can_pack(BloomForCausalLM(config).to(dtype))
-        assert can_pack(model_of(dtype=dtype))
+        assert not sequence_packing(BloomForCausalLM(config).to(dtype)).allowed
+        assert sequence_packing(model_of(dtype=dtype)).allowed
     adapted = add_adapter(model_of(dtype=torch.float32), LoraSettings(rank=2, target_modules=("q_proj",)))
-    assert can_pack(adapted)
+    assert sequence_packing(adapted).allowed
     # positions that arrive, but no block mask: RoPE is right within each sequence, yet all of the row is seen
     monkeypatch.setattr("transformers.masking_utils.find_packed_sequence_indices", lambda position_ids: None)
-    assert not can_pack(model_of(dtype=torch.float32))
-    assert not can_pack(model_of("gpt2", dtype=torch.float32))
+    assert not sequence_packing(model_of(dtype=torch.float32)).allowed
+    assert not sequence_packing(model_of("gpt2", dtype=torch.float32)).allowed

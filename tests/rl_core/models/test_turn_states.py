@@ -12,7 +12,7 @@ from rl_core.types import Rollout, Trajectory
 
 def rollout(prompt, completion, mask):
     trajectory = Trajectory("e", "l", "k", 0, "p", "t")
-    return Rollout(prompt, completion, mask, [0.0] * len(mask), 0.0, trajectory)
+    return Rollout(prompt, completion, mask, [0.0] * len(mask), trajectory)
 
 
 def test_spans_by_hand():

@@ -10,14 +10,14 @@ from helpers.reward_rollouts import group, rollout
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_core.rewards.hacking_monitor import RewardWatch, point_biserial, rise
+from rl_core.rewards.hacking_monitor import HackingMonitor, point_biserial, rise
 from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.rewards.running_stats import RunningNorm
 
 
 def scored(success, total, part=None):
     made = rollout(task=part if part is not None else total, success=success)
-    made.reward = total
+    made.trajectory.reward = total
     return made
 
 
@@ -52,7 +52,7 @@ def test_rise_by_hand():
 
 
 def test_correlations_over_the_window():
-    watch = RewardWatch(window=3, margin=0.05)
+    watch = HackingMonitor(window=3, margin=0.05)
     assert "reward/correlation/task" not in watch.observe([scored(True, 1.0)], ["task"])  # nothing failed yet
     metrics = watch.observe([scored(False, 3.0, part=-1.0), scored(True, 2.0, part=2.0)], ["task"])
     # task: success 1 and 2, failure -1; total: success 1 and 2, failure 3
@@ -72,7 +72,7 @@ def iteration(successes, reward):
 
 
 def test_alarm_when_the_reward_rises_while_success_falls(caplog):
-    watch = RewardWatch(window=4, margin=0.05)
+    watch = HackingMonitor(window=4, margin=0.05)
     course = [(8, 0.0), (7, 0.2), (6, 0.4), (5, 0.6), (4, 0.8)]
     with caplog.at_level(logging.WARNING, logger="rl_core.rewards.hacking_monitor"):
         alarms = [watch.observe(iteration(*at), [])["reward/alarm"] for at in course]
@@ -96,13 +96,13 @@ def test_alarm_when_the_reward_rises_while_success_falls(caplog):
     ],
 )
 def test_no_alarm(course, why):
-    watch = RewardWatch(window=4, margin=0.05)
+    watch = HackingMonitor(window=4, margin=0.05)
     assert [watch.observe(iteration(*at), [])["reward/alarm"] for at in course] == [0] * 4, why
 
 
 def test_another_phase_starts_afresh_and_state_resumes():
     course = [(8, 0.0), (7, 0.2), (6, 0.4), (5, 0.6), (4, 0.8)]
-    changed, whole, resumed = (RewardWatch(window=4, margin=0.05) for _ in range(3))
+    changed, whole, resumed = (HackingMonitor(window=4, margin=0.05) for _ in range(3))
     for number, at in enumerate(course):
         late = changed.observe(iteration(*at), ["task"], "one" if number < 2 else "two")
         expected = whole.observe(iteration(*at), ["task"], "one")

@@ -7,8 +7,8 @@ from rl_core.types import Rollout, Trajectory, Turn
 
 
 def rollout(seed, reward):
-    trajectory = Trajectory("maze", "easy", "walk", seed, "where?", "out", turns=[Turn("go east")], reward=0.0)
-    return Rollout([1], [2], [True], [0.0], reward=reward, trajectory=trajectory)
+    trajectory = Trajectory("maze", "easy", "walk", seed, "where?", "out", turns=[Turn("go east")], reward=reward)
+    return Rollout([1], [2], [True], [0.0], trajectory)
 
 
 def test_the_newest_iterations_are_kept_spread_over_their_rollouts(tmp_path):

@@ -6,29 +6,26 @@ import pytest
 import torch
 
 from rl_core.errors import DataError
-from rl_core.rollouts.batching import TrainRow, make_batches, rows_of
-from rl_core.types import Rollout, RolloutGroup, Trajectory
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.types import Rollout, Trajectory
 
 
 def rollout(prompt: list[int], completion: list[int], mask: list[bool]) -> Rollout:
     trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t")
-    return Rollout(prompt, completion, mask, [-0.5 * m for m in mask], 1.0, trajectory)
+    return Rollout(prompt, completion, mask, [-0.5 * m for m in mask], trajectory)
 
 
 def test_a_batch_by_hand() -> None:
     long = rollout([5, 6], [7, 8, 9], [True, False, True])  # 8 is an observation
     short = rollout([4], [3], [True])
-    groups = [RolloutGroup([short], [2.0]), RolloutGroup([long], [-1.0])]
-    (batch,) = make_batches(rows_of(groups), max_tokens=10, pad_id=0)
+    (batch,) = make_batches([short, long], max_tokens=10, pad_id=0)
     assert batch.rows == [1, 0]  # longest first
     assert batch.input_ids_BS.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0]]
     assert batch.attention_mask_BS.tolist() == [[True] * 5, [True, True, False, False, False]]
     assert batch.loss_mask_BS.tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
-    assert batch.advantages_BS is not None and batch.sampler_logprobs_BS is not None
-    assert batch.advantages_BS.tolist() == [[0, 0, -1, 0, -1], [0, 2, 0, 0, 0]]
+    assert batch.sampler_logprobs_BS is not None
     assert batch.sampler_logprobs_BS.tolist() == [[0, 0, -0.5, 0, -0.5], [0, -0.5, 0, 0, 0]]
-    assert batch.ref_logprobs_BS is None
-    assert (batch.input_ids_BS.dtype, batch.advantages_BS.dtype) == (torch.int64, torch.float32)
+    assert (batch.input_ids_BS.dtype, batch.sampler_logprobs_BS.dtype) == (torch.int64, torch.float32)
     assert batch.num_loss_tokens == 3
 
 
@@ -42,18 +39,34 @@ def test_the_budget_counts_padding_and_every_row_comes_once() -> None:
             assert batch.attention_mask_BS[position].sum() == 1 + len(rows[row].completion_ids)
 
 
-def test_per_token_advantages_and_reference() -> None:
-    row = TrainRow([1], [2, 3], [False, True], advantage=[9.0, 4.0], ref_logprobs=[-7.0, -3.0])
-    (batch,) = make_batches([row], 10, 0)
-    assert batch.advantages_BS is not None and batch.ref_logprobs_BS is not None
-    assert batch.advantages_BS.tolist() == [[0, 0, 4]]
-    assert batch.ref_logprobs_BS.tolist() == [[0, 0, -3]]
+def test_sampler_logprobs_are_0_off_the_loss_and_absent_where_no_row_has_them() -> None:
+    (batch,) = make_batches([TrainRow([1], [2, 3], [False, True], [-9.0, -4.0])], 10, 0)
+    assert batch.sampler_logprobs_BS is not None
+    assert batch.sampler_logprobs_BS.tolist() == [[0, 0, -4]]
+    (batch,) = make_batches([TrainRow([1], [2, 3], [False, True])], 10, 0)
     assert batch.sampler_logprobs_BS is None
 
 
-def test_rollouts_go_in_directly() -> None:
-    (batch,) = make_batches([rollout([1], [2], [True])], 10, 0)
-    assert batch.advantages_BS is None and batch.sampler_logprobs_BS is not None
+def test_every_row_keeps_its_temperature() -> None:
+    """A greedy row counts at 1, like its sampler's log-probs; packed rows keep theirs token by token."""
+    rows = [TrainRow([1], [2] * n, [True] * n, temperature=t) for n, t in ((3, 1.0), (2, 0.5), (1, 0.0))]
+    (batch,) = make_batches(rows, 100, 0)
+    assert batch.temperatures_BS is not None and batch.temperatures_BS.dtype == torch.float32
+    assert batch.temperatures_BS.tolist() == [[1, 1, 1, 1], [0.5, 0.5, 0.5, 1], [1, 1, 1, 1]]
+    rows = [TrainRow([1], [2] * n, [True] * n, temperature=t) for n, t in ((4, 1.0), (2, 0.5), (1, 2.0))]
+    (packed,) = make_batches(rows, 100, 0, packing=True)
+    assert packed.temperatures_BS is not None
+    assert packed.temperatures_BS.tolist() == [[1, 1, 1, 1, 1], [0.5, 0.5, 0.5, 2, 2]]
+    for temperatures in ((1.0,), (0.0, 1.0)):
+        (plain,) = make_batches([TrainRow([1], [2], [True], temperature=t) for t in temperatures], 100, 0)
+        assert plain.temperatures_BS is None
+    hot = rollout([1], [2], [True])
+    hot.trajectory.temperature = 2.0
+    (batch,) = make_batches([hot], 10, 0)
+    assert batch.temperatures_BS is not None and batch.temperatures_BS.tolist() == [[2, 2]]
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(DataError, match="row 1: temperature"):
+            make_batches([rows[0], TrainRow([1], [2], [True], temperature=bad)], 100, 0)
 
 
 @pytest.mark.parametrize(
@@ -61,15 +74,13 @@ def test_rollouts_go_in_directly() -> None:
     [
         ([TrainRow([], [2], [True])], "row 0 has no prompt"),
         ([TrainRow([1], [2], [True, True])], "row 0: loss_mask has 2 entries, its completion 1"),
-        ([TrainRow([1], [2], [True], 1.0), TrainRow([1], [2], [True])], "row 1: advantage has to be given for all"),
+        (
+            [TrainRow([1], [2], [True], [-1.0]), TrainRow([1], [2], [True])],
+            "row 1: sampler_logprobs has to be given for",
+        ),
         ([TrainRow([1], [2], [True], sampler_logprobs=[])], "sampler_logprobs has 0 entries"),
     ],
 )
 def test_bad_rows(rows: list[TrainRow], message: str) -> None:
     with pytest.raises(DataError, match=message):
         make_batches(rows, 10, 0)
-
-
-def test_a_group_with_the_wrong_number_of_advantages() -> None:
-    with pytest.raises(DataError, match="2 advantages"):
-        rows_of([RolloutGroup([rollout([1], [2], [True])], [1.0, 2.0])])

@@ -12,9 +12,10 @@ def rollouts():
     made = []
     for number, mask in enumerate(MASKS):
         trajectory = Trajectory(
-            "fake", "easy", "k", number, "p", "t", num_completion_tokens=len(mask), num_action_tokens=sum(mask)
-        )
-        made.append(Rollout([7, number], list(range(len(mask))), mask, [0.0] * len(mask), 0.0, trajectory))
+            "fake", "easy", "k", number, "p", "t", num_completion_tokens=len(mask), num_action_tokens=sum(mask),
+            temperature=0.5 * number,
+        )  # fmt: skip
+        made.append(Rollout([7, number], list(range(len(mask))), mask, [0.0] * len(mask), trajectory))
     return made
 
 
@@ -31,6 +32,12 @@ def test_tokens_and_masks_come_back(path):
     assert read_rollouts(path, 10) == rollouts()
     assert read_rollouts(path, 2) == rollouts()[:2]
     assert read_rollouts(path, 0) == []
+    assert [rollout.temperature for rollout in read_rollouts(path, 10)] == [0.0, 0.5, 1.0]
+
+
+def test_a_file_of_before_temperatures_were_kept_has_log_probs_at_1(path):
+    path.write_text(path.read_text().replace(', "temperature": 0.5', "").replace(',"temperature":0.5', ""))
+    assert [rollout.temperature for rollout in read_rollouts(path, 2)] == [0.0, 1.0]
 
 
 def test_files_that_do_not_belong_together(path):

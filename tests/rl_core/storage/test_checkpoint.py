@@ -21,7 +21,7 @@ def state_of(version):
     return {
         "model": {"weight": torch.randn(30, 30, generator=generator)},
         "best_model": None,
-        "updater": {"moments": {0: torch.full((5,), float(version))}, "betas": (0.9, 0.95)},
+        "optimizer_step": {"moments": {0: torch.full((5,), float(version))}, "betas": (0.9, 0.95)},
         "loop": {"iteration": version},
         "fingerprint": {"settings": {"learning_rate": 0.1}},
     }
@@ -31,8 +31,8 @@ def check(state, version):
     expected = state_of(version)
     assert state["loop"] == {"iteration": version}
     assert torch.equal(state["model"]["weight"], expected["model"]["weight"])
-    assert torch.equal(state["updater"]["moments"][0], expected["updater"]["moments"][0])
-    assert state["updater"]["betas"] == (0.9, 0.95)
+    assert torch.equal(state["optimizer_step"]["moments"][0], expected["optimizer_step"]["moments"][0])
+    assert state["optimizer_step"]["betas"] == (0.9, 0.95)
 
 
 def test_save_and_load_keep_the_newest(tmp_path):
@@ -61,7 +61,7 @@ def test_manifest_says_version_parent_and_settings(tmp_path):
     two, three = verify_folder(store.path(2)), verify_folder(store.path(3))
     assert (three["version"], three["parent"], two["parent"]) == (3, 2, 1)
     assert two["settings_digest"] != three["settings_digest"]
-    assert sorted(two["files"]) == ["model-0.safetensors", "state.json", "updater-0.safetensors"]
+    assert sorted(two["files"]) == ["model-0.safetensors", "optimizer_step-0.safetensors", "state.json"]
 
 
 def test_fewer_than_two_versions_cannot_be_kept(tmp_path):
@@ -85,7 +85,7 @@ def forge_version(folder):
     [
         (lambda folder: flip(folder / "model-0.safetensors"), "SHA-256"),
         (lambda folder: flip(folder / "state.json"), "SHA-256"),
-        (lambda folder: os.truncate(folder / "updater-0.safetensors", 20), "20 bytes"),
+        (lambda folder: os.truncate(folder / "optimizer_step-0.safetensors", 20), "20 bytes"),
         (lambda folder: os.truncate(folder / "state.json", 0), "0 bytes"),
         (lambda folder: (folder / "model-0.safetensors").unlink(), "cannot be read"),
         (lambda folder: (folder / "manifest.json").unlink(), "cannot be read"),
@@ -188,7 +188,7 @@ def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_ackno
     temporary = f".tmp-checkpoint-00000001-{os.getpid()}"
     renamed = events.index(("rename", "checkpoint-00000001"))
     before, after = events[:renamed], events[renamed + 1 :]
-    for name in ("model-0.safetensors", "updater-0.safetensors", "state.json", "manifest.json"):
+    for name in ("model-0.safetensors", "optimizer_step-0.safetensors", "state.json", "manifest.json"):
         assert ("fsync", f"{temporary}/{name}") in before
     assert before[-2:] == [("fsync", f"{temporary}/manifest.json"), ("fsync", temporary)]
     assert after == [

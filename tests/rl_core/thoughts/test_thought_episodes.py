@@ -50,7 +50,7 @@ def rollout_of(renderer, seed, level, actions, *, cut=False):
         step = episode.step(action)
     trajectory = Trajectory("reckoning", level, "", seed, "", "", turns=turns)
     trajectory.stop_reason = StopReason.MAX_TOKENS if cut else StopReason.TERMINATED
-    return Rollout(prompt_ids, completion, mask, [0.0] * len(mask), 0.0, trajectory)
+    return Rollout(prompt_ids, completion, mask, [0.0] * len(mask), trajectory)
 
 
 def right(seed, level, turns):

@@ -9,11 +9,11 @@ import torch
 from helpers.thinkers import make_trainer, renderer_of_texts, teach
 
 from rl_core import timing
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest
-from rl_core.settings import ModelSettings, ThoughtsSettings
+from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.thoughts.episodes import ThoughtEpisode, ThoughtStep, answer_rows
 from rl_core.timing import collected
@@ -39,11 +39,11 @@ def comparable(metrics):
     return {name: float(value).hex() for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def logprob(model, ids, start, stop):
+def logprob(model, ids, start, stop, temperature=1.0):
     """Token by token, one full forward pass each."""
     total = 0.0
     for place in range(start, stop):
-        logits = model(torch.tensor([ids[:place]])).logits[0, -1].detach().double()
+        logits = model(torch.tensor([ids[:place]])).logits[0, -1].detach().double() / temperature
         total += float(logits[ids[place]] - torch.logsumexp(logits, 0))
     return total
 
@@ -98,8 +98,11 @@ def test_advantages_run_over_the_questions_of_an_episode(renderer, taught):
     assert metrics["train/baseline_loss"] == pytest.approx(0.5 * sum(squares) / 6, abs=1e-5)
 
 
-def test_loss_by_hand(renderer, taught):
-    trainer = make_trainer(renderer, taught, answer_coef=0.7, entropy_coef=0.2, entropy_floor=0.1)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.5])
+def test_loss_by_hand(renderer, taught, temperature):
+    """Thoughts and their entropy are of softmax(logits / T), which wrote them; right answers are at 1."""
+    sampling = SamplingSettings(max_completion_tokens=40, temperature=temperature)
+    trainer = make_trainer(renderer, taught, answer_coef=0.7, entropy_coef=0.2, entropy_floor=0.1, sampling=sampling)
     episodes = [episode for episode in some_episodes(trainer) if all(step.answered for step in episode.steps)][:3]
     plan = answer_rows(episodes)
     advantages = [[1.5, -0.5], [0.25, 2.0], [-1.0, 0.5]]
@@ -108,8 +111,8 @@ def test_loss_by_hand(renderer, taught):
     for episode, values in zip(episodes, advantages, strict=True):
         for step, advantage in zip(episode.steps, values, strict=True):
             for place in range(step.start, step.end + 1):
-                policy -= advantage * logprob(trainer.model, episode.ids, place, place + 1)
-                logits = trainer.model(torch.tensor([episode.ids[:place]])).logits[0, -1].detach()
+                policy -= advantage * logprob(trainer.model, episode.ids, place, place + 1, temperature)
+                logits = trainer.model(torch.tensor([episode.ids[:place]])).logits[0, -1].detach() / temperature
                 entropy += float(torch.distributions.Categorical(logits=logits).entropy())
                 thought_tokens += 1
             for end in {step.end, step.start}:
@@ -173,7 +176,7 @@ def test_resumes_bit_for_bit_through_the_loop(renderer, taught, tmp_path):
     second, outcome = run("cut", 6, cut_rows)
     assert outcome.resumed_iteration == 3 and outcome.iterations == 6
     assert torch.equal(weights(second), weights(whole)) and outcome.metrics == expected.metrics
-    assert second.episodes_played == whole.episodes_played == 72
+    assert second.rollouts_played == whole.rollouts_played == 72
     for name, tensor in whole.baseline.head.state_dict().items():
         assert torch.equal(tensor, second.baseline.head.state_dict()[name])
     assert whole.baseline.head.linear.weight.abs().sum() > 0
@@ -185,7 +188,7 @@ def test_every_saved_item_matters(renderer, taught, part):
     for _ in range(2):
         whole.step()
     second.model.load_state_dict(whole.model.state_dict())
-    second.updater.load_state_dict(copy.deepcopy(whole.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(whole.optimizer_step.state_dict()))
     state = copy.deepcopy(whole.state_dict())
     state[part] = make_trainer(renderer, taught).state_dict()[part]
     second.load_state_dict(state)
@@ -248,5 +251,14 @@ def looks(function, ticks, name, seen):
 def test_settings_are_checked(renderer, taught):
     with pytest.raises(SettingsError, match=r"entropy_floor: 0\.02 is above entropy_coef 0\.01"):
         ThoughtsSettings(entropy_floor=0.02)
+    with pytest.raises(SettingsError, match=r"^sampling\.temperature: 0 is greedy"):
+        ThoughtsSettings(sampling=SamplingSettings(temperature=0))
     with pytest.raises(SettingsError, match="no level 'tow'; did you mean 'two'"):
         make_trainer(renderer, taught, levels=("tow",))
+
+
+def test_a_renderer_without_padding_token_is_refused(renderer, taught):
+    bare = copy.copy(renderer)
+    bare.pad_id = None
+    with pytest.raises(DataError, match=r"^pad_id: the renderer \(ChatRenderer\) has no padding token"):
+        make_trainer(bare, taught, backend=object())

@@ -151,7 +151,7 @@ def test_micro_batches_change_neither_loss_nor_gradient():
     for budget in (10_000, 40, 1):
         trainer = trainer_of(nano(), train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9, sft_coef=0.3)
         trainer.model.load_state_dict(nano(seed=5).state_dict())
-        trainer.updater.optimizer.step = lambda t=trainer: gradients.append(
+        trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
         )
         losses.append(trainer.step()["train/loss"])
@@ -164,7 +164,7 @@ def test_micro_batches_change_neither_loss_nor_gradient():
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
     trainer = trainer_of(train=8, batch_size=8)
     trainer.model.load_state_dict(nano(seed=5).state_dict())
-    (batch,) = trainer._batches(pairs_of(8), trainer.references["train"])
+    (batch,) = trainer._batches(trainer._train)
     whole = float(trainer._loss(batch, 8, 1)[0].detach())
     halves = halve(batch)
     assert [len(half.ref_chosen_B) for half in halves] == [4, 4]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 
+from rl_core.capabilities import Decision
 from rl_core.errors import CheckpointError, DataError, NonFiniteError
 from rl_core.settings import SFTSettings
 from rl_core.storage import faults
@@ -63,7 +64,7 @@ def test_micro_batches_do_not_change_the_weights():
     gradients = []
     for budget in (10_000, 1):
         trainer = trainer_of(train=8, batch_size=8, micro_batch_tokens=budget, max_grad_norm=1e9)
-        trainer.updater.optimizer.step = lambda t=trainer: gradients.append(
+        trainer.optimizer_step.optimizer.step = lambda t=trainer: gradients.append(
             [weight.grad.clone() for weight in t.model.parameters()]
         )
         trainer.step()
@@ -127,7 +128,7 @@ def test_a_broken_model_stops_after_n_skipped_steps_with_the_tensors_name():
         trainer.model.model.layers[1].mlp.up_proj.weight[0, 0] = math.nan
     with pytest.raises(NonFiniteError, match=r"3 non-finite optimizer steps.*weight model\.layers\.1\.mlp\.up_proj"):
         run_loop(trainer, trainer.settings, iterations=trainer.total_steps)
-    assert trainer.updater.skipped_steps == 3
+    assert trainer.optimizer_step.skipped_steps == 3
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 10_000])
@@ -151,7 +152,8 @@ def test_packing_gives_the_metrics_of_padding(micro_batch_tokens):
 
 
 def test_a_model_that_would_mix_packed_rows_gets_padded_ones(monkeypatch, caplog):
-    monkeypatch.setattr("rl_core.trainers.sft.can_pack", lambda model: False)
+    refused = Decision("sequence packing", False, "it mixes them")
+    monkeypatch.setattr("rl_core.trainers.sft.sequence_packing", lambda model: refused)
     trainer = trainer_of(packing=True, train=4)
     assert "LlamaForCausalLM with attention 'sdpa' mixes the sequences of a row" in caplog.text
     expected = mean_nll(trainer.model, rows_of(4))
@@ -198,7 +200,9 @@ def test_killed_with_packed_rows_the_numbers_are_the_same(tmp_path, unbroken):
     assert run(tmp_path, tracker, packing=True) == whole
 
 
-@pytest.mark.parametrize("item", ["rng/torch", "updater/optimizer", "updater/step", "trainer/order", "model"])
+@pytest.mark.parametrize(
+    "item", ["rng/torch", "optimizer_step/optimizer", "optimizer_step/num_steps", "trainer/order", "model"]
+)
 def test_every_saved_item_is_needed(tmp_path, unbroken, item):
     """Dropping any item of the checkpoint changes the numbers, so the test above is sensitive to it."""
 
@@ -209,7 +213,7 @@ def test_every_saved_item_is_needed(tmp_path, unbroken, item):
             torch.manual_seed(3)
             whole = {
                 "rng": {"torch": torch.get_rng_state()},
-                "updater": fresh.updater.state_dict(),
+                "optimizer_step": fresh.optimizer_step.state_dict(),
                 "trainer": fresh.state_dict(),
                 "model": dict(fresh.model.state_dict()),
             }

@@ -25,7 +25,7 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
 from rl_core.training.loop import run_loop
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
 
@@ -37,7 +37,9 @@ class NoisyTrainer:
         np.random.seed(seed)
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
-        self.updater = Updater(self.model, OptimizerSettings(learning_rate=0.01, schedule="cosine"), iterations)
+        self.optimizer_step = OptimizerStep(
+            self.model, OptimizerSettings(learning_rate=0.01, schedule="cosine"), iterations
+        )
         self.order = DataOrder(20, 6, seed)
         self.noise = np.random.default_rng(seed)
         self.data = torch.randn(20, 4, generator=torch.Generator().manual_seed(1))
@@ -56,7 +58,7 @@ class NoisyTrainer:
                 "train/shift": shift
             }
 
-        return self.updater.apply([batch], loss_fn)
+        return self.optimizer_step.apply([batch], loss_fn)
 
     def evaluate(self):
         self.model.eval()
@@ -78,7 +80,7 @@ class ScriptedTrainer:
     def __init__(self, values, steps=None):
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.zeros_(self.model.weight)
-        self.updater = Updater(self.model, OptimizerSettings(), 10)
+        self.optimizer_step = OptimizerStep(self.model, OptimizerSettings(), 10)
         self.values = values
         self.steps = steps or {}
         self.done = 0
@@ -89,7 +91,7 @@ class ScriptedTrainer:
         self.done += 1
         with torch.no_grad():
             self.model.weight.fill_(self.done)
-        self.updater.step += 1
+        self.optimizer_step.num_steps += 1
         return self.steps.get(self.done, {"train/loss": 1.0 / self.done})
 
     def evaluate(self):
@@ -189,7 +191,7 @@ def drop(state, path):
     whole = {
         "model": dict(fresh.model.state_dict()),
         "best_model": None,
-        "updater": fresh.updater.state_dict(),
+        "optimizer_step": fresh.optimizer_step.state_dict(),
         "trainer": fresh.state_dict(),
         "rng": {
             "python": random.getstate(),
@@ -214,8 +216,8 @@ def drop(state, path):
         "model/0.weight",
         "model/1.running_mean",
         "best_model",
-        "updater/optimizer",
-        "updater/step",
+        "optimizer_step/optimizer",
+        "optimizer_step/num_steps",
         "trainer/order",
         "trainer/noise",
         "rng/python",
@@ -355,7 +357,7 @@ def test_a_stop_without_a_checkpoint_folder_says_that_nothing_was_saved():
 def test_in_a_worker_thread_an_event_stops(tmp_path, unbroken):
     event, errors = threading.Event(), []
     trainer = NoisyTrainer(ITERATIONS)
-    trainer.hook = lambda trainer: event.set() if trainer.updater.step == 6 else None
+    trainer.hook = lambda trainer: event.set() if trainer.optimizer_step.num_steps == 6 else None
 
     def work():
         try:
@@ -484,7 +486,7 @@ def test_checkpoint_every_zero_saves_only_when_stopped(tmp_path):
     assert CheckpointStore(tmp_path / "stopped").versions() == [1]
 
 
-def test_metrics_are_logged_at_the_updaters_step_and_bad_ones_counted(caplog):
+def test_metrics_are_logged_at_the_steps_and_bad_ones_counted(caplog):
     steps = {1: {"train/loss": 2.0}, 2: {"train/loss": math.nan, "policy/kl": math.inf, "reward/mean": 0.5}}
     trainer, tracker = ScriptedTrainer([None, 0.0, 0.0, 0.25], steps), MemoryTracker()
     with caplog.at_level(logging.WARNING):
@@ -522,7 +524,7 @@ def test_frozen_weights_stay_out_of_the_checkpoint(tmp_path):
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.0), nn.Linear(8, 1))
         model[0].requires_grad_(False)
         trainer = NoisyTrainer()
-        trainer.model, trainer.updater = model, Updater(model, OptimizerSettings(), ITERATIONS)
+        trainer.model, trainer.optimizer_step = model, OptimizerStep(model, OptimizerSettings(), ITERATIONS)
         torch.manual_seed(4)
         return trainer
 

@@ -36,7 +36,7 @@ from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.loop import run_loop
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
 
 EVERYTHING = {"optimizer": "muon", "grokfast_lambda": 2.0, "grokfast_alpha": 0.9, "ema_decay": 0.8}
@@ -92,7 +92,7 @@ def equal(left, right):
 
 
 def averages_of(trainer):
-    averages = trainer.updater.state_dict()["average"]["averages"]
+    averages = trainer.optimizer_step.state_dict()["ema"]["averages"]
     return {name: average.clone() for name, average in averages.items()}
 
 
@@ -200,15 +200,17 @@ def test_a_killed_run_with_muon_grokfast_and_average_gives_the_same_numbers(tmp_
     assert same(run(tmp_path, tracker), unbroken)  # once more: the finished run is not run again
 
 
-@pytest.mark.parametrize("item", ["grokfast", "average", "muon"])
+@pytest.mark.parametrize("item", ["grokfast", "ema", "muon"])
 def test_each_of_them_is_needed_in_the_checkpoint(tmp_path, unbroken, item):
     class Dropping(CheckpointStore):
         def load_latest(self):
             state = super().load_latest()
             if item == "muon":
-                state["updater"]["optimizer"]["muon"] = sft(**EVERYTHING).updater.state_dict()["optimizer"]["muon"]
+                state["optimizer_step"]["optimizer"]["muon"] = sft(**EVERYTHING).optimizer_step.state_dict()[
+                    "optimizer"
+                ]["muon"]
             else:
-                state["updater"][item] = None
+                state["optimizer_step"][item] = None
             return state
 
     tracker = MemoryTracker()
@@ -241,10 +243,12 @@ def test_autocast_trains_float32_weights_with_bfloat16_passes():
 def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monkeypatch):
     """A probe of the head runs under no_grad in the same context: its casts must not be taken for the real ones."""
     model = nano()
-    updater = Updater(model, OptimizerSettings(autocast="bfloat16"), 10)
+    optimizer_step = OptimizerStep(model, OptimizerSettings(autocast="bfloat16"), 10)
     seen = {}
     monkeypatch.setattr(
-        updater.optimizer, "step", lambda: seen.update({n: p.grad is not None for n, p in model.named_parameters()})
+        optimizer_step.optimizer,
+        "step",
+        lambda: seen.update({n: p.grad is not None for n, p in model.named_parameters()}),
     )
 
     def loss_fn(batch):
@@ -254,7 +258,7 @@ def test_every_weight_gets_a_gradient_though_a_pass_without_one_came_first(monke
         assert logprobs.dtype == torch.float32
         return -logprobs.sum(), {}
 
-    updater.apply([batch_of()], loss_fn)
+    optimizer_step.apply([batch_of()], loss_fn)
     assert len(seen) == 2 + 2 * 9 and all(seen.values())
 
 
@@ -293,11 +297,13 @@ def test_a_reward_model_trains_and_is_evaluated_under_autocast():
 
 
 def gradients(model, is_on, monkeypatch):
-    updater = Updater(model, OptimizerSettings(activation_checkpointing=is_on), 10)
+    optimizer_step = OptimizerStep(model, OptimizerSettings(activation_checkpointing=is_on), 10)
     seen, calls = {}, []
     named = list(model.named_parameters())
     monkeypatch.setattr(
-        updater.optimizer, "step", lambda: seen.update({n: p.grad.clone() for n, p in named if p.grad is not None})
+        optimizer_step.optimizer,
+        "step",
+        lambda: seen.update({n: p.grad.clone() for n, p in named if p.grad is not None}),
     )
     layer = next(module for name, module in model.named_modules() if name.endswith("layers.0.mlp"))
     layer.register_forward_pre_hook(lambda *args: calls.append(torch.is_grad_enabled()))
@@ -308,7 +314,7 @@ def gradients(model, is_on, monkeypatch):
         return -completion_logprobs(model, batch)[0].sum(), {}
 
     torch.manual_seed(0)
-    updater.apply([batch_of()], loss_fn)
+    optimizer_step.apply([batch_of()], loss_fn)
     return seen, sum(calls)
 
 
@@ -327,7 +333,7 @@ def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkey
 
     if kind == "wrapped":
         model = nn.ModuleDict({"policy": nano()})
-        Updater(model, OptimizerSettings(activation_checkpointing=True), 10)
+        OptimizerStep(model, OptimizerSettings(activation_checkpointing=True), 10)
         assert all(layer.gradient_checkpointing for layer in model["policy"].model.layers)
         return
     expected, once = gradients(make(), False, monkeypatch)
@@ -342,7 +348,7 @@ def test_checkpointing_computes_layers_twice_and_gives_the_same_gradients(monkey
 def test_a_checkpointed_model_still_plays():
     model = nano()
     plain = model(torch.tensor([[1, 2, 3]])).logits.detach()
-    Updater(model, OptimizerSettings(activation_checkpointing=True), 10)
+    OptimizerStep(model, OptimizerSettings(activation_checkpointing=True), 10)
     backend = TransformersBackend(model, eos_ids=[2], pad_id=0, max_length=16)
 
     class OneTurn:
@@ -359,7 +365,7 @@ def test_a_checkpointed_model_still_plays():
 
 def test_a_model_that_cannot_checkpoint_says_so():
     with pytest.raises(SettingsError, match="activation_checkpointing: Linear is no transformers model"):
-        Updater(nn.Linear(1, 1), OptimizerSettings(activation_checkpointing=True), 10)
+        OptimizerStep(nn.Linear(1, 1), OptimizerSettings(activation_checkpointing=True), 10)
 
 
 # Metrics

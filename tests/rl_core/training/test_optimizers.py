@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models.lora import add_adapter
 from rl_core.settings import LoraSettings, OptimizerSettings
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.optimizers import hidden_matrices
 from rl_core.types import TrainBatch
 
@@ -46,15 +46,17 @@ def one_weight(value=1.0, dtype=torch.float32):
 BATCH = TrainBatch(torch.ones(1, 1), torch.ones(1, 1), torch.ones(1, 1))
 
 
-def push(updater, gradient):
+def push(optimizer_step, gradient):
     """One update under the gradient of a model of one weight."""
-    weight = next(updater.model.parameters())
-    return updater.apply([BATCH], lambda batch: ((weight.float() * gradient).sum(), {}))
+    weight = next(optimizer_step.model.parameters())
+    return optimizer_step.apply([BATCH], lambda batch: ((weight.float() * gradient).sum(), {}))
 
 
-def seen_by_optimizer(updater, monkeypatch):
+def seen_by_optimizer(optimizer_step, monkeypatch):
     seen = []
-    monkeypatch.setattr(updater.optimizer, "step", lambda: seen.append(float(next(updater.model.parameters()).grad)))
+    monkeypatch.setattr(
+        optimizer_step.optimizer, "step", lambda: seen.append(float(next(optimizer_step.model.parameters()).grad))
+    )
     return seen
 
 
@@ -66,10 +68,10 @@ def test_muon_takes_the_hidden_matrices_and_adamw_the_rest(is_tied):
     model = llama(tie_word_embeddings=is_tied)
     assert hidden_matrices(model) == HIDDEN
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    updater = Updater(model, settings_of(optimizer="muon", weight_decay=0.5), 10)
+    optimizer_step = OptimizerStep(model, settings_of(optimizer="muon", weight_decay=0.5), 10)
     groups = {
         kind: [({names[id(p)] for p in group["params"]}, group["weight_decay"]) for group in part.param_groups]
-        for kind, part in updater.optimizer.parts.items()
+        for kind, part in optimizer_step.optimizer.parts.items()
     }
     matrices = {"model.embed_tokens.weight"} if is_tied else {"model.embed_tokens.weight", "lm_head.weight"}
     norms = {name for name in names.values() if "norm" in name}
@@ -86,7 +88,7 @@ def test_adapters_go_to_muon():
     model = add_adapter(llama(), LoraSettings(rank=2, target_modules=("q_proj", "up_proj")))
     names = hidden_matrices(model)
     assert len(names) == 4 and all(".lora_" in name for name in names)
-    assert set(Updater(model, settings_of(optimizer="muon"), 10).optimizer.parts) == {"muon"}
+    assert set(OptimizerStep(model, settings_of(optimizer="muon"), 10).optimizer.parts) == {"muon"}
 
 
 def test_first_muon_step_by_hand():
@@ -96,9 +98,9 @@ def test_first_muon_step_by_hand():
         model[0].weight.copy_(torch.eye(2))
         model[0].bias.zero_()
     settings = settings_of(optimizer="muon", weight_decay=0.5, warmup_steps=2, max_grad_norm=1e9)
-    updater = Updater(model, settings, 10)
+    optimizer_step = OptimizerStep(model, settings, 10)
     gradient = torch.diag(torch.tensor([3.0, -4.0]))
-    updater.apply([BATCH], lambda batch: ((model[0].weight * gradient).sum() + 7.0 * model[0].bias[0], {}))
+    optimizer_step.apply([BATCH], lambda batch: ((model[0].weight * gradient).sum() + 7.0 * model[0].bias[0], {}))
     expected = []
     for x in (0.6, -0.8):
         for _ in range(5):
@@ -112,9 +114,9 @@ def test_first_muon_step_by_hand():
 
 
 def test_the_state_of_another_optimizer_is_refused():
-    state = Updater(llama(), settings_of(), 10).state_dict()
+    state = OptimizerStep(llama(), settings_of(), 10).state_dict()
     with pytest.raises(CheckpointError, match="another optimizer than 'muon'"):
-        Updater(llama(), settings_of(optimizer="muon"), 10).load_state_dict(state)
+        OptimizerStep(llama(), settings_of(optimizer="muon"), 10).load_state_dict(state)
 
 
 # Grokfast
@@ -122,35 +124,41 @@ def test_the_state_of_another_optimizer_is_refused():
 
 def test_grokfast_by_hand(monkeypatch):
     """alpha 1/2, lambda 2; mu starts at the first gradient: mu = 1, 2, 0.5, so g + 2 mu = 3, 7, 0."""
-    updater = Updater(one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9), 10)
-    seen = seen_by_optimizer(updater, monkeypatch)
-    metrics = [push(updater, gradient) for gradient in (1.0, 3.0, -1.0)]
+    optimizer_step = OptimizerStep(
+        one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9), 10
+    )
+    seen = seen_by_optimizer(optimizer_step, monkeypatch)
+    metrics = [push(optimizer_step, gradient) for gradient in (1.0, 3.0, -1.0)]
     assert seen == pytest.approx([3.0, 7.0, 0.0])
     assert [row["train/grad_norm"] for row in metrics] == pytest.approx([1.0, 3.0, 1.0])
     assert [row["train/grokfast_grad_norm"] for row in metrics] == pytest.approx([3.0, 7.0, 0.0])
 
 
 def test_the_amplified_gradient_is_clipped(monkeypatch):
-    updater = Updater(one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=2.0), 10)
-    seen = seen_by_optimizer(updater, monkeypatch)
+    optimizer_step = OptimizerStep(
+        one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=2.0), 10
+    )
+    seen = seen_by_optimizer(optimizer_step, monkeypatch)
     for gradient in (0.5, 3.0):  # amplified to 1.5, which stays, and to 3 + 2 * 1.75 = 6.5, which is cut to 2
-        push(updater, gradient)
+        push(optimizer_step, gradient)
     assert seen == pytest.approx([1.5, 2.0])
 
 
 def test_a_bad_gradient_never_enters_grokfasts_average(monkeypatch):
-    updater = Updater(one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9), 10)
-    seen = seen_by_optimizer(updater, monkeypatch)
-    metrics = [push(updater, gradient) for gradient in (1.0, math.nan, math.inf, 3.0)]
+    optimizer_step = OptimizerStep(
+        one_weight(), settings_of(grokfast_lambda=2.0, grokfast_alpha=0.5, max_grad_norm=1e9), 10
+    )
+    seen = seen_by_optimizer(optimizer_step, monkeypatch)
+    metrics = [push(optimizer_step, gradient) for gradient in (1.0, math.nan, math.inf, 3.0)]
     assert seen == pytest.approx([3.0, 7.0])
     assert metrics[-1]["train/skipped_steps"] == 2.0
 
 
 def test_an_amplified_gradient_that_overflows_is_skipped():
-    updater = Updater(one_weight(), settings_of(grokfast_lambda=2.0), 10)
-    metrics = push(updater, 2e38)  # finite, but three times as much is not
+    optimizer_step = OptimizerStep(one_weight(), settings_of(grokfast_lambda=2.0), 10)
+    metrics = push(optimizer_step, 2e38)  # finite, but three times as much is not
     assert metrics["train/skipped_steps"] == 1.0
-    assert float(updater.model.weight.detach()) == 1.0
+    assert float(optimizer_step.model.weight.detach()) == 1.0
 
 
 # The average of the weights
@@ -158,37 +166,37 @@ def test_an_amplified_gradient_that_overflows_is_skipped():
 
 def test_weight_average_by_hand():
     """Adam under a constant gradient: w = 0.9, 0.8, 0.7. decay 1/2, so a_3 = (0.9/4 + 0.8/2 + 0.7) / (7/4)."""
-    updater = Updater(one_weight(), settings_of(ema_decay=0.5), 10)
+    optimizer_step = OptimizerStep(one_weight(), settings_of(ema_decay=0.5), 10)
     found = []
     for _ in range(3):
-        push(updater, 1.0)
-        with updater.averaged():
-            found.append(float(updater.model.weight.detach()))
+        push(optimizer_step, 1.0)
+        with optimizer_step.ema.swapped_in():
+            found.append(float(optimizer_step.model.weight.detach()))
     assert found == pytest.approx([0.9, (0.45 + 0.8) / 1.5, 1.325 / 1.75], abs=1e-6)
-    assert float(updater.model.weight.detach()) == pytest.approx(0.7, abs=1e-6)
-    push(updater, math.nan)  # skipped: no update, so nothing new to average
-    updater.adopt_average()
-    assert float(updater.model.weight.detach()) == pytest.approx(1.325 / 1.75, abs=1e-6)
+    assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.7, abs=1e-6)
+    push(optimizer_step, math.nan)  # skipped: no update, so nothing new to average
+    optimizer_step.ema.adopt()
+    assert float(optimizer_step.model.weight.detach()) == pytest.approx(1.325 / 1.75, abs=1e-6)
 
 
 def test_before_the_first_update_the_average_is_the_weights():
-    updater = Updater(one_weight(), settings_of(ema_decay=0.99), 10)
-    with updater.averaged():
-        assert float(updater.model.weight.detach()) == 1.0
-    updater.adopt_average()
-    assert float(updater.model.weight.detach()) == 1.0
+    optimizer_step = OptimizerStep(one_weight(), settings_of(ema_decay=0.99), 10)
+    with optimizer_step.ema.swapped_in():
+        assert float(optimizer_step.model.weight.detach()) == 1.0
+    optimizer_step.ema.adopt()
+    assert float(optimizer_step.model.weight.detach()) == 1.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_swapped_in_place_and_come_back_bit_for_bit(dtype):
     model = llama().to(dtype)
-    updater = Updater(model, settings_of(ema_decay=0.9), 10)
+    optimizer_step = OptimizerStep(model, settings_of(ema_decay=0.9), 10)
     for seed in range(3):
         ids = torch.randint(1, 11, (2, 6), generator=torch.Generator().manual_seed(seed))
-        updater.apply([BATCH], lambda batch, ids=ids: (model(ids, labels=ids).loss, {}))
+        optimizer_step.apply([BATCH], lambda batch, ids=ids: (model(ids, labels=ids).loss, {}))
     places = [parameter.data_ptr() for parameter in model.parameters()]
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(KeyError), updater.averaged():
+    with pytest.raises(KeyError), optimizer_step.ema.swapped_in():
         inside = [parameter.detach().clone() for parameter in model.parameters()]
         assert [parameter.data_ptr() for parameter in model.parameters()] == places
         raise KeyError
@@ -196,32 +204,34 @@ def test_weights_are_swapped_in_place_and_come_back_bit_for_bit(dtype):
     assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(inside, before, strict=True) if a.ndim == 2)
     if dtype == torch.bfloat16:  # averaged over the float32 masters: a bfloat16 average would stand still
-        state = updater.state_dict()
-        assert all(average.dtype == torch.float32 for average in state["average"]["averages"].values())
+        state = optimizer_step.state_dict()
+        assert all(average.dtype == torch.float32 for average in state["ema"]["averages"].values())
 
 
 def test_small_moves_add_up_in_the_average_of_bfloat16_weights():
     """lr 1e-4 on 1.0 is below half a bfloat16 step; the average of w = 1 - 1e-4 t, t = 1..100, decay 0.5, is near w."""
-    updater = Updater(one_weight(dtype=torch.bfloat16), settings_of(learning_rate=1e-4, ema_decay=0.5), 200)
+    optimizer_step = OptimizerStep(
+        one_weight(dtype=torch.bfloat16), settings_of(learning_rate=1e-4, ema_decay=0.5), 200
+    )
     for _ in range(100):
-        push(updater, 1.0)
-    average = updater.state_dict()["average"]["averages"]["weight"]
+        push(optimizer_step, 1.0)
+    average = optimizer_step.state_dict()["ema"]["averages"]["weight"]
     assert float(average) == pytest.approx(0.9901, abs=2e-5)  # w + 1e-4 * sum of (1 - d) d^k k = w + 1e-4
 
 
 def test_without_ema_the_weights_themselves_are_evaluated():
-    updater = Updater(one_weight(), settings_of(), 10)
-    push(updater, 1.0)
-    with updater.averaged():
-        assert float(updater.model.weight.detach()) == pytest.approx(0.9)
-    assert updater.state_dict()["average"] is None
+    optimizer_step = OptimizerStep(one_weight(), settings_of(), 10)
+    push(optimizer_step, 1.0)
+    with optimizer_step.ema.swapped_in():
+        assert float(optimizer_step.model.weight.detach()) == pytest.approx(0.9)
+    assert optimizer_step.state_dict()["ema"] is None
 
 
 def test_averages_of_another_model_are_refused():
-    updater = Updater(one_weight(), settings_of(ema_decay=0.5, grokfast_lambda=1.0), 10)
-    push(updater, 1.0)
-    state = updater.state_dict()
-    other = Updater(nn.Sequential(one_weight()), settings_of(ema_decay=0.5), 10)
+    optimizer_step = OptimizerStep(one_weight(), settings_of(ema_decay=0.5, grokfast_lambda=1.0), 10)
+    push(optimizer_step, 1.0)
+    state = optimizer_step.state_dict()
+    other = OptimizerStep(nn.Sequential(one_weight()), settings_of(ema_decay=0.5), 10)
     with pytest.raises(CheckpointError, match="no trainable parameter weight"):
         other.load_state_dict(state)
 

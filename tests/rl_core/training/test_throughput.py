@@ -11,7 +11,7 @@ from rl_core.models.critic import PolicyWithCritic, SeparateCritic
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import collected
-from rl_core.training.optimizer_step import Updater
+from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.throughput import peak_flops, sequence_lengths, step_flops, throughput_metrics
 
 
@@ -58,10 +58,10 @@ def test_lengths_of_every_kind_of_batch():
 
 def test_an_optimizer_step_reports_what_it_did():
     model = make()
-    updater = Updater(model, OptimizerSettings(), 1)
+    optimizer_step = OptimizerStep(model, OptimizerSettings(), 1)
     (batch,) = make_batches([TrainRow([1, 2], [3, 4, 5], [True] * 3)], 64, 0)
     with collected() as spans:
-        updater.apply([batch], lambda b: (model(b.input_ids_BS).logits.square().mean(), {}))
+        optimizer_step.apply([batch], lambda b: (model(b.input_ids_BS).logits.square().mean(), {}))
     assert spans["optimizer_flops"] == step_flops(model, [5]) and spans["optimizer"] > 0
     metrics = throughput_metrics({"optimizer": 2.0, "optimizer_flops": 3e12}, model, is_bfloat16=True)
     assert metrics == {"perf/update_tflops": 1.5}  # no MFU on a CPU

@@ -14,7 +14,6 @@ from tasks.config import (
     from_dict,
     load,
     pipeline_model,
-    pipeline_schema,
     resolve,
     settings_digest,
 )
@@ -220,18 +219,17 @@ def test_digest(tmp_path):
 
 
 def test_schema_has_every_field_with_its_meaning_and_range():
-    schema = pipeline_schema()
+    schema = pipeline_model().model_json_schema()  # of the form in the Prefect UI
     json.dumps(schema, allow_nan=False)
     policy = schema["$defs"]["PolicySettings"]
     assert policy["additionalProperties"] is False
     assert policy["properties"]["learning_rate"] == {
-        "default": 3e-4,
-        "description": "peak learning rate",
-        "exclusiveMinimum": 0,
-        "maximum": 1,
+        "anyOf": [{"exclusiveMinimum": 0, "maximum": 1, "type": "number"}, {"type": "null"}],
+        "default": None,  # a form that filled it in would set it, whatever the model
+        "description": "peak learning rate; left out: 1e-6, with LoRA 1e-5, presets 3e-4",
         "title": "Learning Rate",
-        "type": "number",
     }
+    assert policy["properties"]["sampling"]["default"]["max_completion_tokens"] is None
     assert policy["properties"]["betas"]["prefixItems"][0] == {"minimum": 0, "exclusiveMaximum": 1, "type": "number"}
     assert schema["properties"]["environment"]["default"] == {"name": "pixel_grid", "options": {}}
     assert schema["required"] == ["name", "stages"]

@@ -6,7 +6,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks.config import ConfigError, from_dict
-from tasks.config.cross_checks import METRICS
+from tasks.config.cross_checks import METRICS, find_waste
 
 
 def problems_of(**values) -> dict[str, str]:
@@ -92,6 +92,27 @@ def test_learned_reward_needs_the_reward_model_stage():
     assert problems_of(stages=stages) == {}
 
 
+@pytest.mark.parametrize(
+    ("policy", "wasted"),
+    [
+        ({}, True),  # task alone
+        ({"rewards": {"task": 1, "learned": 0}}, True),
+        ({"rewards": {"task": 1, "learned": 0.1}}, False),
+        ({"rewards": {"task": 1, "learned": 0}, "curriculum": [stage(rewards={"learned": 1})]}, False),
+        ({"rewards": {"task": 1, "learned": 1}, "curriculum": [stage(rewards={"learned": 0})]}, True),
+        (None, False),  # the reward model is what the pipeline is for
+    ],
+)
+def test_a_reward_model_that_no_reward_uses_is_named(policy, wasted):
+    stages = {"sft": {}, "reward_model": {}} | ({} if policy is None else {"policy": policy})
+    found = find_waste(from_dict({"name": "x", "stages": stages}, check_files=False))
+    assert [problem.key for problem in found] == [("stages", "reward_model")] * wasted
+    assert all("set stages.policy.rewards.learned to a weight" in problem.text for problem in found)
+    without = {name: value for name, value in stages.items() if name != "reward_model"}
+    if policy is not None and not policy.get("rewards", {}).get("learned") and "curriculum" not in policy:
+        assert find_waste(from_dict({"name": "x", "stages": without}, check_files=False)) == []
+
+
 def test_weights_of_a_curriculum_stage():
     def problems(rewards, weights):
         return policy_problems(rewards=rewards, curriculum=[{"name": "one", "levels": {"easy": 1}, "rewards": weights}])
@@ -148,8 +169,9 @@ def test_context_of_a_model_folder(tmp_path):
 
 def test_greedy_rollouts_teach_nothing():
     assert "0 is greedy" in policy_problems(sampling={"temperature": 0})["sampling.temperature"]
-    pairs = problems_of(stages={"sft": {}, "preference": {"sampling": {"temperature": 0}}})
-    assert "0 is greedy" in pairs["stages.preference.sampling.temperature"]
+    for name in ("thoughts", "preference", "reward_model"):
+        problems = problems_of(stages={"sft": {}, name: {"sampling": {"temperature": 0}}})
+        assert "0 is greedy" in problems[f"stages.{name}.sampling.temperature"]
     stages = {"sft": {}, "evaluate": {"sampling": {"temperature": 0}}}
     assert problems_of(stages=stages) == {}
     stages["evaluate"]["samples"] = 4
@@ -284,7 +306,7 @@ def test_metrics_by_full_name():
 def test_known_metrics_are_those_that_an_iteration_has():
     trajectory = Trajectory("pixel_grid", "easy", "colour", 0, "p", "t", turns=[Turn("answer x")], num_action_tokens=2)
     trajectory.rewards = {"task": 1.0}
-    rollout = Rollout([1], [2, 3], [True, True], [-1.0, -1.0], 1.0, trajectory)
+    rollout = Rollout([1], [2, 3], [True, True], [-1.0, -1.0], trajectory)
     groups = [RolloutGroup([rollout])]
     emitted = set(RewardOrchestrator({"task": 1.0}).score(groups)) | set(rollout_metrics(groups))
     assert set(METRICS) <= emitted

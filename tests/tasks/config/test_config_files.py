@@ -84,6 +84,7 @@ def test_missing_gsm8k_file_says_where_to_get_it(home):
     key, message = problem_of(config(home, text))
     assert key == "environment.options.path"
     assert "openai/grade-school-math" in message and "question, answer" in message
+    assert "--set environment.options.path=FILE" in message
     assert load(config(home, text), check_files=False).environment.options == {"path": "gsm8k_train.jsonl"}
     (home / "configs" / "gsm8k_train.jsonl").write_text("{}\n")
     assert load(config(home, text)).environment.options == {"path": str(home / "configs" / "gsm8k_train.jsonl")}
@@ -92,7 +93,8 @@ def test_missing_gsm8k_file_says_where_to_get_it(home):
 def test_missing_preferences_say_what_to_write(home):
     text = "stages: {prepare_data: {preferences: pairs.jsonl}, reward_model: {}}\n"
     key, message = problem_of(config(home, text))
-    assert key == "stages.prepare_data.preferences" and "prompt, chosen and rejected" in message
+    assert key == "stages.prepare_data.preferences" and "prompt, chosen, rejected" in message
+    assert "--set stages.prepare_data.preferences=FILE" in message
 
 
 # Models
@@ -146,7 +148,9 @@ def test_context_of_the_folder_limits_completions(home):
     folder = home / "work" / "policy"
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 64}')
-    key, text = problem_of(config(home, model("policy")))
+    path = config(home, model("policy"))
+    assert load(path).stages.evaluate.sampling.max_completion_tokens == 32  # the default leaves room
+    key, text = problem_of(path, "stages.evaluate.sampling.max_completion_tokens=64")
     assert key == "stages.evaluate.sampling.max_completion_tokens" and "64 leaves no room" in text
 
 

@@ -222,6 +222,7 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
     from types import SimpleNamespace
 
     from tasks.pipeline.result import StageResult
+    from tasks.pipeline.run_options import FlowRunAddress, RunOptions
     from tasks.stages import promote
 
     summary = {
@@ -230,19 +231,20 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
     }  # fmt: skip
     result = StageResult("promote", "f", "d", "k1", True, 0.0, "stage-run", summary)
     before = ApprovalRequest(name="m", version=2, champion=1, deadline=0.0, **known) if known else None
-    calls, tags = [], {}
+    calls, tags, waiting = [], {}, []
     monkeypatch.setattr(promote, "read", lambda version: before)
     monkeypatch.setattr(promote, "ask", lambda tracking, request: calls.append(request) or request)
     pipeline_run = SimpleNamespace(
         tracking=SimpleNamespace(registry=SimpleNamespace(version=lambda name, number: None)),
-        parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__), flow_run_id="f", prefect_api="",
-        approval=None,
+        parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__), await_approval=waiting.append,
+        options=RunOptions(flow_run=FlowRunAddress(id="f", api="http://x")),
     )  # fmt: skip
     found = promote._asked(pipeline_run, result, 1)
     assert len(calls) == asks and found.summary["decision"] == decision
     waits = decision == "awaiting approval"
-    assert (pipeline_run.approval is not None) is waits and (tags["approval"] == "waiting") is waits
+    assert (waiting[0] is not None) is waits and (tags["approval"] == "waiting") is waits
     if asks:
+        assert (calls[0].flow_run_id, calls[0].prefect_api) == ("f", "http://x")
         assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == ("run", "id", "stage-run", "k1")
     plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
     assert promote._asked(pipeline_run, plain, 1) is plain

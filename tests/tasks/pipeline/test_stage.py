@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.training import loop
@@ -47,7 +48,9 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
 def test_the_code_version_is_that_of_every_source():
     root = Path(keys.__file__).resolve().parents[2]
     files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
-    assert {path.suffix for path in files if path.parent.name != "__pycache__"} == set(keys._SOURCES)
+    files = [path for path in files if "__pycache__" not in path.parts and path.name != "py.typed"]
+    sources = [path for path in files if "shipped" not in path.parts]  # what ships there is copied, not run
+    assert {path.suffix for path in sources} == set(keys._SOURCES)
 
 
 def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
@@ -94,13 +97,14 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
         name="preference", folder=tmp_path, settings=settings, pipeline=pipeline(), inputs={}, tracker=tracker,
         pipeline_run=None, seed=1, fingerprint={"stage key": "k", "threads": "1"}, stop=stop,
     )  # fmt: skip
-    assert context.train(object(), 7, best_metric="eval/loss", larger_is_better=False) == "outcome"
+    recipe = Recipe(object(), 7, best_metric="eval/loss", larger_is_better=False)
+    assert context.train(recipe) == "outcome"
     store = given.pop("checkpoints")
     assert (store.folder, store.keep) == (tmp_path / "checkpoints", 5)
     assert given == {
         "iterations": 7, "tracker": tracker, "best_metric": "eval/loss", "larger_is_better": False,
         "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
-        "history": tmp_path / "metrics_history.json",
+        "history": tmp_path / "metrics_history.json", "allow_changed": False, "callbacks": (), "memory": None,
     }  # fmt: skip
 
 
@@ -121,26 +125,34 @@ class Tracker:
 
 
 class PipelineRun:
-    """As much of a pipeline run as a stage without a model asks for."""
+    """As much of a pipeline run as a stage without a model asks for; it is its own tracker and its own models."""
 
     threads = 3
 
-    def __init__(self, folder):
-        self.settings, self.stages, self.keys_run, self.stop = pipeline(), folder, set(), threading.Event()
-        self.cached, self.trackers = [], []
+    def __init__(self, folder, fresh=False):
+        self.settings, self.stages_folder, self.stop = pipeline(), folder, threading.Event()
+        self.tracker = self.models = self
+        self.cached, self.trackers, self.computed, self.fresh = [], [], set(), fresh
 
     def tag_data(self, digests):
         pass
 
-    def is_fresh(self, name):
-        return False
+    def is_fresh(self, name, key):
+        return self.fresh and key not in self.computed
 
-    def stage_cached(self, label, result):
-        self.cached.append((label, result.key))
+    def mark_computed(self, key):
+        self.computed.add(key)
 
-    def open_stage_run(self, label, name, journal, settings, digests, key):
+    def note_cached(self, label, source):
+        self.cached.append((label, source))
+
+    def parent_tags(self, name):
+        return {"parent_model_version": "org/name"}
+
+    def open_stage(self, label, name, journal, settings, digests, key, tags):
         journal.mkdir(exist_ok=True)
         self.trackers.append(Tracker())
+        self.trackers[-1].tags.update(tags)
         return self.trackers[-1]
 
 
@@ -162,14 +174,28 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     assert context.fingerprint == {"stage key": first.key, "threads": "3"}
     assert context.seed == stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
     assert not first.cached and first.path == tmp_path / "sft" / first.key and (first.path / "words").read_text() == "w"
-    assert pipeline_run.trackers[0].closed == ["FINISHED"] and pipeline_run.trackers[0].tags == {"result": "said"}
+    assert pipeline_run.trackers[0].closed == ["FINISHED"]
+    assert pipeline_run.trackers[0].tags == {"parent_model_version": "org/name", "result": "said"}
     again = play(pipeline_run, body)
-    assert again.cached and len(seen) == 1 and pipeline_run.cached == [("first sft", first.key)]
+    assert again.cached and len(seen) == 1 and pipeline_run.cached == [("first sft", "r")]
     assert (again.digest, again.summary["note"]) == (first.digest, "said")
     (first.path / "words").write_text("x")  # damaged: set aside, and run again to the same content
     assert play(pipeline_run, body).digest == first.digest and len(seen) == 2
     assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
     assert play(pipeline_run, body, number=2).key != first.key and len(seen) == 3
+
+
+def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
+    seen = []
+
+    def body(context):
+        seen.append(context.name)
+        return {}
+
+    play(PipelineRun(tmp_path), body)
+    again = PipelineRun(tmp_path, fresh=True)
+    assert not play(again, body).cached and play(again, body).cached
+    assert seen == ["sft", "sft"]
 
 
 def test_no_stage_begins_after_a_request_to_stop(tmp_path):
@@ -196,6 +222,6 @@ def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, sta
     with pytest.raises(type(error)):
         play(pipeline_run, body)
     assert pipeline_run.trackers[0].closed == [status]
-    assert pipeline_run.trackers[0].tags == ({"error": "DataError: bad row"} if status == "FAILED" else {})
+    assert pipeline_run.trackers[0].tags.get("error") == ("DataError: bad row" if status == "FAILED" else None)
     opened = list((tmp_path / "sft").glob("*.open"))
     assert sorted(path.name for folder in opened for path in folder.iterdir()) == kept

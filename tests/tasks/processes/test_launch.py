@@ -20,7 +20,7 @@ from tasks.config import from_dict
 from tasks.pipeline.key import stage_key
 from tasks.processes.child_processes import wait_until_gone
 from tasks.processes.launch import _result, recover_events, run_in_workers, torchrun_command
-from tasks.processes.rank_zero_events import Events, EventTracker, RelayHandler
+from tasks.processes.rank_zero_events import EventLogHandler, Events, EventTracker
 
 TORCHRUN = LaunchSettings(kind="torchrun", processes=2)
 
@@ -58,7 +58,7 @@ def test_torchrun_gets_its_own_words(tmp_path):
     assert "--local-addr=127.0.0.1" in torchrun_command(TORCHRUN, tmp_path)
 
 
-# --------------------------------------------------------------------------------------------------------------- relay
+# ------------------------------------------------------------------------------------------------------- event channel
 
 
 def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
@@ -76,7 +76,7 @@ def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
     writer.set_tag("k", "v")
     writer.log_dict({"history": [1]}, "curriculum.json")
     writer.send("training", on=True)
-    RelayHandler(writer).emit(logging.makeLogRecord({"name": "rl_core.x", "levelno": 30, "msg": "50 % of %s"}))
+    EventLogHandler(writer).emit(logging.makeLogRecord({"name": "rl_core.x", "levelno": 30, "msg": "50 % of %s"}))
     reader.forward(tracker)
     assert tracker.metrics[1:] == [(2, {"a": 1})]
     assert (tracker.done, tracker.total, tracker.message, tracker.tags) == (3, 9, "loss 1", {"k": "v"})

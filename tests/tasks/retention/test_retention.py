@@ -28,7 +28,7 @@ class Pipeline:
 
     def __init__(self, stores, output, name):
         self.tracking = Tracking(f"sqlite:///{stores / 'mlflow.db'}", output, name)
-        if self.tracking.store.find_experiment() is None:
+        if self.tracking.store.client.get_experiment_by_name(name) is None:
             place = (stores / name).as_uri()
             self.tracking.store.client.create_experiment(name, artifact_location=place)
         self.home = output / name

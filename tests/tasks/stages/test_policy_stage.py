@@ -1,4 +1,4 @@
-"""The stage `policy` by itself, with every shipped component but the learned one; and its record of rewards."""
+"""The stage `policy` by itself, with every shipped component; its record of rewards, and what it says of them."""
 
 import json
 import threading
@@ -9,7 +9,8 @@ import pytest
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
 from rl_core.metrics import MetricHistory
-from rl_core.models import causal_lm
+from rl_core.models import causal_lm, heads
+from rl_core.rewards.contribution import Contribution
 from rl_core.settings import ModelSettings
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
@@ -40,7 +41,7 @@ def context_of(base, folder, **options):
             "name": "t",
             "environment": {"name": "arithmetic"},
             "model": {"device": "cpu", "path": str(base)},
-            "stages": {"policy": stage, "evaluate": {"episodes": 6}},
+            "stages": {"reward_model": {}, "policy": stage, "evaluate": {"episodes": 6}},
         }
     )
     return StageContext(
@@ -67,6 +68,52 @@ def test_every_part_of_every_rollout_is_on_disk(base, tmp_path):
     assert summary["metrics"]["reward/curiosity"] == pytest.approx(sum(curiosity) / 2)
     assert "perf/step_seconds" not in summary["metrics"]
     assert context.tracker.dicts == {"curriculum.json": {"history": []}}
+
+
+@pytest.fixture(scope="module")
+def reward_model(base, tmp_path_factory):
+    """A finished reward model stage: untrained, but its scores differ."""
+    folder = tmp_path_factory.mktemp("reward_model")
+    causal_lm.save(*heads.reward_model_from(base, ModelSettings(device="cpu"), seed=3), folder / "model")
+    return folder
+
+
+def test_the_result_says_what_the_reward_model_added(base, reward_model, tmp_path):
+    context = context_of(base, tmp_path / "stage", rewards={"task": 1.0, "learned": 0.5}, reward_options={})
+    context.inputs["reward_model"] = reward_model
+    summary = policy._body(context)
+    groups = [rewards_of(context.folder)[start : start + 2] for start in range(0, 12, 2)]
+    learned = [[row["rewards"]["weighted/learned"] for row in group] for group in groups]
+    assert all(one != other for one, other in learned)
+    same = sum(one["rewards"]["task"] == other["rewards"]["task"] for one, other in groups) / 6
+    assert summary["metrics"]["reward/learned/alone"] == pytest.approx(same)
+    shares = [summary["metrics"][f"reward/{name}/share"] for name in ("task", "learned")]
+    assert sum(shares) == pytest.approx(1.0) and shares[1] > 0
+    logged = {name: context.tracker.series(f"reward/{name}/share")[-1][1] for name in ("task", "learned")}
+    assert list(logged.values()) == shares
+    said = f"reward differences within a prompt: task {shares[0]:.0%}, learned {shares[1]:.0%}; reward model: "
+    assert summary["rewards"].startswith(f"{said}the only difference in {same:.0%} of the prompts")
+    assert summary["note"].endswith(f"; {summary['rewards']}")
+    assert context.tracker.tags["rewards"] == summary["rewards"]
+
+
+def test_the_rewards_in_words():
+    task, learned = Contribution(0.75, 0.5, 1.0, 1.0), Contribution(0.25, 0.125, 0.9, 0.5)
+    shares = "reward differences within a prompt: task 75%, learned 25%; reward model: "
+    ranks = "ranks 90% of success-failure pairs correctly, correlation with success +0.50"
+    both = {"task": task, "learned": learned}
+    alone = "the only difference in 12% of the prompts"
+    assert policy._reward_note(both, by_prompt=True) == f"{shares}{alone}, {ranks}"
+    assert policy._reward_note(both, by_prompt=False) == (
+        f"{shares}{alone}, {ranks}".replace("a prompt", "an iteration").replace("prompts", "iterations")
+    )
+    assert policy._reward_note({"learned": learned}, by_prompt=True) == f"reward model: {ranks}"
+    assert policy._reward_note({"task": task}, by_prompt=True) == ""
+    nothing = Contribution(None, 0.0, None, None)
+    assert policy._reward_note({"task": nothing, "learned": nothing}, by_prompt=True) == (
+        "reward model: the only difference in 0% of the prompts"
+    )
+    assert policy._reward_note({"learned": nothing}, by_prompt=True) == "reward model: nothing to compare"
 
 
 def test_recent_means_leave_out_what_is_reported_no_more():

@@ -136,7 +136,12 @@ def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve
     monkeypatch.setattr(promote, "read_evaluation", lambda folder, name: evaluation([1] * wins + [0] * (10 - wins)))
     monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)  # what a reviewer reads
     registry = Registry()
-    pipeline_run = SimpleNamespace(registered_model="m", tracking=registry, ensure_version=lambda challenger: 4)
+    pipeline_run = SimpleNamespace(
+        registered_model="m",
+        tracking=registry,
+        parent="parent",
+        models=SimpleNamespace(ensure_version=lambda challenger, tracker: 4),
+    )
     tracker = SimpleNamespace(log_metrics=lambda *a: None, set_tag=lambda *a: None)
     context = StageContext(
         name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5, approve=approve),
@@ -159,10 +164,10 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
     cached = []
     pipeline_run = SimpleNamespace(
         settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
-        stage_cached=lambda name, result: cached.append(name),
+        tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))),
     )  # fmt: skip
-    found = promote.promote(pipeline_run, stage_result(tmp_path), "policy", stage_result(tmp_path), None)
-    assert found.summary["note"] == "version 3 of m is the champion already" and cached == ["promote"]
+    found = promote.promote(pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None)
+    assert found.summary["note"] == "version 3 of m is the champion already" and cached == [("promote", "r")]
     assert registry.done == []
 
 
@@ -176,8 +181,8 @@ def test_a_champion_that_came_meanwhile_is_compared_with_in_turn(monkeypatch):
         return "promoted"
 
     monkeypatch.setattr(promote, "_promote", once)
-    assert promote.promote("session", "evaluation", "sft", "challenger", None) == "promoted"
-    assert met == [("session", "evaluation", "sft", "challenger", None)] * 3
+    assert promote.promote("session", "evaluation", "challenger", None) == "promoted"
+    assert met == [("session", "evaluation", "challenger", None)] * 3
 
 
 def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
@@ -189,5 +194,5 @@ def test_champions_that_change_for_ever_end_in_an_error(monkeypatch):
 
     monkeypatch.setattr(promote, "_promote", never)
     with pytest.raises(ChampionChanged):
-        promote.promote("session", "evaluation", "sft", "challenger", None)
+        promote.promote("session", "evaluation", "challenger", None)
     assert len(met) == promote.CHAMPIONS_MET

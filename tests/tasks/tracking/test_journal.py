@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, FolderBusy
-from tasks.tracking.journal import Journal, LineLog, Shipped, metrics_path, read_lines, read_metrics, shipped_path
+from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, cursor_path, metrics_path, read_lines, read_metrics
 
 
 def lines(folder: Path) -> list[dict]:
@@ -123,9 +123,9 @@ def test_an_unreadable_line_in_the_middle_is_stepped_over(tmp_path, caplog):
 
 
 def test_what_was_shipped_is_replaced_whole(tmp_path):
-    shipped_path(tmp_path).parent.mkdir()
-    Shipped("store", "run", "1", 10, 20, 1).save(tmp_path)
-    assert Shipped.load(tmp_path) == Shipped("store", "run", "1", 10, 20, 1)
-    assert [path.name for path in shipped_path(tmp_path).parent.iterdir()] == ["shipped.json"]
-    shipped_path(tmp_path).write_text('{"store": "sto')
-    assert Shipped.load(tmp_path) == Shipped()
+    cursor_path(tmp_path).parent.mkdir()
+    DeliveryCursor("store", "run", "1", 10, 20, 1).save(tmp_path)
+    assert DeliveryCursor.load(tmp_path) == DeliveryCursor("store", "run", "1", 10, 20, 1)
+    assert [path.name for path in cursor_path(tmp_path).parent.iterdir()] == ["shipped.json"]
+    cursor_path(tmp_path).write_text('{"store": "sto')
+    assert DeliveryCursor.load(tmp_path) == DeliveryCursor()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rl_core.errors import BackendError
-from tasks.tracking.journal import Journal, LineLog, Shipped, events_path
+from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, events_path
 from tasks.tracking.shipper import BATCH, RunGone, Shipper
 
 
@@ -149,7 +149,7 @@ def test_an_outage_in_the_middle_of_a_delivery(tmp_path):
     store.fail_at_call = 2
     with pytest.raises(BackendError):
         run.shipper.ship()
-    assert store.calls == [BATCH] and 0 < Shipped.load(tmp_path).metrics_offset < run.journal.lines.end
+    assert store.calls == [BATCH] and 0 < DeliveryCursor.load(tmp_path).metrics_offset < run.journal.lines.end
     run.shipper.ship()
     assert store.calls == [BATCH] * 3 and len(stored(store)) == 3 * BATCH
     run.events.append({"op": "tags", "time": 0})
@@ -230,7 +230,7 @@ def test_a_refused_record_is_counted_and_the_next_one_arrives(tmp_path):
         run.events.append({"op": op, "time": 0})
     run.shipper.ship()
     assert store.runs["run0"]["events"] == ["start", "tags"] and run.shipper.state.num_failed == 1
-    assert Shipped.load(tmp_path).num_failed == 1
+    assert DeliveryCursor.load(tmp_path).num_failed == 1
     run.kill()
 
 
@@ -257,7 +257,7 @@ def test_another_store_gets_the_whole_run(tmp_path):
     second.store = "other"
     again = Run(tmp_path, second)
     again.shipper.ship()
-    assert len(stored(second)) == 1 and Shipped.load(tmp_path).store == "other"
+    assert len(stored(second)) == 1 and DeliveryCursor.load(tmp_path).store == "other"
     again.kill()
 
 

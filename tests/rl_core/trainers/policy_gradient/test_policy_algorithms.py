@@ -1,4 +1,4 @@
-"""Every algorithm's credit and loss inside the trainer: by hand, by identity, and across a resume."""
+"""Every algorithm's advantages and loss inside the trainer: by hand, by identity, and across a resume."""
 
 import copy
 import math
@@ -22,9 +22,9 @@ from rl_core.settings import (
     ReplaySettings,
     SamplingSettings,
 )
-from rl_core.trainers.policy_gradient.advantages import compared_rewards, estimated_advantages, last_token_rewards
+from rl_core.trainers.policy_gradient.advantages import comparison_advantages, gae_advantages, last_token_rewards
 from rl_core.trainers.policy_gradient.losses import StepCounts, policy_loss
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, samples_of
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.types import StopReason
@@ -39,7 +39,7 @@ def played(trainer):
     return [rollout for group in trainer.groups for rollout in group.rollouts]
 
 
-# ---------------------------------------------------------------------------------------------------------- credit
+# ------------------------------------------------------------------------------------------------------ advantages
 
 
 def test_rewards_stand_on_the_last_loss_token():
@@ -50,11 +50,11 @@ def test_rewards_stand_on_the_last_loss_token():
         last_token_rewards(torch.tensor([1.0]), torch.zeros(1, 3, dtype=torch.bool))
 
 
-def test_estimated_advantages_by_hand():
+def test_gae_advantages_by_hand():
     # two loss tokens with an observation between them; V = 0.5, 0.25; lambda 0.5, gamma 1
     mask = torch.tensor([[True, False, True]] * 2)
     values = torch.tensor([[0.5, 9.0, 0.25]] * 2)
-    advantages, returns = estimated_advantages(
+    advantages, returns = gae_advantages(
         torch.tensor([1.0, 1.0]), torch.tensor([False, True]), values, torch.tensor([7.0, 2.0]), mask,
         gamma=1.0, gae_lambda=0.5,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_estimated_advantages_by_hand():
 def test_a_kl_penalty_is_taken_off_each_token():
     mask = torch.tensor([[True, True]])
     penalty = torch.tensor([[0.1, -0.3]])
-    advantages, _ = estimated_advantages(
+    advantages, _ = gae_advantages(
         torch.tensor([1.0]), torch.tensor([False]), torch.zeros(1, 2), torch.zeros(1), mask,
         gamma=1.0, gae_lambda=1.0, kl_penalty_RS=penalty,
     )  # fmt: skip
@@ -87,14 +87,31 @@ HALF = 0.5 / (0.5**0.5 + 1e-4)  # (1 - 1/2) over the std of (1, 0), which is sqr
         ("reinforce", [[0.75 / 0.5001, -0.25 / 0.5001], [-0.25 / 0.5001, -0.25 / 0.5001]]),
     ],
 )  # fmt: skip
-def test_compared_rewards_by_hand(algorithm, expected):
-    found = compared_rewards(torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64), algorithm)
-    assert torch.allclose(found, torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+def test_comparison_advantages_by_hand(algorithm, expected):
+    groups = torch.tensor([[1.0, 0.0], [0.0, 0.0]], dtype=torch.float64).unbind()
+    found = comparison_advantages(groups, algorithm)
+    assert torch.allclose(torch.stack(found), torch.tensor(expected, dtype=torch.float64), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("dr_grpo", [[0.5, -0.5], [2.0, -1.0, -1.0], [-0.5, 0.5], [0.0]]),
+        ("rloo", [[1.0, -1.0], [3.0, -1.5, -1.5], [-1.0, 1.0], [0.0]]),
+        # mean 5/8; squares 2 (3/8)^2 + 5 (5/8)^2 + (19/8)^2 = 504/64, over 7: 9/8
+        ("reinforce", [[x / (1.125**0.5 + 1e-4) for x in row]
+                       for row in ([0.375, -0.625], [2.375, -0.625, -0.625], [-0.625, 0.375], [-0.625])]),
+    ],
+)  # fmt: skip
+def test_groups_may_differ_in_size(algorithm, expected):
+    rewards = [[1.0, 0.0], [3.0, 0.0, 0.0], [0.0, 1.0], [0.0]]
+    found = comparison_advantages([torch.tensor(row, dtype=torch.float64) for row in rewards], algorithm)
+    assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-12) for row in expected]
 
 
 def test_ppo_has_no_advantages_without_values():
     with pytest.raises(DataError, match="without a critic"):
-        compared_rewards(torch.ones(2, 2), "ppo")
+        comparison_advantages([torch.ones(2)], "ppo")
 
 
 # ------------------------------------------------------------------------------------------------------------ loss
@@ -146,12 +163,13 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
         assert advantages == batch_advantages(rewards).flatten().tolist()
     fresh = make_trainer(tokenizer, algorithm=algorithm, **options)
     samples = [
-        Sample(TrainRow(r.prompt_ids, r.completion_ids, r.loss_mask, None, r.sampler_logprobs), r.reward, False)
+        Sample(TrainRow(r.prompt_ids, r.completion_ids, r.loss_mask, r.sampler_logprobs), r.reward, False)
         for r in rollouts
     ]
-    update = PolicyUpdate(fresh.actor_critic, fresh.settings, samples)
+    groups = [samples[start : start + 6] for start in range(0, 36, 6)]
+    update = PolicyUpdate(fresh.actor_critic, fresh.settings, groups)
     gradients = []
-    fresh.updater.apply = lambda batches, loss: gradients.append(gradient(fresh.policy, batches, loss)) or {}
+    fresh.optimizer_step.apply = lambda batches, loss: gradients.append(gradient(fresh.policy, batches, loss)) or {}
     update.run(np.random.default_rng(0))
     expected = []
     for rollout, advantage in zip(rollouts, advantages, strict=True):
@@ -224,7 +242,7 @@ def test_resumes_bit_for_bit(tokenizer, name):
     found = [comparable(first.step()) for _ in range(2)]
     second.step()  # whatever it did before is overwritten
     second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
-    second.updater.load_state_dict(copy.deepcopy(first.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     found += [comparable(second.step()) for _ in range(3)]
     assert found == expected
@@ -249,7 +267,7 @@ def test_a_warming_critic_leaves_the_policy_alone(tokenizer):
     before = weights_of(trainer.policy)
     for step in (1, 2):
         metrics = trainer.step()
-        assert torch.equal(weights_of(trainer.policy), before) and trainer.updater.step == 2 * step
+        assert torch.equal(weights_of(trainer.policy), before) and trainer.optimizer_step.num_steps == 2 * step
         assert metrics["value/loss"] > 0 and "train/loss" not in metrics
     trainer.step()
     assert not torch.equal(weights_of(trainer.policy), before)
@@ -271,9 +289,9 @@ def test_the_critics_agree_about_positions(tokenizer):
         with torch.no_grad():
             head.head.weight.copy_(line[None])
         rollouts = [([5, 6, 7], [8, 9, 10, 11], [True, False, True, True]), ([5], [6, 7], [True, True])]
-        samples = [Sample(TrainRow(p, c, m, None, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts]
-        buffer = RolloutBuffer(trainer.actor_critic, trainer.settings, samples)
-        buffer.measure_values([[0, 1]])
+        samples = [Sample(TrainRow(p, c, m, [0.0] * len(c)), 1.0, True) for p, c, m in rollouts]
+        buffer = RolloutBuffer(trainer.actor_critic, trainer.settings, [samples])
+        buffer.compute_values([[0, 1]])
         found.append((buffer.values_RS, buffer.value_after_R))
         hidden = trainer.policy.base_model(input_ids=torch.tensor([[5, 6, 7, 8, 9, 10, 11]])).last_hidden_state[0]
         by_hand = (hidden @ line).detach()
@@ -286,14 +304,14 @@ def test_the_critics_agree_about_positions(tokenizer):
 # ------------------------------------------------------------------------------------------------- limits and weights
 
 
-def test_a_step_beyond_the_kl_limit_is_taken_back(tokenizer):
+def test_a_step_beyond_the_kl_limit_is_rolled_back(tokenizer):
     trainer = make_trainer(tokenizer, kl_max=1e-6, epochs=3, curriculum=LOW)
-    before, state = weights(trainer), copy.deepcopy(trainer.updater.optimizer.state_dict())
+    before, state = weights(trainer), copy.deepcopy(trainer.optimizer_step.optimizer.state_dict())
     metrics = trainer.step()
     assert metrics["policy/refused_steps"] == 1 and metrics["policy/kl_after_max"] > 1e-6
     assert torch.equal(weights(trainer), before)
-    assert str(trainer.updater.optimizer.state_dict()) == str(state)
-    assert trainer.updater.step == 3  # the x axis goes on
+    assert str(trainer.optimizer_step.optimizer.state_dict()) == str(state)
+    assert trainer.optimizer_step.num_steps == 3  # the x axis goes on
     free = make_trainer(tokenizer, kl_max=100.0, epochs=3, curriculum=LOW)
     plain = make_trainer(tokenizer, epochs=3, curriculum=LOW)
     free_metrics, plain_metrics = free.step(), plain.step()
@@ -323,11 +341,11 @@ def test_importance_weights_follow_from_stale_samples(tokenizer):
     metrics = trainer.step()
     assert metrics["policy/importance_mean"] == pytest.approx(1, abs=1e-4)  # fresh rollouts
     assert metrics["policy/effective_sample_share"] == pytest.approx(1, abs=1e-4)
-    samples = [
-        Sample(TrainRow([5], [6, 7], [True, True], None, [-60.0, 0.0]), 1.0, False),
-        Sample(TrainRow([5], [6, 7], [True, True], None, [-60.0, 0.0]), 0.0, False),
-    ] * 18  # fmt: skip
-    update = PolicyUpdate(trainer.actor_critic, trainer.settings, samples)
+    group = [
+        Sample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 1.0, False),
+        Sample(TrainRow([5], [6, 7], [True, True], [-60.0, 0.0]), 0.0, False),
+    ] * 3  # fmt: skip
+    update = PolicyUpdate(trainer.actor_critic, trainer.settings, [group] * 6)
     metrics = update.run(np.random.default_rng(0))
     # the first token was next to impossible for the sampler (weight 2, the cap), the second certain (weight pi)
     share = metrics["policy/importance_mean"]
@@ -341,15 +359,15 @@ def test_replayed_samples_keep_their_advantage_and_are_drawn_once(tokenizer):
     metrics = trainer.step()
     assert metrics["train/replayed_rollouts"] == 18 and metrics["train/trained_rollouts"] <= 54
     assert first and all(s.advantage is not None for g in trainer._replay._past[0] for s in g)
-    drawn = trainer._replay.draw(np.random.default_rng(0), 6)
+    drawn = [s for group in trainer._replay.draw(np.random.default_rng(0), 6) for s in group]
     assert len(drawn) == 18 and len({id(s.row) for s in drawn}) == 18 and all(s.is_replayed for s in drawn)
     copied = ReplayBuffer(trainer.settings.replay)
     copied.load_state_dict(trainer._replay.state_dict())
     assert copied.state_dict().keys() == trainer._replay.state_dict().keys()
-    again = copied.draw(np.random.default_rng(0), 6)
+    again = [s for group in copied.draw(np.random.default_rng(0), 6) for s in group]
     assert again == [
         Sample(
-            TrainRow(list(s.row.prompt_ids), list(s.row.completion_ids), list(s.row.loss_mask), None,
+            TrainRow(list(s.row.prompt_ids), list(s.row.completion_ids), list(s.row.loss_mask),
                      list(s.row.sampler_logprobs)), s.reward, s.is_truncated, s.advantage, True,
         ) for s in drawn
     ]  # fmt: skip
@@ -375,8 +393,9 @@ def test_what_a_cut_rollout_is_worth_afterwards(tokenizer, stop_reason, bootstra
     for rollout in (rollout for group in trainer.groups for rollout in group.rollouts):
         rollout.trajectory.stop_reason = stop_reason
         rollout.is_truncated = stop_reason is not StopReason.TERMINATED
-    samples = samples_of(trainer.groups, bootstrap_limits=bootstrap_limits)
-    assert samples and all(sample.is_truncated is expected for sample in samples)
+    groups = sample_groups(trainer.groups, bootstrap_limits=bootstrap_limits)
+    assert [len(group) for group in groups] == [6] * 6
+    assert all(sample.is_truncated is expected for group in groups for sample in group)
 
 
 # ----------------------------------------------------------------------------------------- dynamic sampling, rewards
@@ -418,8 +437,8 @@ def test_a_kl_reward_changes_the_comparison(tokenizer):
     trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo")
     for _ in range(4):
         metrics = trainer.step()
-    experience_kl = metrics["policy/ref_kl"]
-    assert abs(experience_kl) > 1e-4
+    kl = metrics["policy/ref_kl"]
+    assert abs(kl) > 1e-4
     rewards = torch.tensor([group.rewards for group in trainer.groups])
     plain = (rewards - rewards.mean(1, keepdim=True)).flatten()
     given = torch.tensor([a for group in trainer.groups for a in group.advantages])
@@ -441,13 +460,13 @@ def test_a_kl_reward_takes_the_samplers_log_probs_where_they_are_the_policys(
     tokenizer, monkeypatch, options, is_measured
 ):
     calls = []
-    measured = RolloutBuffer.measure_old
+    compute = RolloutBuffer.compute_old_logprobs
 
     def spy(buffer, plan):
         calls.append(1)
-        measured(buffer, plan)
+        compute(buffer, plan)
 
-    monkeypatch.setattr(RolloutBuffer, "measure_old", spy)
+    monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", spy)
     found = []
     for forced in (False, True):
         trainer = build(tokenizer, "kl_reward", kl_coef=0.5, algorithm="dr_grpo", **options)

@@ -32,7 +32,7 @@ def test_learns_with_epochs_and_minibatches(tokenizer):
     trainer = make_trainer(tokenizer, epochs=2, minibatches=2, learning_rate=5e-3, curriculum=LOW)
     metrics = [trainer.step() for _ in range(24)]
     assert sum(m["train/success_rate"] for m in metrics[-3:]) / 3 > 0.8
-    assert trainer.updater.step == 96
+    assert trainer.optimizer_step.num_steps == 96
     assert any(m["policy/ratio_max"] > 1.1 for m in metrics[:5])
     assert all(m["policy/kl"] >= 0 for m in metrics if "policy/kl" in m)
 
@@ -76,7 +76,7 @@ def test_micro_batches_change_nothing(tokenizer):
 def test_rollouts_without_advantage_need_no_forward_pass(tokenizer, monkeypatch):
     lean, full = make_trainer(tokenizer), make_trainer(tokenizer)
     one = lean.step()
-    monkeypatch.setattr(policy_update.PolicyUpdate, "_picked", lambda self, indices: list(indices))
+    monkeypatch.setattr(policy_update.PolicyUpdate, "_trained_rows", lambda self, indices: list(indices))
     two = full.step()
     assert one["train/trained_rollouts"] < 36 and two["perf/update_seconds"] > 0
     assert one["train/loss"] == pytest.approx(two["train/loss"], abs=1e-6)
@@ -90,7 +90,7 @@ def test_equal_rewards_leave_the_weights_alone(tokenizer):
     metrics = trainer.step()
     assert torch.equal(weights(trainer), before)
     assert metrics["train/empty_updates"] == 2 and metrics["train/zero_advantage_rate"] == 1
-    assert trainer.updater.step == 2  # the x axis of the metrics goes on
+    assert trainer.optimizer_step.num_steps == 2  # the x axis of the metrics goes on
 
 
 def test_kl_and_entropy_terms_enter_the_loss(tokenizer):
@@ -175,7 +175,7 @@ def test_resumes_bit_for_bit(tokenizer, cut):
     found = [comparable(first.step()) for _ in range(cut)]
     second.step()  # whatever it did before is overwritten
     second.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
-    second.updater.load_state_dict(copy.deepcopy(first.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     found += [comparable(second.step()) for _ in range(6 - cut)]
     assert found == expected
@@ -190,7 +190,7 @@ def test_every_saved_item_matters(tokenizer, part):
     for _ in range(3):
         first.step()
     second.model.load_state_dict(first.model.state_dict())
-    second.updater.load_state_dict(copy.deepcopy(first.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(first.optimizer_step.state_dict()))
     state = copy.deepcopy(first.state_dict())
     state[part] = resumable(tokenizer).state_dict()[part]
     second.load_state_dict(state)

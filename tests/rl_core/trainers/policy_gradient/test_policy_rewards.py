@@ -25,7 +25,7 @@ from rl_core.settings import (
 )
 from rl_core.trainers.policy_gradient import update as policy_update
 from rl_core.trainers.policy_gradient.advantages import fill_masked_rewards
-from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, samples_of
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, sample_groups
 
 FAULTY = "faulty_reward_for_test:score"
 
@@ -65,10 +65,11 @@ def faulty(monkeypatch):
 def test_masked_rewards_by_hand():
     rewards = torch.tensor([[1.0, 9.0, 3.0], [5.0, 6.0, 7.0], [9.0, 9.0, 9.0]])
     masked = torch.tensor([[False, True, False], [False] * 3, [True] * 3])
-    filled = fill_masked_rewards(rewards, masked)
+    filled = torch.stack(fill_masked_rewards(rewards.unbind(), masked.unbind()))
     assert filled.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 7.0], [pytest.approx(22 / 5)] * 3]
     assert group_advantages(filled, method="rloo")[0].tolist() == [-1.5, 0.0, 1.5]
-    assert fill_masked_rewards(rewards, torch.zeros(3, 3, dtype=torch.bool)) is rewards
+    untouched = fill_masked_rewards(rewards.unbind(), torch.zeros(3, 3, dtype=torch.bool).unbind())
+    assert torch.equal(torch.stack(untouched), rewards)
 
 
 def kept_update(monkeypatch):
@@ -113,15 +114,27 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm
     assert metrics["train/loss"] == pytest.approx(-sum(a * n for a, n in credit) / tokens, abs=1e-6)
 
 
+def test_a_masked_rollout_has_the_mean_of_the_others_after_the_length_penalty(tokenizer, faulty):
+    trainer = make_trainer(tokenizer, rewards=faulty, overlong_buffer=2, curriculum=LOW)
+    trainer.step()
+    assert any(r.trajectory.rewards.get("overlong") for g in trainer.groups for r in g.rollouts)
+    for group in trainer.groups:
+        parts = [r.trajectory.rewards for r in group.rollouts if not r.is_masked]
+        others = [rewards["task"] + rewards["overlong"] for rewards in parts]
+        (masked,) = [r for r in group.rollouts if r.is_masked]
+        assert masked.reward == masked.trajectory.reward == pytest.approx(sum(others) / 5)
+
+
 def test_replayed_samples_stay_masked(tokenizer, faulty):
     trainer = make_trainer(tokenizer, rewards=faulty, curriculum=LOW)
     trainer.step()
-    samples = samples_of(trainer.groups)
+    groups = sample_groups(trainer.groups)
     buffer, resumed = ReplayBuffer(ReplaySettings()), ReplayBuffer(ReplaySettings())
-    buffer.add([samples])
+    buffer.add(groups)
     resumed.load_state_dict(buffer.state_dict())
-    (group,) = resumed._past[0]
-    assert [s.is_masked for s in group] == [s.is_masked for s in samples] and all(s.is_replayed for s in group)
+    for found, group in zip(resumed._past[0], groups, strict=True):
+        assert [s.is_masked for s in found] == [s.is_masked for s in group] and any(s.is_masked for s in found)
+        assert all(s.is_replayed for s in found)
 
 
 def test_weights_follow_the_curriculum(tokenizer):
@@ -162,10 +175,10 @@ def test_resumes_bit_for_bit_with_every_component(tokenizer, tmp_path):
     assert float.fromhex(expected[0]["reward/curiosity/transitions"]) > 0
     assert "reward/coherence/similarity" in expected[0] and "reward/correlation/curiosity" in expected[-1]
     found = [comparable(first.step()) for _ in range(3)]
-    saved = copy.deepcopy((first.model.state_dict(), first.updater.state_dict(), first.state_dict()))
+    saved = copy.deepcopy((first.model.state_dict(), first.optimizer_step.state_dict(), first.state_dict()))
     first.step()  # lost with the crash
     second.model.load_state_dict(saved[0])
-    second.updater.load_state_dict(saved[1])
+    second.optimizer_step.load_state_dict(saved[1])
     second.load_state_dict(saved[2])
     found += [comparable(second.step()) for _ in range(3)]
     assert found == expected
@@ -184,7 +197,7 @@ def test_every_saved_part_of_the_rewards_matters(tokenizer, part):
     for _ in range(3):
         whole.step()
     second.model.load_state_dict(copy.deepcopy(whole.model.state_dict()))
-    second.updater.load_state_dict(copy.deepcopy(whole.updater.state_dict()))
+    second.optimizer_step.load_state_dict(copy.deepcopy(whole.optimizer_step.state_dict()))
     state = copy.deepcopy(whole.state_dict())
     state["rewards"][part] = resumable(tokenizer).state_dict()["rewards"][part]
     second.load_state_dict(state)

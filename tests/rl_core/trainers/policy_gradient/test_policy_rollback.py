@@ -52,16 +52,18 @@ def test_a_rollback_restores_what_a_bad_learning_rate_ruined(tokenizer):
     while not trainer.curriculum.watch.rollbacks[1]:
         assert trainer.iteration < 60
         if trainer.curriculum.index == 1 and trainer.curriculum.stage_iterations == 0:
-            entry = weights(trainer), copy.deepcopy(trainer.updater.optimizer.state_dict()["state"])
+            entry = weights(trainer), copy.deepcopy(trainer.optimizer_step.optimizer.state_dict()["state"])
             first = trainer.iteration
         metrics = trainer.step()
     played = [rollout.completion_ids for group in trainer.groups for rollout in group.rollouts]
     assert metrics["train/success_rate"] < 0.5 and metrics["curriculum/rollbacks"] == 1
     assert torch.equal(weights(trainer), entry[0])
-    state = trainer.updater.optimizer.state_dict()["state"]
+    state = trainer.optimizer_step.optimizer.state_dict()["state"]
     assert all(torch.equal(state[i][key], value) for i in state for key, value in entry[1][i].items())
-    assert trainer.updater.step == trainer.iteration > first  # the schedule and the x axis of the metrics go on
-    assert trainer.updater.learning_rate == pytest.approx(0.02 * min(1.0, (trainer.iteration + 1) / 40))
+    assert (
+        trainer.optimizer_step.num_steps == trainer.iteration > first
+    )  # the schedule and the x axis of the metrics go on
+    assert trainer.optimizer_step.learning_rate == pytest.approx(0.02 * min(1.0, (trainer.iteration + 1) / 40))
     after = steps(trainer, 10)
     assert [rollout.completion_ids for group in trainer.groups for rollout in group.rollouts] != played
     assert sum(row["train/success_rate"] for row in after) / 10 > 0.7
@@ -173,10 +175,10 @@ def test_everything_goes_back_together_each_time(tokenizer, algorithm):
 
 def learned(trainer):
     """Digests and values of all that has to go back."""
-    state, updater = trainer.state_dict(), trainer.updater.state_dict()
+    state, optimizer_step = trainer.state_dict(), trainer.optimizer_step.state_dict()
     parts = {
         "weights": weights_digest(trainer.model),
-        "optimizer": tensors_of(updater["optimizer"]["state"]),
+        "optimizer": tensors_of(optimizer_step["optimizer"]["state"]),
         "kl_coef": state["kl_coef"],
         "rewards": str(state["rewards"]),
         "torch": torch.get_rng_state().tolist(),
@@ -185,9 +187,9 @@ def learned(trainer):
     }
     if state["replay"] is not None:
         parts["replay"] = tensors_of(state["replay"])
-    if state["critic_updater"] is not None:
-        parts["critic"] = tensors_of(state["critic_updater"]["optimizer"]["state"])
-        parts["average"] = tensors_of(updater["average"])
+    if state["critic_optimizer_step"] is not None:
+        parts["critic"] = tensors_of(state["critic_optimizer_step"]["optimizer"]["state"])
+        parts["ema"] = tensors_of(optimizer_step["ema"])
     return parts
 
 

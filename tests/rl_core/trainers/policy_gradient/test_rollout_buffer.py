@@ -1,4 +1,4 @@
-"""Rollout buffer, by hand: values and advantages of cut rows, the replay buffer, the limits' meaning."""
+"""Rollout buffer and replay buffer by hand: advantages of groups and of truncated rows, draws, sampler limits."""
 
 import contextlib
 from types import SimpleNamespace
@@ -19,8 +19,10 @@ from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 
 
-def sample(number=0, **values):
-    row = TrainRow([5, 6 + number], [7, 8, 9], [True, False, True], None, [-0.5, 0.0, -0.25 * number])
+def sample(number=0, temperature=1.0, **values):
+    row = TrainRow(
+        [5, 6 + number], [7, 8, 9], [True, False, True], [-0.5, 0.0, -0.25 * number], temperature=temperature
+    )
     return Sample(row, **{"reward": 8.0, "is_truncated": False, **values})
 
 
@@ -28,10 +30,10 @@ def test_values_of_cut_and_finished_rows_by_hand():
     """Loss tokens at 2 and 4 with values 1 and 2; 4 after the row; gamma 1/2, lambda 1/4; reward 8 at its end."""
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
     actor_critic = SimpleNamespace(device=torch.device("cpu"))
-    buffer = RolloutBuffer(actor_critic, settings, [sample(is_truncated=True), sample()])
+    buffer = RolloutBuffer(actor_critic, settings, [[sample(is_truncated=True), sample()]])
     buffer.values_RS = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0]] * 2)
     buffer.value_after_R = torch.tensor([4.0, 4.0])
-    metrics = buffer.credit()
+    metrics = buffer.estimate_advantages()
     # cut off: 8 + 4/2 - 2 = 8, and before it 0 + 2/2 - 1 + (1/8) 8 = 1; over: 8 - 2 = 6, and 0 + (1/8) 6
     assert buffer.advantages_RS.tolist() == [[0, 0, 1.0, 0, 8.0], [0, 0, 0.75, 0, 6.0]]
     assert buffer.returns_RS is not None
@@ -39,13 +41,32 @@ def test_values_of_cut_and_finished_rows_by_hand():
     assert metrics["value/values_mean"] == 1.5 and metrics["value/returns_mean"] == (2 + 10 + 1.75 + 8) / 4
 
 
+def test_groups_of_unequal_size_are_compared_each_within_itself():
+    settings = PolicySettings(algorithm="dr_grpo")
+    groups = [
+        [sample(reward=1.0), sample(reward=0.0)],
+        [sample(reward=3.0), sample(reward=0.0), sample(reward=0.0)],
+        [sample(reward=9.0, advantage=0.75, is_replayed=True)],
+        [sample(reward=4.0, is_masked=True), sample(reward=1.0), sample(reward=3.0)],
+    ]
+    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, groups)
+    buffer.estimate_advantages()
+    # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their own mean of 2
+    expected = [0.5, -0.5, 2.0, -1.0, -1.0, 0.75, 0.0, -1.0, 1.0]
+    assert buffer.advantages_RS.tolist() == [[0, 0, advantage, 0, advantage] for advantage in expected]
+    assert buffer.mask_RS.any(1).tolist() == [True] * 6 + [False, True, True]
+    assert [[s.advantage for s in group] for group in groups] == [
+        [0.5, -0.5], [2.0, -1.0, -1.0], [0.75], [0.0, -1.0, 1.0]
+    ]  # fmt: skip
+
+
 def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
-    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, [sample()])
+    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, [[sample()]])
     buffer.values_RS, buffer.value_after_R = torch.zeros(1, 5), torch.zeros(1)
     buffer.old_logprobs_RS = torch.tensor([[0.0, 0.0, -1.0, 0.0, -2.0]])
     buffer.ref_logprobs_RS = torch.tensor([[0.0, 0.0, -3.0, 0.0, -1.0]])  # k1 is 2 at the first, -1 at the second
-    buffer.credit(kl_reward_coef=0.5)
+    buffer.estimate_advantages(kl_reward_coef=0.5)
     # rewards 0 - 1 and 8 + 1/2; A = 8.5, and -1 + (1/8) 8.5
     assert buffer.advantages_RS.tolist() == [[0, 0, 0.0625, 0, 8.5]]
 
@@ -57,7 +78,7 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
             [
                 [
                     sample(10 * iteration + group, reward=float(group), is_truncated=group % 2 == 0,
-                           is_masked=group % 3 == 0, advantage=0.5 * group)
+                           is_masked=group % 3 == 0, advantage=0.5 * group, temperature=0.5 + group)
                 ]
                 for group in range(6)
             ]
@@ -68,7 +89,9 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
     for each in (buffer, restored):
         picked = sorted(np.random.default_rng(3).choice(12, size=4, replace=False).tolist())
         assert picked != list(range(4))
-        drawn = each.draw(np.random.default_rng(3), 8)  # half as many as there are fresh ones
+        drawn = [
+            s for group in each.draw(np.random.default_rng(3), 8) for s in group
+        ]  # half as many as there are fresh ones
         assert [s.row.prompt_ids[1] for s in drawn] == [kept[place] for place in picked]
         groups = [place % 6 for place in picked]
         assert [(s.reward, s.is_truncated, s.is_masked, s.advantage, s.is_replayed) for s in drawn] == [
@@ -77,7 +100,17 @@ def test_the_replay_buffer_draws_without_preference_and_comes_back_whole():
         assert [list(s.row.sampler_logprobs or ()) for s in drawn] == [
             [-0.5, 0.0, -0.25 * (kept[place] - 6)] for place in picked
         ]
+        assert [s.row.temperature for s in drawn] == [0.5 + g for g in groups]
         assert len(each.draw(np.random.default_rng(0), 100)) == 12
+
+
+def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
+    buffer = ReplayBuffer(ReplaySettings(iterations=1, share=1.0))
+    buffer.add([[sample(temperature=0.5)]])
+    state = buffer.state_dict()
+    del state["temperatures"]
+    buffer.load_state_dict(state)
+    assert [[s.row.temperature for s in group] for group in buffer.draw(np.random.default_rng(0), 1)] == [[1.0]]
 
 
 @pytest.mark.parametrize(
@@ -95,7 +128,7 @@ def test_the_trainer_asks_for_limits_as_the_critic_s_settings_say(monkeypatch, o
         asked.append(bootstrap_limits)
         raise InterruptedError  # seen enough
 
-    monkeypatch.setattr(policy_gradient, "samples_of", noted)
+    monkeypatch.setattr(policy_gradient, "sample_groups", noted)
     trainer = make_trainer(train_tokenizer(["abc xyz"], 300), prompts_per_iteration=2, group_size=2, **options)
     with pytest.raises(InterruptedError):
         trainer.step()
@@ -112,22 +145,21 @@ def test_what_is_measured_counts_under_its_own_name(monkeypatch):
         return torch.zeros(1, 5)
 
     critic = torch.nn.Linear(1, 1)
-    updater = SimpleNamespace(
-        autocast=contextlib.nullcontext, with_full_weights_independent=lambda work: work(), process_group=SINGLE_PROCESS
-    )
+    sharded = SimpleNamespace(with_full_weights_independent=lambda work: work())
+    optimizer_step = SimpleNamespace(autocast=contextlib.nullcontext, sharded=sharded, process_group=SINGLE_PROCESS)
     actor_critic = SimpleNamespace(
-        device=torch.device("cpu"), policy="policy", reference="reference", critic=critic, updater=updater,
-        critic_updater=None,
+        device=torch.device("cpu"), policy="policy", reference="reference", critic=critic,
+        optimizer_step=optimizer_step, critic_optimizer_step=None,
     )  # fmt: skip
-    buffer = RolloutBuffer(actor_critic, PolicySettings(algorithm="ppo"), [sample()])
+    buffer = RolloutBuffer(actor_critic, PolicySettings(algorithm="ppo"), [[sample()]])
     monkeypatch.setattr(buffer, "_logprobs", lambda model, plan: takes({"policy": 10, "reference": 100}[model]))
-    monkeypatch.setattr(buffer, "_each_batch", lambda plan, function: takes(1))
+    monkeypatch.setattr(buffer, "_for_each_batch", lambda plan, function: takes(1))
     with collected() as seconds:
-        buffer.measure_old([[0]])
+        buffer.compute_old_logprobs([[0]])
     assert seconds == {"measure": 10}
     with collected() as seconds:
-        buffer.measure_values([[0]])
+        buffer.compute_values([[0]])
     assert seconds == {"measure": 1}
     with collected() as seconds:
-        buffer.measure_reference([[0]])
+        buffer.compute_ref_logprobs([[0]])
     assert seconds == {"reference": 100}

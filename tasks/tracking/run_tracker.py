@@ -145,7 +145,7 @@ class RunTracker:
             self._event("tags", tags=texts)
 
     def set_description(self, markdown: str) -> None:
-        """What the run's page says at its top, as markdown."""
+        """Markdown at the top of the run's page."""
         self.set_tags({"mlflow.note.content": markdown})
 
     def log_params(self, params: Any, prefix: str = "") -> None:
@@ -161,10 +161,6 @@ class RunTracker:
     def log_dict(self, values: Any, name: str) -> None:
         """A structure as a JSON artifact."""
         self.log_text(json.dumps(values, indent=2, default=str, ensure_ascii=False) + "\n", name)
-
-    def log_figure_file(self, path: Path, folder: str = "figures") -> None:
-        """A finished figure."""
-        self.log_artifact(path, folder)
 
     def log_environment(self) -> None:
         """Python and every installed distribution, as environment/requirements.txt."""

@@ -12,7 +12,7 @@ import pytest
 from rl_core.errors import SettingsError, Stopped
 from rl_core.types import ToolCall, Trajectory, Turn
 from tasks.tracking import Tracking, list_runs, read_metrics
-from tasks.tracking.journal import Shipped, events_path, progress_path, shipped_path
+from tasks.tracking.journal import DeliveryCursor, cursor_path, events_path, progress_path
 from tasks.tracking.store import Store
 
 
@@ -39,7 +39,7 @@ def test_everything_arrives(tracking, tmp_path):
             (tmp_path / "figure.png").write_bytes(b"png")
             (tmp_path / "tree" / "inner").mkdir(parents=True)
             (tmp_path / "tree" / "inner" / "a.txt").write_text("a")
-            stage.log_figure_file(tmp_path / "figure.png")
+            stage.log_artifact(tmp_path / "figure.png", "figures")
             stage.log_artifact(tmp_path / "tree", "data")
             (tmp_path / "tree").rename(tmp_path / "published")  # as a stage's folder is, while files still wait
             (tmp_path / "figure.png").unlink()
@@ -96,7 +96,7 @@ def test_a_run_whose_id_was_never_noted_is_found_again(tracking, tmp_path):
     first.log_metrics({"a": 1.0}, 0)
     first.log_traces(trajectories())
     first.close("KILLED")
-    shipped_path(tmp_path).unlink()  # killed between the store's answer and the note of it
+    cursor_path(tmp_path).unlink()  # killed between the store's answer and the note of it
     again = tracking.start_run("r", tmp_path)
     again.close()
     assert again.run_id == first.run_id
@@ -142,12 +142,14 @@ def test_a_dead_store_neither_stops_nor_stalls_and_is_made_up_for(tracking, tmp_
     assert not child.close(timeout_s=0.2) and not parent.close(timeout_s=0.2)
     assert len(read_metrics(tmp_path / "p" / "c")) == 10
     assert tracking.replay_all(tmp_path) == 0
-    state, outer = Shipped.load(tmp_path / "p" / "c"), Shipped.load(tmp_path / "p")
+    state, outer = DeliveryCursor.load(tmp_path / "p" / "c"), DeliveryCursor.load(tmp_path / "p")
     run = tracking.store.client.get_run(state.run_id)
     assert run.data.tags["mlflow.parentRunId"] == outer.run_id and run.info.status == "FINISHED"
     assert history(tracking, state.run_id, "train/loss") == [(step, float(step)) for step in range(10)]
     assert artifacts(tracking, state.run_id) == ["x.txt"]
-    assert tracking.replay_all(tmp_path) == 0 and Shipped.load(tmp_path / "p") == outer  # once more changes nothing
+    assert (
+        tracking.replay_all(tmp_path) == 0 and DeliveryCursor.load(tmp_path / "p") == outer
+    )  # once more changes nothing
 
 
 def test_threads_share_a_tracker(tracking, tmp_path):
@@ -162,7 +164,7 @@ def test_threads_share_a_tracker(tracking, tmp_path):
 
 
 def test_progress_is_noted_for_those_who_look_on_but_not_at_every_step(tracking, tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.tracking.run.PROGRESS_SECONDS", 3600.0)
+    monkeypatch.setattr("tasks.tracking.run_tracker.PROGRESS_SECONDS", 3600.0)
     run = tracking.start_run("p", tmp_path)
     for done in (1, 2, 3, 4):
         run.progress(done, 4, f"step {done}")

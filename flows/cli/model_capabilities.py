@@ -1,0 +1,83 @@
+"""`posttrain doctor --model`: the fast paths that a model may take on this machine, and why."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.cli.model_names import given_models
+from rl_core.settings import ModelSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from rl_core.capabilities import Decision
+
+__all__ = ["explain"]
+
+_LOADED_BYTES = 2 << 30  # of weights: up to here the model is loaded, and what only a trial run tells is tried
+_WIDTH = 100
+
+
+def explain(model: str, settings: ModelSettings | None, output: Path, tracking_uri: str | None = None) -> str:
+    """A table of every fast path: whether the model takes it, why, and which path it takes otherwise.
+
+    Args:
+        model: a model folder, a finished stage's folder, a hub name or models:/NAME@ALIAS.
+        settings: dtype, device and adapters that the model is meant for; None = the defaults.
+        output: the folder whose registry knows registered models.
+    Raises: CheckpointError or SettingsError when there is no such model.
+    """
+    from rl_core.capabilities import capabilities
+    from rl_core.models import causal_lm, lora
+
+    settings = settings or ModelSettings()
+    place = _resolved(model, output, tracking_uri)
+    device = causal_lm.device_of(settings).type
+    found, is_loaded = _loaded(place, settings)
+    kind = type(lora.unwrap(found)).__name__
+    adapters = " with adapters" if settings.lora is not None else ""
+    head = (
+        f"{model}: {kind}{adapters}, {causal_lm.num_parameters(found) / 1e6:,.1f} million parameters, "
+        f"{settings.dtype} on {device}"
+    )
+    source = "its weights were loaded" if is_loaded else "its config alone was read"
+    return "\n".join([head, f"({source})", "", *_table(list(capabilities(found, device)))])
+
+
+def _resolved(model: str, output: Path, tracking_uri: str | None) -> str:
+    """The model folder or hub name."""
+    place = next(iter(given_models([model]).values()), model)
+    if not place.startswith("models:/"):
+        return place
+    from tasks.tracking import Tracking
+
+    return str(Tracking(tracking_uri, output).registry.resolve_model(place, output / "models"))
+
+
+def _loaded(place: str, settings: ModelSettings) -> tuple[PreTrainedModel, bool]:
+    """The model, in training mode; and whether it has its weights, which large ones and hub names are spared."""
+    from transformers import AutoModelForCausalLM
+
+    from rl_core.models import causal_lm, lora
+
+    weights = list(Path(place).expanduser().glob("*.safetensors"))
+    if not weights or sum(file.stat().st_size for file in weights) > _LOADED_BYTES:
+        return causal_lm.load_without_weights(place, settings), False
+    model = causal_lm.load_pretrained(AutoModelForCausalLM, place, settings)
+    return (model if settings.lora is None else lora.add_adapter(model, settings.lora)).train(), True
+
+
+def _table(decisions: list[Decision]) -> list[str]:
+    """One path a paragraph: its name, the answer, the reason, and what is used instead."""
+    width = max(len(decision.name) for decision in decisions)
+    lines = []
+    for decision in decisions:
+        answer = "trial" if decision.is_undecided else "yes" if decision.allowed else "no"
+        texts = textwrap.wrap(decision.reason, _WIDTH - width - 9)
+        if not decision.allowed and not decision.is_undecided:
+            texts += textwrap.wrap(f"-> {decision.fallback}", _WIDTH - width - 9)
+        lines.append(f"{decision.name.ljust(width)}  {answer:5}  {texts[0]}")
+        lines += [f"{'':{width}}         {text}" for text in texts[1:]]
+    return lines

@@ -1,0 +1,147 @@
+"""Fast paths of rollouts: the decoder, its packed weights, its compiled code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_core.capabilities.decision import (
+    Decision,
+    decide,
+    device_type,
+    dtype_name,
+    family_obstacles,
+    position_obstacles,
+    unwrapped,
+)
+from rl_core.cpu import fused_decode, int8_gemm
+
+__all__ = ["compiled_decoding", "decoder", "fused_step", "packed_weights"]
+
+PACKED_BYTES = 1 << 30  # larger copies cost memory that people miss, and their products are bound by reading anyway
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_SILU = ("SiLU", "SiLUActivation")
+
+
+def decoder(model: Any, device: str | None = None) -> Decision:
+    """Permission for the rollout engine (`rl_core.inference.decoder`); adapters are merged while it runs."""
+    weight = next(unwrapped(model).parameters())
+    steps = "; steps are replayed as CUDA graphs" if device_type(weight, device) == "cuda" else ""
+    return decide(
+        "rollout decoder",
+        _decoder_obstacles(model),
+        f"known family of plain linear layers: prompts prefilled once, slots refilled{steps}",
+        "transformers' own forward pass and cache, batch by batch",
+    )
+
+
+def _decoder_obstacles(model: Any) -> Iterator[str]:
+    base = unwrapped(model)
+    yield from family_obstacles(base, "ForCausalLM")
+    yield from position_obstacles(base.model)
+    rotated, head_dim = 2 * base.model.rotary_emb.inv_freq.numel(), base.model.layers[0].self_attn.head_dim
+    if rotated != head_dim:
+        yield f"rotary embedding turns {rotated} of the {head_dim} dimensions of a head; the decoder turns all"
+    for owner, name in _linears(base):
+        layer = getattr(owner, name)
+        if type(getattr(layer, "base_layer", layer)) is not nn.Linear:
+            yield f"its {name} is {type(layer).__name__} (quantised?), not a plain linear layer"
+    if base is not model and any("modules_to_save" in name for name, _ in model.named_parameters()):
+        yield "its adapter replaces whole modules (modules_to_save), which cannot be merged"
+    parameters = list(base.parameters())
+    if len({parameter.device for parameter in parameters}) > 1:
+        yield "its weights lie on several devices"
+    if not all(parameter.is_floating_point() for parameter in parameters):
+        yield "some of its weights are integers (quantised)"
+
+
+def _linears(base: Any) -> Iterator[tuple[Any, str]]:
+    """(module, attribute) of every linear layer that decoding multiplies by."""
+    yield base, "lm_head"
+    for layer in base.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            yield from ((part, name) for name in _LINEARS if hasattr(part, name))
+
+
+def packed_weights(model: Any, device: str | None = None) -> Decision:
+    """Permission to copy the weights before every run into the layout that the CPU multiplies fastest by."""
+    return decide(
+        "packed weights",
+        _packing_obstacles(model, device),
+        "small enough to be copied before every run, laid out for products with few rows",
+        "products with the weights where they are",
+    )
+
+
+def _packing_obstacles(model: Any, device: str | None) -> Iterator[str]:
+    yield from _needs(decoder(model))
+    base = unwrapped(model)
+    weight = base.lm_head.weight
+    if device_type(weight, device) != "cpu":
+        yield f"its weights are on {device_type(weight, device)}; copies help on a CPU only"
+    if weight.dtype not in (torch.float32, torch.float64):
+        yield f"its weights are {dtype_name(weight)}; copies are made of float32 and float64"
+    size = sum(parameter.numel() * parameter.element_size() for parameter in base.parameters())
+    if size > PACKED_BYTES:
+        yield f"its weights take {size / 2**30:.1f} GiB, more than the {PACKED_BYTES / 2**30:g} GiB that are copied"
+
+
+def compiled_decoding(model: Any, device: str | None = None) -> Decision:
+    """Permission for compiled attention, norms, gates and sampling while decoding (`rl_core.cpu.fused_decode`)."""
+    return decide(
+        "compiled decoding",
+        _compiled_obstacles(model, device),
+        "attention, norms, gates and sampling run as compiled code",
+        "torch's kernels",
+    )
+
+
+def _compiled_obstacles(model: Any, device: str | None) -> Iterator[str]:
+    yield from _needs(packed_weights(model, device))
+    base = unwrapped(model)
+    if base.lm_head.weight.dtype != torch.float32:
+        yield f"its weights are {dtype_name(base.lm_head.weight)}; compiled code is for float32"
+    attention = base.model.layers[0].self_attn
+    heads = {"head_dim": attention.head_dim, "query_heads": attention.num_key_value_groups, "kv_heads": 1}
+    if not fused_decode.DecodeKernels.can_attend(**heads):
+        yield (
+            f"heads of {attention.head_dim} dimensions, {attention.num_key_value_groups} queries a key; compiled code "
+            f"takes multiples of {fused_decode.WIDTH} up to {fused_decode.LARGEST_HEAD}, at most "
+            f"{fused_decode.MOST_IN_GROUP} queries a key"
+        )
+    if fused_decode.load() is None:
+        yield _not_compiled()
+
+
+def fused_step(model: Any, device: str | None = None) -> Decision:
+    """Permission for a whole decoding step in one call of compiled code (`rl_core.cpu.fused_decode.FusedStep`)."""
+    return decide(
+        "fused step",
+        _fused_obstacles(model, device),
+        "a whole decoding step is one call of compiled code",
+        "a call for each operation",
+    )
+
+
+def _fused_obstacles(model: Any, device: str | None) -> Iterator[str]:
+    yield from _needs(compiled_decoding(model, device))
+    if int8_gemm.load() is None:
+        yield "this processor has no tiles for products of 8-bit integers (AMX)"
+    activations = {type(layer.mlp.act_fn).__name__ for layer in unwrapped(model).model.layers}
+    if not activations <= set(_SILU):
+        yield f"its activation is {', '.join(sorted(activations))}; compiled code computes silu"
+
+
+def _needs(other: Decision) -> Iterator[str]:
+    if not other.allowed:
+        yield f"needs the path '{other.name}'"
+
+
+def _not_compiled() -> str:
+    if os.environ.get("POSTTRAIN_NATIVE") == "0":
+        return "POSTTRAIN_NATIVE=0 turns compiled code off"
+    return "there is no compiled code (no C compiler here, or it could not compile)"

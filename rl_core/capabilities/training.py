@@ -1,0 +1,63 @@
+"""Fast path of the training forward pass on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from rl_core.capabilities.decision import (
+    Decision,
+    decide,
+    device_type,
+    dtype_name,
+    family_obstacles,
+    position_obstacles,
+    unwrapped,
+)
+
+__all__ = ["training_forward"]
+
+
+def training_forward(model: Any, device: str | None = None) -> Decision:
+    """Permission for the packed forward pass on a CPU (`rl_core.cpu.packed_forward`), adapters included.
+
+    It follows the model's present mode: dropout and activation checkpointing speak against it in training mode only.
+    Batches of packed rows (`position_ids_BS`) go to transformers in any case.
+
+    Args:
+        model: a transformers model with a head, or its trunk.
+    """
+    trunk = unwrapped(model).base_model
+    return decide(
+        "training forward",
+        _training_obstacles(trunk, device),
+        "known family in float32 on a CPU: layers see real tokens only, common prefixes once",
+        "transformers' own forward pass over padded rows",
+    )
+
+
+def _training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    yield from family_obstacles(trunk, "Model")
+    weight, config = trunk.embed_tokens.weight, trunk.config
+    if isinstance(trunk.layers[0], FSDPModule):  # its weights are in one piece only while it is called itself
+        yield "its weights are sharded layer by layer among processes"
+    # A GPU has fused attention over several sequences and does not mind small kernels; in low precision transformers
+    # rounds at places that are its own.
+    if device_type(weight, device) != "cpu":
+        yield f"its weights are on {device_type(weight, device)}; this path is for a CPU, whose small kernels are slow"
+    if weight.dtype != torch.float32:
+        yield f"its weights are {dtype_name(weight)}, and this path computes in float32"
+    if torch.is_autocast_enabled("cpu"):
+        yield "autocast is on, and this path computes in float32"
+    if getattr(config, "_attn_implementation", None) != "sdpa":
+        yield f"attention is set to '{getattr(config, '_attn_implementation', None)}'; this path stands for 'sdpa'"
+    if config.hidden_act != "silu":
+        yield f"its activation is {config.hidden_act}; this path computes silu"
+    if trunk.training and getattr(config, "attention_dropout", 0.0):
+        yield f"attention_dropout is {config.attention_dropout}; this path has none (set it to 0)"
+    if trunk.training and any(getattr(part, "gradient_checkpointing", False) for part in (trunk, *trunk.layers[:1])):
+        yield "activation checkpointing is on, which works on transformers' layers"
+    yield from position_obstacles(trunk)

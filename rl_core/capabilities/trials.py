@@ -1,0 +1,129 @@
+"""Properties that no list of families can tell, found by running the model on a few tokens.
+
+B rows, S sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_core.capabilities.decision import Decision, unwrapped
+
+__all__ = ["packs_into_one_row", "plain_head", "sequence_packing"]
+
+_LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+_NO_TRIAL = "found by a trial run when training starts; only the configuration was read here"
+
+
+def plain_head(model: Any) -> Decision:
+    """Permission to compute logits chunk by chunk as the output head times the trunk's last hidden state.
+
+    Some families scale or cap their logits; their configurations say so under known names, and a trial on a few tokens,
+    once for each model, catches what they do not say.
+    """
+    base = unwrapped(model)
+    head: Any = base.get_output_embeddings() if hasattr(base, "get_output_embeddings") else None
+    name, fallback = "chunked head", "the model's own logits, [B, S, V] at once"
+    obstacle = next(_head_obstacles(base, head), None)
+    if obstacle is not None:
+        return Decision(name, False, obstacle, fallback)
+    equal = getattr(base, "_posttrain_plain_head", None)
+    if equal is None:
+        if head.weight.is_meta:
+            return Decision(name, False, _NO_TRIAL, fallback, is_undecided=True)
+        equal = _logits_are_head_of_states(base, head)
+        setattr(base, "_posttrain_plain_head", equal)  # noqa: B010 a plain attribute: in no state dict
+    if not equal:
+        return Decision(name, False, "on a trial its logits differ from head times last hidden state", fallback)
+    return Decision(name, True, "logits are head times last hidden state (tried): never a [B, S, V] tensor", fallback)
+
+
+def _head_obstacles(base: Any, head: Any) -> Iterator[str]:
+    if head is None:
+        yield "it has no output head"
+    if type(head) is not nn.Linear:
+        yield f"its output head is {type(head).__name__} of {type(head).__module__}, not torch's"
+    for option in _LOGIT_OPTIONS:
+        if getattr(base.config, option, None):
+            yield f"it scales or caps its logits ({option} = {getattr(base.config, option)})"
+
+
+def _logits_are_head_of_states(base: Any, head: nn.Linear) -> bool:
+    vocab_size = head.weight.shape[0]
+    ids = torch.arange(1, vocab_size, max(1, vocab_size // 8), device=head.weight.device)[None]
+    with _trial(base):
+        hidden = base.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = base(input_ids=ids, use_cache=False).logits
+        return torch.equal(head(hidden), logits)
+
+
+def sequence_packing(model: Any) -> Decision:
+    """Permission to put several sequences into one row of a training batch, found by trying it on short ones.
+
+    Not every family and attention kernel keeps them apart (recurrent ones, those that know no position ids, kernels
+    without a block mask), and one that does not would mix them in silence. Tried in two rows, in eval mode: what stands
+    before a sequence must not move its hidden states by 1/50 of what it does in a plain row (on most machines by
+    nothing at all; experts may round with their load), and they must be the same as alone, up to rounding.
+    """
+    base = unwrapped(model)
+    name, fallback = "sequence packing", "one sequence a row"
+    weight = next(base.parameters())
+    if weight.is_meta:
+        return Decision(name, False, _NO_TRIAL, fallback, is_undecided=True)
+    try:
+        leak, effect, difference = _packing_trial(base)
+    except (TypeError, ValueError, RuntimeError) as error:  # a family that takes no position ids
+        return Decision(name, False, f"a trial with position ids failed: {type(error).__name__}: {error}", fallback)
+    if not leak <= effect / 50:
+        return Decision(name, False, "on a trial a sequence saw the one before it in its row", fallback)
+    # some families take a softmax in float32 always
+    eps = max(torch.finfo(weight.dtype).eps, torch.finfo(torch.float32).eps)
+    if not difference <= eps**0.5:
+        return Decision(name, False, f"on a trial hidden states differed by {difference:.1e} of their size", fallback)
+    return Decision(name, True, "sequences in one row stay apart (tried on short ones)", fallback)
+
+
+def _packing_trial(base: Any) -> tuple[float, float, float]:
+    """Effect of other tokens in front in a packed row, in a plain row, and relative difference of packed from alone."""
+    vocab_size = base.get_input_embeddings().weight.shape[0]
+    tokens_S = torch.arange(12, device=next(base.parameters()).device)
+    first_ids_S, other_ids_S, ids_S = (tokens_S * step % (vocab_size - 1) + 1 for step in (3, 5, 7))
+    before = 5  # tokens of the sequence that stands in front
+    alone_BS = torch.stack([ids_S] * 2)
+    rows_BS = torch.stack([torch.cat([front_ids_S[:before], ids_S]) for front_ids_S in (first_ids_S, other_ids_S)])
+    positions_BS = torch.cat([tokens_S[:before], tokens_S]).expand(2, -1)
+
+    def hidden(ids_BS: torch.Tensor, positions_BS: torch.Tensor | None) -> torch.Tensor:
+        inputs = {"input_ids": ids_BS} if positions_BS is None else {"input_ids": ids_BS, "position_ids": positions_BS}
+        if positions_BS is not None and packs_into_one_row(base):
+            inputs = {name: tensor.reshape(1, -1) for name, tensor in inputs.items()}
+        states = base.base_model(**inputs, use_cache=False).last_hidden_state
+        return states.reshape(*ids_BS.shape, -1).double()[:, -len(ids_S) :]
+
+    with _trial(base):
+        alone, plain, packed = hidden(alone_BS, None), hidden(rows_BS, None), hidden(rows_BS, positions_BS)
+    leak, effect = (float((rows[0] - rows[1]).abs().max()) for rows in (packed, plain))
+    return leak, effect, float((packed - alone).abs().max()) / float(alone.abs().max())
+
+
+def packs_into_one_row(model: Any) -> bool:
+    """Whether the attention kernel tells packed sequences apart in a batch of one row only (flash kernels)."""
+    return "flash" in str(getattr(model.config, "_attn_implementation", None))
+
+
+@contextmanager
+def _trial(model: nn.Module) -> Iterator[None]:
+    """No gradient, every module in eval mode; afterwards each is as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

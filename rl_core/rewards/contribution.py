@@ -1,0 +1,148 @@
+"""Contribution of each reward component to what the policy learned from, over a whole run."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rl_core.losses.advantages import STD_FLOOR
+from rl_core.rewards.hacking_monitor import point_biserial
+from rl_core.rewards.orchestrator import WEIGHTED
+from rl_core.rewards.running_stats import RunningNorm
+
+__all__ = ["Contribution", "compared_groups", "contributions"]
+
+Row = Mapping[str, Any]  # a line of the reward record, see `rewards.record`
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """One component's part in a run's reward. Rollouts are compared within groups: those of one prompt, as a rule.
+
+    share: of the differences in reward within groups that differ, mean over these groups; all components and the
+        length penalty together make 1. None while no group differed.
+    alone: share of all groups in which the reward differs, but would not without this component.
+    ranked: share of the pairs of one group, a success and a failure, in which it scored the success higher; ties count
+        half. None without such a pair.
+    correlation: point-biserial, with success, over all rollouts. None where it is undefined.
+    """
+
+    share: float | None
+    alone: float
+    ranked: float | None
+    correlation: float | None
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers that are defined, by name."""
+        values = {
+            "share": self.share, "alone": self.alone, "ranked": self.ranked, "correlation": self.correlation
+        }  # fmt: skip
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Running sums of one component."""
+
+    shares: float = 0.0
+    alone: int = 0
+    ranked: float = 0.0
+    failed: RunningNorm = field(default_factory=RunningNorm)
+    won: RunningNorm = field(default_factory=RunningNorm)
+
+
+def contributions(groups: Iterable[Sequence[Row]], names: Sequence[str]) -> dict[str, Contribution]:
+    """Contribution of each named component to the rewards of `groups`; {} without a group.
+
+    A group's share of a component w is cov(w, r) / var(r): the differences of the reward r = sum of the weighted w
+    split without remainder, as in a decomposition of variance. Every group that differs counts alike, because
+    algorithms that divide by the group's deviation learn as much from small differences as from large ones.
+    Differences below a deviation of STD_FLOOR count as none, as in `losses.advantages`.
+    """
+    sums = {name: _Sums() for name in names}
+    played = differing = pairs = 0
+    for group in groups:
+        rows = [row for row in group if not row["masked"]]
+        if not rows:
+            continue
+        played += 1
+        totals = [row["reward"] for row in rows]
+        differs = _differs(totals)
+        differing += differs
+        won = [row for row in rows if row["success"]]
+        failed = [row for row in rows if not row["success"]]
+        pairs += len(won) * len(failed)
+        for name, sums_of in sums.items():
+            if differs:
+                added = [row["rewards"][WEIGHTED + name] for row in rows]
+                sums_of.shares += _share(added, totals)
+                others = [total - part for total, part in zip(totals, added, strict=True)]
+                sums_of.alone += not _differs(others)
+            right, wrong = ([row["rewards"][name] for row in rows_of] for rows_of in (won, failed))
+            sums_of.won.update(right)
+            sums_of.failed.update(wrong)
+            sums_of.ranked += _pairs_won(right, wrong)
+    if not played:
+        return {}
+    return {
+        name: Contribution(
+            share=found.shares / differing if differing else None,
+            alone=found.alone / played,
+            ranked=found.ranked / pairs if pairs else None,
+            correlation=point_biserial(found.failed, found.won),
+        )
+        for name, found in sums.items()
+    }
+
+
+def compared_groups(record: Path, *, by_iteration: bool = False) -> Iterator[list[dict[str, Any]]]:
+    """The rollouts of a reward record that were compared with each other, group by group, in order.
+
+    Args:
+        record: a file of `rewards.record.RewardRecord`, read line by line.
+        by_iteration: one group an iteration, for algorithms that do not compare the rollouts of one prompt.
+    """
+    group: list[dict[str, Any]] = []
+    with record.open(encoding="utf-8") as file:
+        for line in file:
+            row = json.loads(line)
+            if group and _begins_group(group[-1], row, by_iteration):
+                yield group
+                group = []
+            group.append(row)
+    if group:
+        yield group
+
+
+def _begins_group(last: Row, row: Row, by_iteration: bool) -> bool:
+    """An episode that is drawn twice in one iteration makes two groups: samples are numbered anew."""
+    if by_iteration:
+        return bool(row["iteration"] != last["iteration"])
+    keys = ("iteration", "level", "seed")
+    return any(row[key] != last[key] for key in keys) or bool(row["sample"] <= last["sample"])
+
+
+def _differs(values: Sequence[float]) -> bool:
+    """The unbiased deviation reaches the floor below which advantages are 0."""
+    if len(values) < 2:
+        return False
+    mean = fmean(values)
+    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)) >= STD_FLOOR
+
+
+def _pairs_won(right: Sequence[float], wrong: Sequence[float]) -> float:
+    """Pairs of one of each in which `right` is higher; ties count half (the Mann-Whitney statistic)."""
+    ordered = sorted(wrong)
+    return sum(bisect.bisect_left(ordered, value) + bisect.bisect_right(ordered, value) for value in right) / 2
+
+
+def _share(parts: Sequence[float], totals: Sequence[float]) -> float:
+    mean_part, mean = fmean(parts), fmean(totals)
+    shared = math.fsum((part - mean_part) * (total - mean) for part, total in zip(parts, totals, strict=True))
+    return shared / math.fsum((total - mean) ** 2 for total in totals)

@@ -1,0 +1,135 @@
+"""Skeleton of trainers that learn from their own rollouts: playing episodes, records, throughput, entropy schedule."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rl_core.data.batches import padding_id
+from rl_core.distributed import ProcessGroup
+from rl_core.environments.environment import Environment
+from rl_core.inference.sampling import RolloutBackend, sequence_seed
+from rl_core.losses.supervised import entropy_coef_at
+from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.settings import PolicySettings, SamplingSettings, ThoughtsSettings
+from rl_core.training.optimizer_step import OptimizerStep
+from rl_core.types import Rollout, RolloutGroup
+
+__all__ = ["RolloutRecord", "RolloutTrainer"]
+
+RolloutRecord = Callable[[int, Sequence[Rollout]], None]  # is given the number of an iteration and its rollouts
+
+
+class RolloutTrainer(ABC):
+    """Common part of trainers that play episodes with the policy that they train.
+
+    Episodes and sampling of an iteration follow from `seed` and the iteration's number, so no generator is saved.
+    Subclasses set `optimizer_step`.
+    """
+
+    settings: PolicySettings | ThoughtsSettings
+    optimizer_step: OptimizerStep  # of the policy's optimizer
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        environment: Environment,
+        seed: int,
+        backend: RolloutBackend,
+        *,
+        levels: Iterable[str],
+        pad_id: int | None,
+        record: RolloutRecord | None,
+        process_group: ProcessGroup,
+    ) -> None:
+        """Build nothing but the counters.
+
+        Raises: SettingsError for a level that the environment does not have; DataError for a renderer without padding
+            token where pad_id is None.
+        """
+        self.renderer = renderer
+        self.environment = environment
+        self.seed = seed
+        self.backend = backend
+        self.record = record
+        self.process_group = process_group
+        self.pad_id = padding_id(renderer, pad_id)
+        self.levels = list(levels)
+        for level in self.levels:
+            environment.check_level(level)
+        self.iteration = 0
+        self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
+
+    @abstractmethod
+    def step(self) -> dict[str, float]:
+        """One iteration: play, score, update."""
+
+    @abstractmethod
+    def evaluate(self) -> dict[str, float]:
+        """Metrics of the current weights on held-out episodes."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """State besides weights and the policy's optimizer."""
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus: max(floor, start decay^rollouts played)."""
+        settings = self.settings
+        return entropy_coef_at(
+            self.rollouts_played,
+            start=settings.entropy_coef,
+            decay=settings.entropy_decay,
+            floor=settings.entropy_floor,
+        )
+
+    def _generator(self) -> np.random.Generator:
+        """Random generator of the iteration."""
+        return np.random.default_rng([self.seed, self.iteration])
+
+    def _play(
+        self,
+        requests: Sequence[EpisodeRequest],
+        *,
+        group_size: int,
+        sampling: SamplingSettings,
+        purpose: Sequence[str | int],
+    ) -> list[RolloutGroup]:
+        """One group per request, sampled with the current weights; every process plays a share and gets all groups.
+
+        Args:
+            purpose: with the trainer's seed it determines the random numbers of the sampling.
+        """
+        self.backend.refresh()
+
+        def play() -> list[RolloutGroup]:
+            return collect(
+                self.environment,
+                self.backend,
+                self.renderer,
+                requests,
+                group_size=group_size,
+                sampling=sampling,
+                seed=sequence_seed(self.seed, *purpose),
+                policy_version=self.optimizer_step.num_steps,
+                process_group=self.process_group,
+            )
+
+        return self.optimizer_step.sharded.with_full_weights_independent(play)
+
+    def _record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        if self.record is not None and self.process_group.is_rank_zero:
+            self.record(self.iteration, rollouts)
+
+    @staticmethod
+    def _throughput(rollouts: Iterable[Rollout], seconds: float, rollout_seconds: float) -> dict[str, float]:
+        """Sampled tokens per second of the whole iteration, and of its rollout phase."""
+        sampled = sum(rollout.trajectory.num_action_tokens for rollout in rollouts)
+        return {
+            "perf/rollout_seconds": rollout_seconds,
+            "perf/tokens_per_second": sampled / max(seconds, 1e-9),
+            "perf/rollout_tokens_per_second": sampled / max(rollout_seconds, 1e-9),
+        }

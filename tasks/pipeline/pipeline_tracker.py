@@ -1,0 +1,138 @@
+"""Tracking of a pipeline run: its parent run, the nested runs of its stages, and the tags that all of them carry."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from tasks.config import PipelineSettings, resolve, settings_digest
+from tasks.pipeline.key import code_version
+from tasks.pipeline.run_options import RunOptions
+from tasks.tracking import RunTracker, Tracking
+
+__all__ = ["PipelineTracker", "git_commit"]
+
+DATA_INPUTS = ("data", "demonstrations", "preferences")  # inputs of stages that are data, not models or results
+
+StageProgress = Callable[[str, int, int, str], None]  # stage, done, total, message
+
+
+def git_commit() -> str:
+    """Commit of the checkout that holds this code; "" where it is not a checkout."""
+    folder = Path(__file__).resolve().parent
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, timeout=5, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+class PipelineTracker:
+    """The parent run of a pipeline run and the runs of its stages."""
+
+    def __init__(
+        self,
+        tracking: Tracking,
+        settings: PipelineSettings,
+        options: RunOptions,
+        *,
+        started: str,
+        resumed: bool,
+        on_progress: StageProgress,
+    ) -> None:
+        """Open the parent run, or reopen that of the run which began at `started`."""
+        self._tracking = tracking
+        self._settings = settings
+        self._on_progress = on_progress
+        self._tags = _common_tags(settings, options)
+        self._data_tags: dict[str, str] = {}  # on the parent run already
+        home = Path(settings.output).resolve() / settings.name
+        self.parent = tracking.start_run(
+            f"{settings.name} · {started}",
+            home / "runs" / re.sub(r"[ :]", "-", started),
+            tags={
+                **self._tags,
+                "kind": "stage" if options.only else "pipeline",
+                **({"resumed": "true"} if resumed else {}),
+            },
+            params=resolve(settings),
+            description="The pipeline is running; its result will stand here.",
+            system_metrics_seconds=settings.tracking.system_metrics_seconds,
+        )
+
+    def log_settings(self) -> None:
+        """Leave the resolved settings and the environment with the parent run."""
+        self.parent.log_dict(resolve(self._settings), "config.json")
+        self.parent.log_environment()
+
+    def open_stage(
+        self,
+        label: str,
+        stage: str,
+        journal: Path,
+        settings: Any,
+        digests: Mapping[str, str],
+        key: str,
+        tags: Mapping[str, str],
+    ) -> RunTracker:
+        """The nested run of one stage; a folder that was tracked before continues its run.
+
+        Args:
+            label: name of the run; `stage` is the stage's own name.
+            journal: folder of the run's journal.
+            digests: of the stage's inputs by name; retention follows these tags.
+            tags: further ones of this stage alone.
+        """
+        return self._tracking.start_run(
+            label.replace("_", " "),
+            journal,
+            parent_run_id=self.parent.run_id,
+            parent_folder=self.parent.folder,
+            tags={
+                **self._tags,
+                "stage": stage,
+                "stage_key": key,
+                **tags,
+                **{f"input.{name}": digest[:16] for name, digest in digests.items()},
+            },
+            params=resolve(settings) if settings is not None else {},
+            on_progress=[lambda done, total, message: self._on_progress(label, done, total, message)],
+            system_metrics_seconds=self._settings.tracking.system_metrics_seconds,
+        )
+
+    def tag_data(self, digests: Mapping[str, str]) -> None:
+        """Note on the parent run which data a stage reads, whether the stage runs or was finished before."""
+        tags = {f"input.{name}": digests[name][:16] for name in DATA_INPUTS if name in digests}
+        if tags.items() - self._data_tags.items():
+            self.parent.set_tags(tags)
+            self._data_tags |= tags
+
+    def note_cached(self, label: str, source: str) -> None:
+        """Note on the parent run that a stage was taken from an earlier run; `source`: its run id or key."""
+        self.parent.set_tag(f"cached.{label}", source)
+        self._on_progress(label, 1, 1, "finished before, not run again")
+
+    def close(self, status: Literal["FINISHED", "FAILED", "KILLED"], error: BaseException | None = None) -> None:
+        """End the parent run, with the error that ended the pipeline as a tag."""
+        if error is not None:
+            self.parent.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
+        self.parent.close(status)
+
+
+def _common_tags(settings: PipelineSettings, options: RunOptions) -> dict[str, str]:
+    """Tags of the parent run and of every stage's; empty ones are left out."""
+    tags = {
+        **options.tags,
+        "pipeline": settings.name,
+        "config_digest": settings_digest(settings),
+        "code_version": code_version(),
+        "git_commit": git_commit(),
+        "prefect.flow_run_id": options.flow_run.id,
+        "prefect.flow_run_url": options.flow_run.url,
+    }
+    return {name: value for name, value in tags.items() if value}

@@ -1,0 +1,29 @@
+"""Options of one run of a pipeline, apart from its settings: they decide how it runs, not what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["FlowRunAddress", "RunOptions"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowRunAddress:
+    """The Prefect flow run behind a pipeline run; "" outside of Prefect."""
+
+    id: str = ""
+    url: str = ""
+    api: str = ""  # of the Prefect server, without its password; "" = the run's own embedded one
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of a pipeline run that are no part of its settings."""
+
+    fresh: bool = False  # stages run again though they are finished: all of them, or the one that `only` names
+    only: str | None = None  # the one stage that the run is for; None = the whole pipeline
+    given: Mapping[str, str] = field(default_factory=dict)  # models to evaluate in place of the trained ones, by name
+    started: str = ""  # start time of the run to go on with; "" = an interrupted run with equal settings, if any
+    tags: Mapping[str, str] = field(default_factory=dict)  # of every run and model version that this run makes
+    flow_run: FlowRunAddress = FlowRunAddress()

@@ -1,0 +1,76 @@
+"""The documents as the tests see them: pages, blocks, headings, commands."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path for path in DOCS.rglob("*.md") if "tools" not in path.parts)
+
+_FENCE = re.compile(r"^(?:<!-- ([^\n]*?) -->\n)?```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block; `note` is the comment on the line before it."""
+
+    page: Path
+    language: str
+    text: str
+    note: str
+    line: int
+
+    @property
+    def place(self) -> str:
+        """Where it is, for messages and test names."""
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks(language: str) -> list[Block]:
+    """All fenced blocks of a language."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for match in _FENCE.finditer(text):
+            note, kind, body = match.groups()
+            if kind == language:
+                found.append(Block(page, kind, body, note or "", text[: match.start(3)].count("\n") + 1))
+    return found
+
+
+def prose(page: Path) -> str:
+    """A page without fenced blocks."""
+    return _FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def links(page: Path) -> list[tuple[bool, str]]:
+    """(is a picture, target) of every Markdown link outside code."""
+    text = re.sub(r"^ {4}.*$", "", prose(page), flags=re.MULTILINE)
+    return [(bool(mark), target) for mark, target in _LINK.findall(re.sub(r"`[^`\n]*`", "", text))]
+
+
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as Markdown's toc extension and Git hosts make them."""
+    found = set()
+    for heading in re.findall(r"^#{1,6} (.+)$", prose(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "")
+        slug = re.sub(r"[^\w\s-]", "", plain).strip().lower()
+        found.add(re.sub(r"[-\s]+", "-", slug))
+    return found
+
+
+def commands() -> list[tuple[str, str]]:
+    """(place, command line) of every `posttrain ...` in code: indented lines, and inline code with its backticks."""
+    found = []
+    for page in PAGES:
+        lines = [re.sub(r"\s{2,}#.*", "", line) for line in page.read_text(encoding="utf-8").splitlines()]
+        for number, line in enumerate(lines, start=1):
+            place = f"{page.relative_to(ROOT)}:{number}"
+            if match := re.match(r"(?: {4})?(?:\w+=\S+ )*(posttrain .*)", line):
+                found.append((place, match[1].strip()))
+            found += [(place, text) for text in re.findall(r"(`posttrain [^`]+`)", line)]
+    return [(place, text) for place, text in found if "..." not in text and not text.endswith("posttrain`")]

@@ -1,0 +1,151 @@
+"""The metric reference against the names that training logs and that the sources hold, in both directions."""
+
+import ast
+import fnmatch
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from helpers import thinkers, tiny
+from helpers.letters import make_trainer
+from transformers import LlamaForSequenceClassification
+
+from rl_core.analysis.metric_reference import GROUPS, Metric, find_metric
+from rl_core.data.pairs import Pair, PairSide
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.rewards.orchestrator import COMPONENTS, RewardOrchestrator
+from rl_core.settings import (
+    CriticSettings,
+    CurriculumStage,
+    ExitCondition,
+    PreferenceSettings,
+    ReplaySettings,
+    RewardModelSettings,
+    RewardSettings,
+    RollbackSettings,
+    SFTSettings,
+)
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.tracking import MemoryTracker
+from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.sft import SFTTrainer
+from rl_core.training.loop import run_loop
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = [metric for group in GROUPS for metric in group.metrics]
+PREFIXES = [group.title.partition("`")[2].rstrip("/`") for group in GROUPS]
+FIELD = re.compile(r"\{\w+\}")
+INTERNAL = {"policy/importance_square_mean"}  # taken out again before anything is logged
+
+
+def logged(trainer, iterations, **options):
+    tracker = MemoryTracker()
+    run_loop(trainer, trainer.settings, iterations=iterations, tracker=tracker, **options)
+    return {name for _, row in tracker.metrics for name in row}
+
+
+def supervised():
+    small = {"warmup_steps": 0, "batch_size": 2, "eval_every": 1}
+    rows = [([1, 2, 1, 2], [False, False, True, True]), ([3, 4, 3], [False, True, True])]
+    sft = SFTTrainer(tiny.nano(), tiny.PAD, rows, rows, SFTSettings(**small, grokfast_lambda=2.0), 7)
+    scorer = tiny.nano(model_class=LlamaForSequenceClassification, num_labels=1)
+    pairs = [Pair(PairSide([1, 2], [3], [True]), PairSide([1, 2], [4], [True]))] * 2
+    preference = PreferenceTrainer(tiny.nano(), tiny.PAD, pairs, pairs, PreferenceSettings(**small, sft_coef=1.0), 7)
+    sides = [([1, 2, 3], [1, 2, 4])] * 2
+    reward = RewardModelTrainer(scorer, tiny.PAD, sides, sides, RewardModelSettings(**small), 7)
+    return logged(sft, 2) | logged(preference, 2) | logged(reward, 2)
+
+
+def policy(tokenizer, folder):
+    rewards = RewardOrchestrator(
+        {name: 1.0 for name in COMPONENTS},
+        scorer=lambda rows: [float(len(row)) for row in rows],
+        options=RewardSettings(on_error="mask", window=3),
+    )
+    watched = ExitCondition(metric="success_rate", window=1, threshold=0.0)
+    slope = ExitCondition(metric="reward/mean", statistic="slope", window=2, threshold=1e9)
+    stages = (
+        CurriculumStage(name="one", levels={"low": 1.0}, exit_conditions=(watched,)),
+        CurriculumStage(name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(slope, watched)),
+    )
+    every = make_trainer(
+        tokenizer, rewards=rewards, algorithm="ppo", critic=CriticSettings(value_clip_eps=0.2), epochs=2,
+        kl_max=1.0, importance="token", replay=ReplaySettings(iterations=2, share=0.5), curriculum=stages,
+        rollback=RollbackSettings(window=1), checkpoint_every=1, prompts_per_iteration=3,
+    )  # fmt: skip
+    frozen = make_trainer(tokenizer).policy
+    group = make_trainer(tokenizer, algorithm="dapo", kl_coef=0.1, reference=frozen, prompts_per_iteration=2)
+    return logged(every, 4, checkpoints=CheckpointStore(folder)) | logged(group, 2)
+
+
+@pytest.fixture(scope="module")
+def names(tmp_path_factory):
+    """Everything that small runs of all trainers log."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    renderer = thinkers.renderer_of_texts()
+    thoughts = thinkers.make_trainer(renderer, thinkers.teach(renderer), eval_every=1)
+    return supervised() | policy(train_tokenizer(["abc xyz"], 300), folder) | logged(thoughts, 1)
+
+
+def test_every_logged_name_is_documented(names):
+    assert len(names) > 100  # the runs logged what they should
+    assert sorted(name for name in names if find_metric(name) is None) == []
+
+
+@functools.cache
+def constants():
+    """Strings and f-strings of the sources, `*` where an f-string has a value."""
+    found = set()
+    for package in ("rl_core", "tasks", "flows"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            if path.name == "metric_reference.py":
+                continue
+            tree = ast.parse(path.read_text())
+            inner = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.JoinedStr):
+                    found.add("".join(part.value if isinstance(part, ast.Constant) else "*" for part in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+                    found.add(node.value)
+    return found
+
+
+def test_every_name_in_the_sources_is_documented():
+    pattern = re.compile(rf"({'|'.join(PREFIXES)})/[\w*/.]+")
+    found = {text for text in constants() if pattern.fullmatch(text)}
+    found = {text for text in found if text[-1] not in "/_"} - INTERNAL  # those are beginnings, looked for in names
+    assert len(found) > 80
+    known = {FIELD.sub("x", row.name) for row in ROWS}
+    # A name with a value in it is known when it can be a row; which ones it is in fact, the runs above tell.
+    unknown = [text for text in found if find_metric(text) is None and not fnmatch.filter(known, text)]
+    assert sorted(unknown) == []
+
+
+def test_every_row_is_logged_by_something(names):
+    """By the runs above; what they do not reach (a GPU, a whole pipeline) at least ends in a name of the sources."""
+    fragments = {part for text in constants() for part in re.split(r"[*/]", text)}
+    for row in ROWS:
+        if any(row.matches(name) and find_metric(name) is row for name in names):
+            continue
+        last = row.name.rpartition("/")[2]
+        pieces = [piece for piece in FIELD.split(last) if piece]
+        assert all(piece in fragments for piece in pieces), f"{row.name} is documented, but nothing logs it"
+
+
+def test_rows_are_unique_and_whole():
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    for group in GROUPS:
+        for row in group.metrics:
+            assert row.name.startswith(f"{PREFIXES[GROUPS.index(group)]}/") or group is GROUPS[-1], row.name
+            assert row.unit and row.meaning.endswith("."), row.name
+            assert not row.worry or row.worry.endswith("."), row.name
+
+
+def test_the_nearest_row_is_found():
+    assert find_metric("train/success_rate_by_level/hard").name == "train/success_rate_by_level/{level}"
+    assert find_metric("reward/mean").name == "reward/mean"  # not the component `mean`
+    assert find_metric("eval/sft/success_rate").name == "eval/{model}/success_rate"
+    assert find_metric("train/unheard_of") is None
+    assert Metric("a/{b}", "-", "c").matches("a/x.y") and not Metric("a/{b}", "-", "c").matches("a/")

@@ -1,0 +1,102 @@
+"""Models of a pipeline run: names for good, parents, tags of versions."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.storage.folders import digest_folder
+from tasks.config import from_dict
+from tasks.pipeline.model_versions import ModelVersions
+from tasks.pipeline.result import StageResult
+
+
+class Registry:
+    """One registered version, 3 of m, and whatever else is a path."""
+
+    def __init__(self, digest=""):
+        self.digest = digest
+
+    def find(self, reference):
+        return SimpleNamespace(reference="models:/m/3")
+
+    def download(self, version, cache):
+        return cache / "m-3"
+
+    def resolve_model(self, path, cache):
+        return path
+
+    def versions(self, name):
+        return [SimpleNamespace(version=3, tags={"model_sha256": self.digest})]
+
+
+class Tracker:
+    def __init__(self):
+        self.logged = []
+
+    def log_model(self, folder, kind, name, *, metrics, tags, description):
+        self.logged.append((kind, name, metrics, tags, description))
+        return 7
+
+
+def result(stage, folder="f", **summary):
+    return StageResult(stage, str(folder), "d", "k", False, 1.0, "r", summary)
+
+
+def versions(folder, results=None, registry=None, **settings):
+    pipeline = from_dict(
+        {"name": "m", "environment": {"name": "arithmetic"}, "stages": {"prepare_data": {}, "sft": {}}, **settings},
+        check_files=False,
+    )
+    return ModelVersions(pipeline, registry or Registry(), folder, results or {}, {"retraining": "now"})
+
+
+@pytest.mark.parametrize(
+    ("stage", "parent"),
+    [
+        ("sft", "preset tiny"),
+        ("preference", "models:/m/1"),
+        ("reward_model", "models:/m/2"),  # the newest policy
+        ("policy", "models:/m/2"),  # a reward model is no parent of a policy
+        ("thoughts", "models:/m/2"),
+        ("evaluate", None),  # trains nothing
+    ],
+)
+def test_the_parent_is_the_policy_trained_before(tmp_path, stage, parent):
+    results = {
+        "sft": result("sft", model_version=1),
+        "preference": result("preference", model_version=2),
+        "reward_model": result("reward_model", model_version=9),
+    }
+    made = versions(tmp_path, results, model={"preset": "tiny"})
+    assert made.parent_tags(stage) == ({"parent_model_version": parent} if parent else {})
+
+
+def test_an_alias_is_noted_by_its_version(tmp_path):
+    made = versions(tmp_path, model={"path": "models:/m@champion"})
+    assert made.resolve_base() == tmp_path / "m-3"
+    assert made.parent_tags("sft") == {"parent_model_version": "models:/m/3"}
+    assert versions(tmp_path).resolve_base() is None  # a preset
+    assert made.resolve("org/name") == ("org/name", "org/name")
+
+
+def test_a_version_carries_its_story(tmp_path):
+    (tmp_path / "w").write_text("w")
+    tracker, made = Tracker(), versions(tmp_path, {"sft": result("sft", model_version=1)})
+    summary = {"note": "said", "metrics": {"eval/loss": 0.5, "count": 3}}
+    assert made.register(tracker, tmp_path, "policy", summary) == {"registered_model": "m", "model_version": 7}
+    kind, name, metrics, tags, description = tracker.logged[0]
+    assert (kind, name, metrics) == ("policy", "m", {"eval/loss": 0.5})
+    assert description == "policy from version 1: said"
+    assert tags["parent_version"] == "1" and tags["model_sha256"] == digest_folder(tmp_path)
+    assert tags["retraining"] == "now" and tags["stage"] == "policy"
+    made.register(tracker, tmp_path, "reward_model", {})
+    assert tracker.logged[1][:2] == ("reward_model", "m-reward-model")
+
+
+def test_a_model_is_registered_once(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "w").write_text("w")
+    tracker, trained = Tracker(), result("sft", tmp_path)
+    known = versions(tmp_path, registry=Registry(digest_folder(tmp_path / "model")))
+    assert known.ensure_version(trained, tracker) == 3 and tracker.logged == []
+    assert versions(tmp_path).ensure_version(trained, tracker) == 7 and len(tracker.logged) == 1

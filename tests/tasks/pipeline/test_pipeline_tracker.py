@@ -1,0 +1,67 @@
+"""Tracking of a pipeline run: tags of the parent run and of its stages' runs."""
+
+from types import SimpleNamespace
+
+from tasks.config import from_dict
+from tasks.pipeline import pipeline_tracker
+from tasks.pipeline.pipeline_tracker import PipelineTracker
+from tasks.pipeline.run_options import FlowRunAddress, RunOptions
+
+
+class Tracking:
+    def __init__(self):
+        self.started, self.set = [], []
+
+    def start_run(self, name, folder, **options):
+        self.started.append((name, folder, options))
+        return SimpleNamespace(
+            run_id="parent", folder=folder, set_tags=lambda tags: self.set.append(dict(tags)),
+            set_tag=lambda name, value: self.set.append({name: value}), close=lambda status: self.set.append(status),
+        )  # fmt: skip
+
+
+def tracker_of(tmp_path, monkeypatch, options=RunOptions(), resumed=False):  # noqa: B008 frozen
+    monkeypatch.setattr(pipeline_tracker, "code_version", lambda: "c0de")
+    monkeypatch.setattr(pipeline_tracker, "git_commit", lambda: "")
+    settings = from_dict({"name": "t", "output": str(tmp_path), "stages": {"sft": {}}}, check_files=False)
+    tracking, shown = Tracking(), []
+    made = PipelineTracker(
+        tracking, settings, options, started="2026-01-02 03:04:05", resumed=resumed,
+        on_progress=lambda *progress: shown.append(progress),
+    )  # fmt: skip
+    return made, tracking, shown
+
+
+def test_stages_carry_the_pipeline_s_tags_and_their_inputs(tmp_path, monkeypatch):
+    options = RunOptions(only="sft", tags={"retraining": "now"}, flow_run=FlowRunAddress(id="f"))
+    made, tracking, shown = tracker_of(tmp_path, monkeypatch, options, resumed=True)
+    name, folder, parent = tracking.started[0]
+    assert (name, folder) == ("t · 2026-01-02 03:04:05", tmp_path / "t" / "runs" / "2026-01-02-03-04-05")
+    common = {"retraining": "now", "pipeline": "t", "code_version": "c0de", "prefect.flow_run_id": "f"}
+    common["config_digest"] = parent["tags"]["config_digest"]
+    assert parent["tags"] == {**common, "kind": "stage", "resumed": "true"}  # empty ones are left out
+    digest = "0123456789abcdef01234567"
+    made.open_stage("evaluate_champion", "evaluate", tmp_path, None, {"data": digest}, "key", {"more": "1"})
+    label, _, stage = tracking.started[1]
+    assert label == "evaluate champion" and stage["parent_run_id"] == "parent" and stage["params"] == {}
+    assert stage["tags"] == {
+        **common, "stage": "evaluate", "stage_key": "key", "more": "1", "input.data": "0123456789abcdef",
+    }  # fmt: skip
+    stage["on_progress"][0](1, 4, "x")
+    assert shown == [("evaluate_champion", 1, 4, "x")]
+
+
+def test_data_is_noted_once_and_models_are_no_data(tmp_path, monkeypatch):
+    made, tracking, _ = tracker_of(tmp_path, monkeypatch)
+    for digests in ({"data": "a" * 20, "model": "b"}, {"data": "a" * 20}, {"preferences": "c"}):
+        made.tag_data(digests)
+    assert tracking.set == [{"input.data": "a" * 16}, {"input.preferences": "c"}]
+
+
+def test_a_cached_stage_is_named_and_shown_as_done(tmp_path, monkeypatch):
+    made, tracking, shown = tracker_of(tmp_path, monkeypatch)
+    made.note_cached("sft", "r1")
+    made.close("FAILED", ValueError("x" * 5000))
+    assert shown == [("sft", 1, 1, "finished before, not run again")]
+    assert tracking.set[0] == {"cached.sft": "r1"} and tracking.set[2] == "FAILED"
+    assert tracking.set[1]["error"].startswith("ValueError: xxx") and len(tracking.set[1]["error"]) == 4000

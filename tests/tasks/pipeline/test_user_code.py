@@ -1,0 +1,148 @@
+"""What a stage runs of the user's code is part of its key, with what that imports; nothing else is."""
+
+import dataclasses
+import textwrap
+
+import pytest
+
+from rl_core.errors import SettingsError
+from rl_core.settings import PolicySettings
+from tasks.config import from_dict
+from tasks.pipeline.key import stage_key
+from tasks.pipeline.user_code import import_paths, user_code_digests
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A folder on the path, as the one that a command is called from."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def write(home, **files):
+    """Modules by name; __ stands for a folder, so that a__b is a/b.py."""
+    for name, text in files.items():
+        path = home.joinpath(*name.split("__")).with_suffix(".py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+
+
+def package(home, name):
+    (home / name).mkdir(parents=True, exist_ok=True)
+    (home / name / "__init__.py").touch()
+
+
+def modules(path):
+    return set(user_code_digests([path]))
+
+
+def key(reward="own_rewards:score", **environment):
+    pipeline = from_dict(
+        {"name": "x", "environment": {"name": "pixel_grid"}, "stages": {"policy": {}}, "model": {"path": "org/name"}},
+        check_files=False,
+    )
+    if environment:
+        pipeline = dataclasses.replace(pipeline, environment=dataclasses.replace(pipeline.environment, **environment))
+    return stage_key("policy", PolicySettings(rewards={"task": 1.0, reward: 0.5}), pipeline, {})
+
+
+def test_an_edited_reward_is_another_stage(home):
+    write(home, own_rewards="def score(trajectories): return [1.0 for _ in trajectories]\n", unrelated="x = 1\n")
+    first = key()
+    write(home, own_rewards="def score(trajectories): return [-1.0 for _ in trajectories]\n")
+    assert key() != first
+    write(home, own_rewards="def score(trajectories): return [1.0 for _ in trajectories]\n", unrelated="x = 2\n")
+    assert key() == first
+
+
+def test_an_edited_helper_of_a_package_is_another_stage(home):
+    package(home, "own_package")
+    write(home, own_package__score="from .scale import SCALE\ndef score(t): return [SCALE] * len(t)\n")
+    write(home, own_package__scale="SCALE = 1.0\n", own_package__unused="x = 1\n")
+    first = key("own_package.score:score")
+    write(home, own_package__scale="SCALE = -1.0\n")
+    second = key("own_package.score:score")
+    write(home, own_package__scale="SCALE = 1.0\n", own_package__unused="x = 2\n")
+    assert (second != first, key("own_package.score:score") == first) == (True, True)
+    (home / "own_package" / "__init__.py").write_text("# Python runs this too\n")
+    assert key("own_package.score:score") != first
+
+
+def test_the_environment_s_helpers_count_in_every_stage(home):
+    write(home, own_world="import own_map\nclass World: ...\n", own_map="SIZE = 3\n")
+    first = key("task", name="own_world:World")
+    write(home, own_map="SIZE = 4\n")
+    assert key("task", name="own_world:World") != first
+
+
+def test_an_import_path_among_options_counts(home):
+    write(home, own_checker="LIMIT = 1\n")
+    options = {"checker": "own_checker:check", "note": "level:easy", "host": "node:29400"}
+    first = key("task", options=options)
+    write(home, own_checker="LIMIT = 2\n")
+    assert key("task", options=options) != first
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("import helper", {"main", "helper"}),
+        ("import pack.deep.leaf", {"main", "pack", "pack.deep", "pack.deep.leaf"}),
+        ("from pack import sibling, NAME", {"main", "pack", "pack.sibling"}),
+        ("from pack.deep import leaf as l", {"main", "pack", "pack.deep", "pack.deep.leaf"}),
+        ("from pack.deep import up", {"main", "pack", "pack.deep", "pack.deep.up", "pack.sibling"}),
+        ("from pack import *", {"main", "pack", "pack.sibling"}),
+        ("import spread.inner", {"main", "spread.inner"}),  # a folder without __init__ has no file of its own
+        ("def late():\n    import helper", {"main", "helper"}),
+        ("from importlib import import_module\nimport_module('helper')", {"main", "helper"}),
+        ("import json, torch, rl_core.types\nfrom tasks import stage", {"main"}),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import helper", {"main"}),
+        ("try:\n    import not_there\nexcept ImportError:\n    import helper", {"main", "helper"}),
+        ("def late():\n    import not_there", {"main"}),
+        ("import circle_a", {"main", "circle_a", "circle_b"}),
+    ],
+)
+def test_what_is_followed(home, text, expected):
+    package(home, "pack")
+    package(home, "pack/deep")
+    (home / "pack" / "__init__.py").write_text("NAME = 1\n__all__ = ['NAME', 'sibling']\n")
+    write(home, helper="x = 1\n", pack__sibling="", pack__deep__leaf="", pack__deep__up="from ..sibling import x\n")
+    write(home, spread__inner="", circle_a="import circle_b\n", circle_b="from circle_a import x\n", main=text)
+    assert modules("main:score") == expected
+
+
+def test_the_name_of_the_folder_does_not_matter(tmp_path, monkeypatch):
+    found = []
+    for folder in ("one", "two"):
+        write(tmp_path / folder, moved_rewards="import json\n")
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(str(tmp_path / folder))
+            found.append(user_code_digests(["moved_rewards:score"]))
+    assert found[0] == found[1] and list(found[0]) == ["moved_rewards"]
+
+
+def test_source_is_not_run(home):
+    write(home, main="raise SystemExit('run')\n")
+    assert modules("main:score") == {"main"}
+
+
+def test_a_module_that_is_not_there_is_an_error(home):
+    with pytest.raises(
+        SettingsError, match=r"'nowhere\.rewards:score' needs the module 'nowhere', which cannot be found"
+    ):
+        modules("nowhere.rewards:score")
+    write(home, main="x = 1\nimport not_there.deep\n")
+    with pytest.raises(SettingsError, match=r"module 'main' \(line 2\) needs the module 'not_there'"):
+        modules("main:score")
+    write(home, main="from ..far import x\n")
+    with pytest.raises(SettingsError, match=r"module 'main' \(line 1\): '\.\.far' goes beyond the top-level package"):
+        modules("main:score")
+    write(home, main="def score(:\n")
+    with pytest.raises(SettingsError, match=r"module 'main': .*main\.py is no Python source"):
+        modules("main:score")
+
+
+def test_texts_that_read_like_import_paths():
+    settings = {"rewards": {"a.b:c": 1.0, "task": 1.0}, "list": ["d:e"], "text": "a note: with a space", "n": 1}
+    assert import_paths(settings) == {"a.b:c", "d:e"}
+    assert user_code_digests([], ["level:easy"]) == {}

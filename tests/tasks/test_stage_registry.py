@@ -1,0 +1,85 @@
+"""The registry of stages, and that nothing else keeps a list of them."""
+
+import ast
+import dataclasses
+import inspect
+
+import pytest
+from helpers import ROOT
+
+from flows.cli.parser import build_parser
+from flows.runtime.dag_figure import _arrows, _places
+from tasks import stage_registry
+from tasks.config import STAGES, StagesSettings
+from tasks.stage_registry import PipelineStage, register
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """What is registered in a test is gone after it."""
+    monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
+    return stage_registry
+
+
+def extra(**changed):
+    return PipelineStage(**{"name": "polish", "task": "json:dumps", "takes": ("model",), "gives": "policy", **changed})
+
+
+def test_the_settings_have_a_field_for_each_stage_in_the_same_order():
+    assert tuple(field.name for field in dataclasses.fields(StagesSettings)) == stage_registry.names() == STAGES
+
+
+def test_kinds_of_stages():
+    assert stage_registry.policy_stages() == ("sft", "preference", "policy", "thoughts")
+    assert stage_registry.training_stages() == ("sft", "preference", "reward_model", "policy", "thoughts")
+    assert stage_registry.result_stages() == ("evaluate", "analyze", "promote")
+    assert stage_registry.entry("reward_model").trains == "reward_model"
+    assert stage_registry.entry("prepare_data").trains is None
+
+
+@pytest.mark.parametrize("stage", stage_registry.stages(), ids=lambda stage: stage.name)
+def test_every_task_exists_and_takes_what_it_is_handed(stage):
+    from flows.post_training import _Handed
+
+    task = stage_registry.task_of(stage)
+    inspect.signature(task).bind("session", *stage.takes)
+    properties = {field.name for field in dataclasses.fields(_Handed)} | set(vars(_Handed))
+    assert set(stage.needs) <= set(stage.takes) <= properties
+
+
+def test_a_stage_takes_its_place_everywhere(registry):
+    register(extra(), before="reward_model")
+    assert registry.policy_stages() == ("sft", "preference", "polish", "policy", "thoughts")
+    assert registry.names().index("polish") == registry.names().index("reward_model") - 1
+    assert build_parser().parse_args(["stage", "polish", "x.yaml"]).name == "polish"
+    assert build_parser().parse_args(["profile", "x.yaml", "--stage", "polish"]).stage == "polish"
+    arrows = {">".join(pair) for pair in _arrows(["sft", "polish", "reward_model", "policy"])}
+    assert arrows == {"sft>polish", "polish>reward_model", "polish>policy", "reward_model>policy"}
+    register(extra(name="report", gives=None))
+    assert registry.names()[-1] == "report" and "report" in registry.result_stages()
+    assert _places(["sft", "report"]) == {"sft": (0.0, 1.0), "report": (2.0, 0.5)}
+
+
+def test_a_wrong_entry_is_refused(registry):
+    with pytest.raises(ValueError, match="'sft' is registered already"):
+        register(extra(name="sft"))
+    with pytest.raises(ValueError, match="needs data, which it does not take"):
+        register(extra(needs=("data",)))
+    with pytest.raises(ValueError, match="no stage 'nowhere' is registered; known: prepare_data, sft"):
+        register(extra(), before="nowhere")
+    assert "polish" not in registry.names()
+
+
+def lists_of_policies(path):
+    """Lines of literals in which two or more stages that train a policy are named side by side."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts = node.keys if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        named = {part.value for part in parts if isinstance(part, ast.Constant)} & set(stage_registry.policy_stages())
+        if len(named) > 1:
+            yield node.lineno
+
+
+def test_no_other_module_keeps_a_list_of_stages():
+    modules = [path for package in ("flows", "tasks") for path in (ROOT / package).rglob("*.py")]
+    assert len(modules) > 50
+    assert [f"{path}:{line}" for path in modules for line in lists_of_policies(path)] == []
