@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -364,10 +365,14 @@ def monitor(arguments: argparse.Namespace) -> int:
 def runs(arguments: argparse.Namespace) -> int:
     """List runs with status and result."""
     settings = _optional(arguments)
-    from tasks.tracking import list_runs
+    from tasks.tracking import list_runs, run_records
 
     output = _connect_mlflow(settings.output if settings else arguments.output)
-    rows = list_runs(output, uri=settings.tracking.uri if settings else None, limit=arguments.limit)
+    uri = settings.tracking.uri if settings else None
+    if arguments.format != "table":
+        print(_exported(run_records(output, uri=uri, limit=arguments.limit), arguments.format), end="")
+        return 0
+    rows = list_runs(output, uri=uri, limit=arguments.limit)
     print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run configs/demo.yaml")
     return 0
 
@@ -395,6 +400,16 @@ def doctor(arguments: argparse.Namespace) -> int:
     findings = examine(output, uri)
     print(report(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
+
+
+def _exported(records: Sequence[dict[str, Any]], form: str) -> str:
+    """Records as JSON, or as CSV with a column for each metric and tag (metrics.NAME, tags.NAME)."""
+    if form == "json":
+        return json.dumps(records, indent=1) + "\n"
+    import pandas as pd
+
+    text: str = pd.json_normalize(list(records)).to_csv(index=False)
+    return text if records else ""
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

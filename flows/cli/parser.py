@@ -348,10 +348,14 @@ def _add_monitor(commands: Any) -> None:
 
 
 def _add_runs(commands: Any) -> None:
-    parser = _add(commands, "runs", "list runs, newest first, with status and result", ["runs", "runs --limit 5"])
+    examples = ["runs", "runs --limit 5", "runs --format csv > runs.csv"]
+    parser = _add(commands, "runs", "list runs, newest first, with status and result", examples)
     _add_config(parser, option=True)
     _add_output(parser)
     parser.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
+    parser.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold metrics and tags too"
+    )
 
 
 def _add_doctor(commands: Any) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.analysis.comparison import Comparison, compare_models
 from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef
@@ -24,6 +24,9 @@ from rl_core.analysis.training_figure import PREFIXES, WANTED
 from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["AnalysisResult", "ImageOf", "analyze"]
 
@@ -47,6 +50,12 @@ class AnalysisResult:
     def report(self) -> Path:
         """The HTML page."""
         return self.files[0]
+
+    def frame(self) -> pd.DataFrame:
+        """The summary as a table indexed by model; the whole analysis: `rl_core.read_analysis(out)`."""
+        import pandas as pd
+
+        return pd.DataFrame.from_records(self.summary).set_index("model")
 
 
 def analyze(

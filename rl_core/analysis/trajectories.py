@@ -199,6 +199,8 @@ def _trajectory(row: Any) -> Trajectory:
     rewards = row.get("rewards", {})
     if not isinstance(rewards, dict) or not all(_is(value, "float") for value in rewards.values()):
         raise DataError("field 'rewards': expected an object of numbers")
+    if not isinstance(columns := row.get("row", {}), dict):
+        raise DataError(f"field 'row': found {_name(columns)}, expected an object")
     return Trajectory(**{**row, "turns": [_turn(turn, f"turns[{index}]") for index, turn in enumerate(turns)]})
 
 

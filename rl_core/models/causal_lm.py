@@ -1,4 +1,4 @@
-"""Causal language models: made from a preset, loaded from a folder or a hub name, saved as Hugging Face safetensors."""
+"""Causal language models: creation from a preset, loading from a folder or hub name, saving as safetensors."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def context_length(path: str | Path, settings: ModelSettings) -> int:
 def load_pretrained(
     auto_class: Any, path: str | Path, settings: ModelSettings, *, may_miss: tuple[str, ...] = (), **options: Any
 ) -> PreTrainedModel:
-    """`auto_class.from_pretrained` with this project's rules: safetensors only, typed errors, dtype of the settings.
+    """`auto_class.from_pretrained` restricted to safetensors, with typed errors and the settings' dtype.
 
     Args:
         may_miss: weights that the files need not hold; transformers makes them up. Any other one missing is an error.
@@ -228,7 +228,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
 
 
 def _checked_place(path: str | Path) -> str:
-    """`path` as text; CheckpointError when it can only be a folder and is none."""
+    """`path` as text. Raises: CheckpointError when it can only be a folder and is none."""
     place = str(path)
     local = Path(place).expanduser()
     if local.is_dir():
@@ -258,7 +258,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _unreadable(place: str, what: str, error: Exception) -> CheckpointError:
-    """One sentence for whatever transformers raised."""
+    """An error for people in place of one that transformers raised."""
     reason = " ".join(str(error).split())[:300]
     if Path(place).is_dir():
         return CheckpointError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")

@@ -44,7 +44,7 @@ class ValueHead(nn.Module):
 
 
 class SeparateCritic(nn.Module):
-    """A copy of a causal model's trunk, adapters included, with a value head. What it learns never moves the policy."""
+    """A copy of a causal model's trunk, adapters included, with a value head. Its training never changes the policy."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

@@ -70,7 +70,7 @@ def plain_linear(module: Any) -> Any:
 
 @contextmanager
 def merged(model: torch.nn.Module) -> Iterator[None]:
-    """Adapters added into the weights inside; afterwards the weights are the very bits that they were before.
+    """Adapters merged into the weights inside; afterwards the weights are the very bits that they were before.
 
     Subtracting an update that was added leaves rounding errors behind, so the original weights are kept and put back.
     """

@@ -1,4 +1,4 @@
-"""The policy's states at the turns of an episode: its last hidden states, averaged over each turn's tokens.
+"""The policy's last hidden states at the turns of an episode, averaged over each turn's tokens.
 
 B rows, S sequence, H hidden, N states.
 """
@@ -23,7 +23,7 @@ __all__ = ["Embed", "TurnStates", "turn_spans", "turn_states"]
 
 @dataclass(slots=True)
 class TurnStates:
-    """One rollout as a walk through the policy's own states. float32, on the CPU, without gradient."""
+    """The policy's states along one rollout. float32, on the CPU, without gradient."""
 
     states_NH: torch.Tensor  # [1 + turns, H] mean over the prompt, then over each turn: its action and what came back
     actions_NH: torch.Tensor  # [turns, H] mean over each turn's action

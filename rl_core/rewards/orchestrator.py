@@ -55,18 +55,21 @@ class RewardOrchestrator:
         scorer: Scorer | None = None,
         options: RewardSettings | None = None,
         seed: int = 0,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
         """Build the components.
 
         Args:
             scorer: the reward model behind the component `learned`.
             seed: of the components' random numbers.
+            functions: user-defined components by name, beside those named by import path.
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
         if not weights:
             raise SettingsError("rewards: names no component; task: 1.0 is what the environment gives")
         self.options = options if options is not None else RewardSettings()
         self.seed = seed
+        self._functions = dict(functions or {})
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
         self.components: dict[str, Component] = {name: self._component(name, scorer) for name in self._base}
@@ -153,6 +156,8 @@ class RewardOrchestrator:
 
     def _component(self, name: str, scorer: Scorer | None) -> Component:
         options = self.options
+        if name in self._functions:
+            return UserReward(name, options, self._functions[name])
         made: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),

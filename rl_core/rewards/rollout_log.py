@@ -79,7 +79,7 @@ class RecentRollouts:
         count = min(self.per_iteration, len(played))
         kept = [played[index * len(played) // count] for index in range(count)]
         rows = [{"iteration": iteration, **rollout.trajectory.to_json()} for rollout in kept]
-        self._blocks.append("".join(json.dumps(row) + "\n" for row in rows))
+        self._blocks.append("".join(json.dumps(row, default=str) + "\n" for row in rows))
         write_text_unsynced(self.path, "".join(self._blocks))
 
 

@@ -35,12 +35,15 @@ class UserReward(Component):
     A wrong number of values, or a failure of no sample in particular, ends the stage in both cases.
     """
 
-    def __init__(self, name: str, options: RewardSettings) -> None:
-        """Raises: SettingsError when the function cannot be imported."""
+    def __init__(self, name: str, options: RewardSettings, function: RewardFunction | None = None) -> None:
+        """`function`: None = the one at the import path `name`.
+
+        Raises: SettingsError when the function cannot be imported.
+        """
         super().__init__()
         self.name = name
         self.options = options
-        self.function = _import(name)
+        self.function = _import(name) if function is None else function
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
         """One number for each rollout; None = masked. Raises: RewardError naming function and sample."""

@@ -209,6 +209,7 @@ class _EpisodeSequence:
             mean_logprob=sum(self._logprobs) / num_actions,
             policy_version=policy_version,
             sample=sample,
+            row=self._episode.row,
         )
         return Rollout(
             prompt_ids=self.prompt_ids,

@@ -1,1 +1,1 @@
-"""Folders, locks, checkpoints and the state codec: everything that rl_core reads and writes, atomically."""
+"""Storage on disk: atomically published folders, locks, checkpoints, the state codec, fault points for tests."""

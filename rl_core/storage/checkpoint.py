@@ -52,7 +52,7 @@ _NAME = re.compile(r"checkpoint-(\d{8,18})")
 
 
 class CheckpointStore:
-    """Versions of one run's state in one folder; the newest valid one loads, whatever happened to the others.
+    """Versions of one run's state in one folder; the newest valid one is loaded, damaged ones are passed over.
 
     A context manager that holds the folder's lock and clears what dead processes left. `save` and `load_latest` take
     the lock for themselves where it is not held.
@@ -190,7 +190,7 @@ class CheckpointStore:
         logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
 
     def _repair_pointer(self, found: int | None) -> None:
-        """Make LATEST name the version found. Its content is only ever compared, never used as a path."""
+        """Point LATEST to the version found. Its content is only compared, never used as a path."""
         pointer = self.folder / POINTER
         try:
             text = pointer.read_bytes()[:100].decode("utf-8", "replace").strip()

@@ -1,4 +1,4 @@
-"""Named fault points, compiled into the write and step paths, so that tests can break a run at an exact place.
+"""Named fault points in the write and step paths, so that tests can break a run at an exact place.
 
     POSTTRAIN_FAULT=point:hit:action[,point:hit:action...]
 
@@ -103,7 +103,7 @@ def _parse(entry: str) -> tuple[str, _Plan]:
 
 
 def fault(point: str) -> None:
-    """Reach a fault point: returns at once unless this is the hit that the plan names."""
+    """Fault point; returns at once unless this hit is the one that the plan names."""
     if _plans is None:
         return
     plan = _plans.get(point)

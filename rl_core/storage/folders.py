@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all: write, sync, manifest, rename; and the reader's checks.
+"""Atomic publishing of folders (write, sync, manifest, rename) and verification by readers.
 
 A published folder holds its files and manifest.json: format version, size and SHA-256 of every file, whatever the
 publisher adds, and a digest of the manifest itself. Names that begin with a dot are not part of a folder's content.
@@ -108,7 +108,7 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text_atomic(path: Path | str, text: str, *, point: str | None = None) -> None:
-    """Replace a file's text at once: readers see the old or the new, after a crash too.
+    """Replace a file's text atomically: readers see the old or the new, after a crash too.
 
     `point` names a fault point between writing and replacing.
     """
@@ -126,7 +126,7 @@ def write_text_atomic(path: Path | str, text: str, *, point: str | None = None) 
 
 
 def write_text_unsynced(path: Path | str, text: str) -> bool:
-    """Replace a file's text for people who look on: they see the old or the new, but a crash may lose both.
+    """Replace a file's text without syncing, for live views: readers see the old or the new, a crash may lose both.
 
     Costs no wait for the disk. Returns whether it was written: a disk that refuses is no reason to stop.
     """
@@ -142,7 +142,7 @@ def write_text_unsynced(path: Path | str, text: str) -> bool:
 
 
 def write_json_atomic(path: Path | str, value: Any) -> None:
-    """Replace a JSON file at once. Raises ValueError for NaN and infinities, which are not JSON."""
+    """Replace a JSON file atomically. Raises ValueError for NaN and infinities, which are not JSON."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -153,7 +153,7 @@ def seal_folder(
     *,
     digests: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Give a written folder its manifest and its final name; nobody sees it under that name before it is complete.
+    """Add a manifest to a written folder and rename it; it is complete before its final name exists.
 
     Steps: sync every file and folder, write and sync the manifest, sync the folder, rename, sync the parent. `folder`
     and `final` must lie on one file system; the caller holds the lock.
@@ -200,7 +200,7 @@ def publish_folder(
     write: Callable[[Path], Mapping[str, str] | None],
     extra_manifest: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make a folder that appears under its name only when complete (see `seal_folder`).
+    """A new folder that appears under its name only when complete (see `seal_folder`).
 
     Args:
         final: its name; must not exist.
@@ -242,7 +242,7 @@ def _no_constant(name: str) -> float:
 
 
 def read_manifest(folder: Path | str) -> dict[str, Any]:
-    """A folder's manifest, checked in itself (its own digest, safe file names). Raises CorruptError."""
+    """A folder's manifest, verified (its own digest, safe file names). Raises CorruptError."""
     path = Path(folder) / MANIFEST
     try:
         manifest = json.loads(path.read_bytes(), parse_constant=_no_constant)
@@ -263,7 +263,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
 
 
 def read_verified(folder: Path | str, name: str, manifest: Mapping[str, Any]) -> bytes:
-    """The very bytes of a file whose size and SHA-256 were compared with the manifest. Raises CorruptError."""
+    """Bytes of a file, verified against the manifest's size and SHA-256. Raises CorruptError."""
     path = Path(folder) / name
     entry = manifest["files"].get(name)
     if entry is None:
@@ -280,7 +280,7 @@ def read_verified(folder: Path | str, name: str, manifest: Mapping[str, Any]) ->
 
 
 def verify_folder(path: Path | str) -> dict[str, Any]:
-    """The manifest of a folder whose every file is there and equals it, with no file beside them.
+    """The manifest of a folder, with every file verified and none besides them.
 
     Raises: CorruptError naming the file.
     """

@@ -1,4 +1,4 @@
-"""A folder's lock: one process writes there, and the kernel frees it whatever becomes of that process."""
+"""Exclusive lock of a folder; the kernel releases it when its process ends, in whatever way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FolderLock:
     """
 
     def __init__(self, path: Path | str, wait_s: float = 0.0) -> None:
-        """`wait_s`: seconds to wait for another holder; 0 refuses at once."""
+        """wait_s: seconds to wait for another holder; 0 refuses at once."""
         path = Path(path)
         self.path = path if path.name.endswith(".lock") else path / ".lock"
         self.wait_s = wait_s

@@ -1,4 +1,4 @@
-"""Nested state as JSON with references to tensors; what comes back equals what went in, types included.
+"""Nested state as JSON with references to tensors; decoding gives back equal values, types included.
 
 Values that JSON has no word for become {"$": kind, ...}: tuple, dict (with keys that are not text), float (nan, inf),
 bytes, ndarray, tensor. Tied tensors (one memory, one shape) are stored once.
@@ -115,7 +115,7 @@ class StateDecoder:
         self.files = files
 
     def decode(self, value: Any) -> Any:
-        """The value that was encoded. Raises KeyError, TypeError or ValueError for what no StateEncoder wrote."""
+        """The value that was encoded. Raises KeyError, TypeError or ValueError for input that no StateEncoder wrote."""
         if isinstance(value, list):
             return [self.decode(item) for item in value]
         if not isinstance(value, dict):

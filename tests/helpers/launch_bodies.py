@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from helpers.tiny import PAD, nano
+from rl_core.api.recipes import Recipe
 from rl_core.errors import RecordsError
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
@@ -66,7 +67,7 @@ def train(context):
         return step()
 
     trainer.step = slowly
-    outcome = context.train(trainer, trainer.total_steps)
+    outcome = context.train(Recipe(trainer, trainer.total_steps))
     kinds = {name: type(value).__name__ for name, value in context.inputs.items()}
     return {"steps": outcome.steps, "loss": outcome.metrics["eval/loss"], "kinds": kinds}
 

@@ -138,7 +138,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         rng = self._generator()
         played, self.groups, metrics = self._play_and_score(rng)
         playing = metrics["perf/rollout_seconds"]
-        metrics |= rollout_metrics(played)
+        metrics |= rollout_metrics(played, with_success=self.environment.knows_success)
         rollouts = [rollout for group in played for rollout in group.rollouts]
         self._record_rollouts(rollouts)
         updating = time.perf_counter()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.training import loop
@@ -96,13 +97,14 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
         name="preference", folder=tmp_path, settings=settings, pipeline=pipeline(), inputs={}, tracker=tracker,
         pipeline_run=None, seed=1, fingerprint={"stage key": "k", "threads": "1"}, stop=stop,
     )  # fmt: skip
-    assert context.train(object(), 7, best_metric="eval/loss", larger_is_better=False) == "outcome"
+    recipe = Recipe(object(), 7, best_metric="eval/loss", larger_is_better=False)
+    assert context.train(recipe) == "outcome"
     store = given.pop("checkpoints")
     assert (store.folder, store.keep) == (tmp_path / "checkpoints", 5)
     assert given == {
         "iterations": 7, "tracker": tracker, "best_metric": "eval/loss", "larger_is_better": False,
         "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
-        "history": tmp_path / "metrics_history.json",
+        "history": tmp_path / "metrics_history.json", "allow_changed": False, "callbacks": (), "memory": None,
     }  # fmt: skip
 
 

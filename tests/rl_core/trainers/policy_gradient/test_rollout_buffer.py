@@ -110,7 +110,7 @@ def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
     state = buffer.state_dict()
     del state["temperatures"]
     buffer.load_state_dict(state)
-    assert [s.row.temperature for s in buffer.draw(np.random.default_rng(0), 1)] == [1.0]
+    assert [[s.row.temperature for s in group] for group in buffer.draw(np.random.default_rng(0), 1)] == [[1.0]]
 
 
 @pytest.mark.parametrize(
