@@ -100,7 +100,7 @@ def create_policy(texts: Iterable[str], settings: ModelSettings | None = None, *
 
 
 def model_name(source: ModelSource) -> str:
-    """What a run's records call the model: its folder or hub name, or its class where it was loaded by the caller."""
+    """Name of the model in a run's records: its folder or hub name, or the class of one that the caller loaded."""
     if isinstance(source, ModelSettings):
         return str(source.path)
     if isinstance(source, str | Path):

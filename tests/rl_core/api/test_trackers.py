@@ -1,4 +1,4 @@
-"""Where metrics go: files, terminal, several at once, TensorBoard."""
+"""Trackers of the Python API: files, terminal, several at once, TensorBoard."""
 
 import csv
 import json

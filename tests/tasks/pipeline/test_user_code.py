@@ -1,4 +1,4 @@
-"""What a stage runs of the user's code is part of its key, with what that imports; nothing else is."""
+"""User code in a stage's key: the modules that the stage runs, with their imports, and nothing else."""
 
 import dataclasses
 import textwrap
