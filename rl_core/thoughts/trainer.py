@@ -65,7 +65,7 @@ __all__ = ["ThoughtsTrainer"]
 
 
 class ThoughtsTrainer(RolloutTrainer):
-    """A `Trainer` (see `training.loop`) of thoughts before answers.
+    """A `Trainer` (see `training.trainer_protocol`) of thoughts before answers.
 
     Levels, seeds and sampling follow from the seed and the iteration's number; the state is that number, the episodes
     played, and the baseline.

@@ -13,7 +13,7 @@ tracker may also have `begin(name, params)`, called when a run starts, and `clos
 status FINISHED, FAILED or KILLED; it may begin again afterwards.
 """
 
-from rl_core.trackers.files import CsvTracker, JsonlTracker
+from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
 from rl_core.trackers.resolve import TrackerSource, begin, close, several
 from rl_core.trackers.tensorboard import TensorBoardTracker
 from rl_core.trackers.terminal import TerminalTracker

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from rl_core.errors import SettingsError, nearest
-from rl_core.trackers.files import CsvTracker, JsonlTracker
+from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
 from rl_core.trackers.tensorboard import TensorBoardTracker
 from rl_core.trackers.terminal import TerminalTracker
 from rl_core.tracking import Tracker

@@ -24,7 +24,7 @@ Batch = TypeVar("Batch")  # a dataclass with one entry per example in every tens
 
 
 class SupervisedTrainer(ABC, Generic[Example, Batch]):
-    """A `Trainer` (see `training.loop`) of one optimizer step per iteration, on batch_size examples in seeded order."""
+    """A `Trainer` (`training.trainer_protocol`): an optimizer step per iteration, on batch_size examples, seeded."""
 
     noun: ClassVar[str] = "row"  # one example, in errors
     settings: SFTSettings | RewardModelSettings | PreferenceSettings

@@ -46,7 +46,7 @@ SAME_REWARD = 1e-6  # groups whose rewards differ by less carry no signal
 
 
 class PolicyGradientTrainer(RolloutTrainer):
-    """A `Trainer` (see `training.loop`) of a policy on the rewards of its own rollouts.
+    """A `Trainer` (see `training.trainer_protocol`) of a policy on the rewards of its own rollouts.
 
     Its state is small: levels, seeds and sampling follow from the seed and the iteration's number. Where the curriculum
     may be rolled back, it also holds snapshots of stage entries, each as large as model and optimizer.
