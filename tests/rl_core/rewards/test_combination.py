@@ -1,4 +1,4 @@
-"""What the orchestrator does with the parts: normalise, clip, weigh, ask for states, save."""
+"""Combination of reward components: normalisation, clipping, weights, states, saving."""
 
 import json
 import math

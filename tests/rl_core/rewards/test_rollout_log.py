@@ -1,4 +1,4 @@
-"""The newest training rollouts on disk, for people who look on."""
+"""Rollout log: trajectories of the newest iterations on disk."""
 
 import json
 

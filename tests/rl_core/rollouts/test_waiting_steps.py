@@ -1,4 +1,4 @@
-"""Steps that wait: side by side, within their limit, and without a trace in what is sampled."""
+"""Blocking environment steps: concurrency, its limit, and samples that do not depend on timing."""
 
 from __future__ import annotations
 
