@@ -205,7 +205,7 @@ def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_ro
         raise RecordsError(f"{count}:{listed}\nFix them, or skip them with on_bad_row: skip")
     if len(problems) == num_rows:
         raise RecordsError(f"{count}, so none is left:{listed}")
-    _logger.warning("%s and are left out:%s", count, listed)
+    _logger.warning("%s and are skipped:%s", count, listed)
 
 
 def _check_length(row: Row, token_length: Callable[[Row], int], context: int) -> None:

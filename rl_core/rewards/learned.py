@@ -32,9 +32,13 @@ class LearnedReward(Component):
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
         """Raises RewardError when the model gives another number of scores, or one that is not finite."""
-        scores = [float(s) for s in self.scorer([[*r.prompt_ids, *r.completion_ids] for r in rollouts])]
-        if len(scores) != len(rollouts):
-            raise RewardError(f"the reward model gave {len(scores)} scores for {len(rollouts)} rollouts")
+        rows = [(*r.prompt_ids, *r.completion_ids) for r in rollouts]
+        different = list(dict.fromkeys(rows))  # a policy that is sure of itself plays the same again and again
+        found = [float(s) for s in self.scorer([list(row) for row in different])]
+        if len(found) != len(different):
+            raise RewardError(f"the reward model gave {len(found)} scores for {len(different)} different rollouts")
+        score_of = dict(zip(different, found, strict=True))
+        scores = [score_of[row] for row in rows]
         for index, score in enumerate(scores):
             if not math.isfinite(score):  # before it spoils the running mean
                 raise RewardError(f"the reward model scored rollout {index} with {score}")

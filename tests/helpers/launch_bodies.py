@@ -73,7 +73,7 @@ def train(context):
 
 
 def fail_in_the_second(context):
-    """The first process waits for the second one, which has something to say."""
+    """The first process waits for the second, which raises."""
     context.tracker.log_metrics({"train/loss": 2.5}, 1)
     context.process_group.all_reduce_max(0)
     if context.process_group.rank == 1:

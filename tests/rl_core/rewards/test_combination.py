@@ -1,4 +1,4 @@
-"""Combination of reward components: normalisation, clipping, weights, states, saving."""
+"""Orchestrator: normalising, clipping and weighting of components, hidden states, saved state."""
 
 import json
 import math

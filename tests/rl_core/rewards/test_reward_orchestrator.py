@@ -181,9 +181,19 @@ def test_learned_reward_scores_whole_sequences_and_resumes():
     assert one[0].rewards == two[0].rewards
 
 
+def test_rollouts_that_are_alike_are_scored_once():
+    seen = []
+    reward = LearnedReward(lambda rows: seen.append(rows) or [float(sum(row)) for row in rows])
+    scores = reward([rollout(0.0, ids=ids) for ids in ((4,), (2,), (4,), (2, 2), (4,))])
+    assert seen == [[[0, 4], [0, 2], [0, 2, 2]]]
+    assert reward.norm.count == 5 and reward.norm.mean == pytest.approx(18 / 5)  # sums 4, 2, 4, 4, 4
+    assert scores[0] == scores[2] == scores[4] == scores[3] == pytest.approx(0.4 / math.sqrt(0.8))
+    assert scores[1] == pytest.approx(-1.6 / math.sqrt(0.8))  # squares 4 x 0.16 + 2.56 = 3.2, over 4
+
+
 def test_learned_reward_refuses_bad_scores():
-    made = [rollout(0.0), rollout(1.0)]
-    with pytest.raises(RewardError, match="1 scores for 2 rollouts"):
+    made = [rollout(0.0, ids=(1,)), rollout(1.0, ids=(2,))]
+    with pytest.raises(RewardError, match="1 scores for 2 different rollouts"):
         LearnedReward(lambda rows: [1.0])(made)
     reward = LearnedReward(lambda rows: [1.0, math.inf])
     with pytest.raises(RewardError, match="rollout 1 with inf"):

@@ -1,4 +1,4 @@
-"""Rollout log: trajectories of the newest iterations on disk."""
+"""Log of the latest training rollouts."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Gain of a thought: worked values, limits, refused inputs."""
+"""Gain of a thought: worked values, limits, errors."""
 
 import math
 

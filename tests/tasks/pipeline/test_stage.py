@@ -1,4 +1,4 @@
-"""The contract of a stage: what its key depends on, what its content digest leaves out, what training is given."""
+"""The contract of a stage: inputs of its key, exclusions of its content digest, arguments of training."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Stages in several processes: what reaches the user, what is left behind (nothing), what the key depends on."""
+"""Stages in several processes: errors for the user, no processes left behind, inputs of the key."""
 
 import dataclasses
 import json
