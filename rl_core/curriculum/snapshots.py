@@ -73,7 +73,7 @@ class StageSnapshots:
         Raises: CheckpointError where there is no snapshot of the stage.
         """
         if index not in self._snapshots:
-            raise CheckpointError(f"curriculum stage {index} has to be begun again, but its entry was not kept")
+            raise CheckpointError(f"curriculum stage {index} cannot be restored: there is no snapshot of its entry")
         entry = self._snapshots[index]
         load_trainable_weights(self.model, entry["model"])
         for optimizer_step, state in zip(self.optimizer_steps, entry["optimizer_steps"], strict=True):

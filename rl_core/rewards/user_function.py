@@ -147,7 +147,7 @@ def _import(path: str) -> RewardFunction:
     module_name, _, function_name = path.partition(":")
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # whatever a user's module raises while it is imported
+    except Exception as error:  # any error raised by a user's module on import
         raise SettingsError(
             f"rewards.{path}: module '{module_name}' cannot be imported ({type(error).__name__}: {error})"
         ) from error

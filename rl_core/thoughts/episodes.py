@@ -99,7 +99,7 @@ class ThoughtReader:
         """
         if target not in self._targets:
             if not target.strip():
-                raise DataError("an episode without a right answer (Episode.next_target) cannot reward thoughts")
+                raise DataError("an episode without a correct answer (Episode.next_target) cannot reward thoughts")
             ids = self._renderer.action_ids(f"{ANSWER_WORD} {target}")
             shared = 0
             while shared < len(self._word_ids) and ids[shared] == self._word_ids[shared]:

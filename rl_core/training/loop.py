@@ -25,22 +25,17 @@ import torch
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
 from rl_core.metrics import MetricHistory
+from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import write_text_atomic
+from rl_core.storage.rng_state import restore_rng, rng_state
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
 from rl_core.training.peak_memory import peak_memory_gb
-from rl_core.training.resume import (
-    check_fingerprint,
-    load_trainable_weights,
-    restore_rng,
-    rng_state,
-    runtime_fingerprint,
-    trainable_weights,
-)
+from rl_core.training.resume import check_fingerprint, runtime_fingerprint
 from rl_core.training.signals import StopRequests
 from rl_core.training.throughput import throughput_metrics
 from rl_core.training.trainer_protocol import Trainer

@@ -1,4 +1,4 @@
-"""Parts of a resumable state: trainable weights, random generators, and the run's fingerprint."""
+"""Fingerprint of a run: settings, data and runtime that have to be the same when it resumes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,8 @@ import torch
 from torch import nn
 
 from rl_core.errors import ResumeRefused
-from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
-from rl_core.storage.rng_state import restore_rng, rng_state
 
-__all__ = [
-    "check_fingerprint",
-    "load_trainable_weights",
-    "restore_rng",
-    "rng_state",
-    "runtime_fingerprint",
-    "trainable_weights",
-]
+__all__ = ["check_fingerprint", "runtime_fingerprint"]
 
 logger = logging.getLogger(__name__)
 

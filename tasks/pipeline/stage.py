@@ -113,7 +113,7 @@ class StageContext:
             load: gives the model that training started from, for settings with another device.
         """
         from rl_core.models import causal_lm
-        from rl_core.training.resume import load_trainable_weights, trainable_weights
+        from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 
         if self.process_group.size > 1:
             weights = optimizer_step.sharded.gather_state(trainable_weights(model))

@@ -23,6 +23,7 @@ from rl_core.data.pairs import Pair, PairSide
 from rl_core.distributed import SINGLE_PROCESS, Shards, join
 from rl_core.errors import NonFiniteTensor, Stopped
 from rl_core.models import lora
+from rl_core.models.trainable_weights import trainable_weights
 from rl_core.settings import LoraSettings, PreferenceSettings, RewardModelSettings, SFTSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
@@ -31,7 +32,6 @@ from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training import optimizer_step
 from rl_core.training.loop import run_loop
-from rl_core.training.resume import trainable_weights
 
 # 11 rows in batches of 5: the last batch of an epoch has one row, so one process has nothing of its own to do.
 OPTIONS = {"learning_rate": 1e-2, "warmup_steps": 2, "batch_size": 5, "epochs": 2.0, "eval_every": 2}

@@ -1,4 +1,4 @@
-"""The rollback's state machine on given metrics, worked by hand."""
+"""State machine of the rollback watch on given metrics, worked by hand."""
 
 import json
 

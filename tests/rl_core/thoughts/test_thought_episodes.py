@@ -209,6 +209,6 @@ def test_gains_in_every_condition_by_hand(renderer, model):
 
 
 def test_an_environment_without_right_answers_is_refused(renderer):
-    with pytest.raises(DataError, match="right answer"):
+    with pytest.raises(DataError, match="without a correct answer"):
         ThoughtReader(renderer).target_ids(" ")
     assert math.isfinite(len(ThoughtReader(renderer).target_ids("7")[0]))

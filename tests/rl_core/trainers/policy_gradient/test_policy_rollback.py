@@ -1,4 +1,4 @@
-"""A policy that a learning rate ruins is restored; runs with rollbacks resume bit for bit; stages override settings."""
+"""Rollback of a policy ruined by its learning rate; bit-exact resume across rollbacks; overrides of stages."""
 
 import copy
 import random
@@ -204,7 +204,7 @@ def tensors_of(value):
 def test_a_checkpoint_without_the_entry_is_refused(tokenizer):
     trainer = eventful(tokenizer, "grpo")
     trainer.step()
-    with pytest.raises(CheckpointError, match="stage 7 has to be begun again"):
+    with pytest.raises(CheckpointError, match="stage 7 cannot be restored: there is no snapshot"):
         trainer._snapshots.restore(7)
 
 
