@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# What users of the library see: checked strictly.
+PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py
 
 .PHONY: help setup demo test test-all lint format docs clean
 
@@ -32,6 +34,7 @@ lint: $(STAMP)  ## formatter, linter and type checker, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent $(PUBLIC) tests/rl_core/api/typed_usage.py
 
 format: $(STAMP)  ## let the formatter and the linter mend what they can
 	$(BIN)/ruff check --fix .

@@ -1,1 +1,1 @@
-"""What runs, in which order, on which schedule."""
+"""Prefect flows and the `posttrain` command."""

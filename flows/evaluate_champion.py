@@ -1,4 +1,4 @@
-"""Play held-out episodes with the champion, and say so with an event when it does worse than it did when promoted.
+"""Scheduled held-out evaluation of the champion; emits an event if it regressed since its promotion.
 
 The event is `posttrain.champion.regressed` with resource `posttrain.model.<name>`; deployments/automations.yaml starts
 a retraining on it.
@@ -37,7 +37,7 @@ EVENT = "posttrain.champion.regressed"
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What came of it."""
+    """Result of the check."""
 
     message: str
     regressed: bool = False
@@ -57,11 +57,11 @@ def _run_name() -> str:
     persist_result=False,
 )
 def evaluate_champion(settings: PipelineForm | str, overrides: list[str] | None = None) -> State[CheckResult]:
-    """Evaluate the champion on held-out episodes and compare with the figure that it is registered with.
+    """Evaluate the champion on held-out episodes and compare with its registered success rate.
 
     Args:
-        settings: what a config file holds, or the path of one (relative to where the flow runs).
-        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+        settings: contents of a config file, or its path (relative to the flow's working directory).
+        overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     result = _check(read_settings(settings, overrides))
     logger.info("%s", result.message)
@@ -101,7 +101,7 @@ def _check(settings: PipelineSettings) -> CheckResult:
 
 
 def announce(name: str, champion: ModelVersion, verdict: ChampionVerdict) -> None:
-    """Emit the event."""
+    """Emit the regression event."""
     emit_event(
         event=EVENT,
         resource={"prefect.resource.id": f"posttrain.model.{name}", "prefect.resource.name": name},
@@ -122,5 +122,5 @@ def _publish(settings: PipelineSettings, message: str, pipeline: PipelineResult)
     text = f"## {settings.name}: champion\n\n{message}\n\n[MLflow run]({pipeline.run_url})"
     try:
         create_markdown_artifact(text, key=key, description=message[:250])
-    except Exception as error:  # as for stages: artifacts are for people, and what they tell has happened
+    except Exception as error:  # artifacts are informational: a failure to write one must not fail the flow
         logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)

@@ -1,4 +1,4 @@
-"""Parameters of the flows: the typed settings, so that Prefect shows them as a form and its server checks them."""
+"""Flow parameters as typed settings, so that Prefect shows a form and its server validates them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 if TYPE_CHECKING:
     PipelineForm = dict[str, Any]
 else:
-    PipelineForm = pipeline_model()  # the same fields, ranges and meanings as the settings themselves
+    PipelineForm = pipeline_model()  # same fields, ranges and documentation as the settings
 
 
 def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None) -> PipelineSettings:
-    """The settings that a flow was given: the path of a config file, or what one holds; with `--set`-like overrides.
+    """Settings of a flow, from a config file's path or contents, with `--set`-style overrides.
 
     Raises: ConfigError with every problem.
     """
@@ -39,5 +39,5 @@ def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | 
 
 
 def pipeline_name(settings: Mapping[str, Any] | str) -> str:
-    """What names a flow's run: the pipeline, or its file."""
+    """Pipeline name for the flow run's name, else the config file's."""
     return Path(settings).stem if isinstance(settings, str) else str(settings["name"])

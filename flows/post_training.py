@@ -1,6 +1,6 @@
 """The pipeline as a DAG, from data to promotion: see tasks/stage_registry.py for the stages and their order.
 
-Stages that a config leaves out are skipped; what comes after them starts from what came before them.
+Stages missing from the config are skipped; later stages start from the last one before them.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ __all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pi
 
 logger = logging.getLogger(__name__)
 
-# A flow's parameters are data that Prefect stores; who shows progress is known to this process alone.
+# Prefect stores a flow's parameters; the progress display exists only in this process.
 _display: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
 _started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")  # of the run to go on with
 
 
 def _run_name() -> str:
-    """Name of the flow run: the pipeline, and the one stage where only one was asked for."""
+    """Flow run name: the pipeline, and the stage if only one was requested."""
     parameters = flow_run.parameters
     name, only = pipeline_name(parameters["settings"]), parameters.get("only")
     return f"{name} · {only.replace('_', ' ')}" if only else name
 
 
 def flow_run_url() -> str:
-    """The flow run's page; with the embedded server, where `posttrain ui` will show it."""
+    """URL of the flow run's page; for the embedded server, the one served by `posttrain ui`."""
     url = str(flow_run.ui_url or "")
     if url.startswith("http") and "PREFECT_API_URL" in os.environ:
         return url
@@ -75,21 +75,21 @@ def post_training(
     models: dict[str, str] | None = None,
     overrides: list[str] | None = None,
 ) -> PipelineResult:
-    """Run the pipeline that `settings` describes.
+    """Run the pipeline described by `settings`.
 
     Args:
-        settings: what a config file holds, or the path of one (relative to where the flow runs).
-        fresh: run stages again though they are finished.
-        only: the one stage that `fresh` is meant for; None = all.
-        models: name -> folder or hub name, to evaluate and compare in place of what the stages train.
-        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+        settings: contents of a config file, or its path (relative to the flow's working directory).
+        fresh: rerun finished stages.
+        only: the stage that `fresh` applies to; None = all.
+        models: name -> folder or hub name, evaluated and compared in place of the trained models.
+        overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     typed = read_settings(settings, overrides)
     return run_with_approval(typed, lambda: execute(typed, fresh=fresh, only=only, models=models), say)
 
 
 def say(text: str) -> None:
-    """Tell the person at the terminal; where nobody sits at one, the log."""
+    """Print a message to the terminal display, else to the log."""
     display = _display.get()
     if display is not None:
         display.announce(text)
@@ -106,7 +106,7 @@ def execute(
     tags: dict[str, str] | None = None,
     lock: FolderLock | None = None,
 ) -> PipelineResult:
-    """One pass over the stages, within a flow's run: what every flow that trains calls, through `run_with_approval`.
+    """One pass over the stages within a flow run; called by every training flow through `run_with_approval`.
 
     Args:
         fresh, only, models: see `post_training`. tags, lock: see `RunOptions` and `PipelineRun`.
@@ -223,11 +223,11 @@ def run_pipeline(
     quiet: bool = False,
     started: str = "",
 ) -> PipelineResult:
-    """Run the flow in this process, with live progress on the terminal. Arguments: see `post_training`.
+    """Run the flow in this process, with live progress. Arguments: see `post_training`.
 
     Args:
-        started: go on with the run of this pipeline that began then.
-    Raises: what a stage raises; Stopped when it was interrupted and its state saved.
+        started: start time of the run of this pipeline to resume.
+    Raises: errors of the stages; Stopped if interrupted, with the state saved.
     """
     with watched(quiet=quiet, started=started):
         result: PipelineResult = post_training(resolve(settings), fresh, only, models)
@@ -236,9 +236,9 @@ def run_pipeline(
 
 @contextlib.contextmanager
 def watched(*, quiet: bool = False, started: str = "") -> Iterator[None]:
-    """A flow that is called within runs in this process, with live progress on the terminal.
+    """Context in which a flow called directly runs in this process, with live progress.
 
-    started: it goes on with the run of its pipeline that began then.
+    started: start time of the run of its pipeline to resume.
     """
     with Display(quiet=quiet) as display:
         token, begun = _display.set(display), _started.set(started)

@@ -1,7 +1,7 @@
-"""Retraining: when there is new data since the champion, or when asked to, train on from it and let the gate decide.
+"""Retraining on new data (or on request), from the champion, with promotion through the gate.
 
-The whole of it, from the look at the data to the promotion, is done under the lock of the pipeline's folder: of two
-runs that overlap the second waits (`run.wait_seconds`) or is refused, and then looks at what the first one left.
+Everything from the data check to the promotion happens under the lock of the pipeline's folder: the second of two
+overlapping runs waits (`run.wait_seconds`) or is refused, and then checks the data again.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RetrainResult:
-    """What came of it."""
+    """Result of a retraining."""
 
-    status: str  # skipped, or what the gate said: promoted, rejected, ...
+    status: str  # skipped, or the gate's decision: promoted, rejected, ...
     message: str
-    pipeline: PipelineResult | None = None  # None = nothing was run
+    pipeline: PipelineResult | None = None  # None = skipped
 
 
 def _run_name() -> str:
@@ -61,14 +61,14 @@ def retrain(
     reason: str = "",
     overrides: list[str] | None = None,
 ) -> State[RetrainResult]:
-    """Train again where it is worth it, and promote what passes the gate.
+    """Retrain if there is new data, and promote the result if it passes the gate.
 
     Args:
-        settings: what a config file holds, or the path of one (relative to where the flow runs).
-        start: champion, or base: the model as the config has it; left out: retrain.start of the settings.
-        force: also when there is no new data.
-        reason: who or what asked for it; kept with the versions that come of it.
-        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+        settings: contents of a config file, or its path (relative to the flow's working directory).
+        start: champion, or base (the config's initial model); default: retrain.start of the settings.
+        force: retrain even without new data.
+        reason: origin of the request; stored with the resulting versions.
+        overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     typed = read_settings(settings, overrides)
     result = _retrain(typed, start, force, reason)
@@ -101,7 +101,7 @@ def _retrain(
                 return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
             return _train(home, plan, lock)
 
-    pipeline = run_with_approval(settings, run_once, say)  # waits for a person without the lock
+    pipeline = run_with_approval(settings, run_once, say)  # manual approval is awaited without the lock
     if plans and plans[-1].record is None:
         result = RetrainResult("skipped", plans[-1].why)
     else:
@@ -112,14 +112,14 @@ def _retrain(
 
 
 def _outcome(pipeline: PipelineResult) -> RetrainResult:
-    """What the gate said, or the person who had the last word."""
+    """Decision of the gate or of the reviewer."""
     said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
     status = str(said.get("decision", ""))
     return RetrainResult("waiting" if status == AWAITING else status, str(said.get("note", "")), pipeline)
 
 
 def _train(home: Path, plan: RetrainingPlan, lock: FolderLock) -> PipelineResult:
-    """Run the planned pipeline and note what came of it."""
+    """Run the planned pipeline and record its outcome."""
     record, settings = plan.record, plan.settings
     assert record is not None and settings is not None
     logger.info("retraining %d: %s", record.number, plan.why)
@@ -146,7 +146,7 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock) -> PipelineResult
 
 
 def _publish(settings: PipelineSettings, plan: RetrainingPlan | None, result: RetrainResult) -> None:
-    """What was found and done, as a Prefect artifact; `plan`: None in a run that came back only for the answer."""
+    """Write a Prefect artifact with findings and outcome; `plan`: None in a run resumed only for the approval."""
     lines = [f"## {settings.name}: {result.status}", result.message]
     lines += _planned(settings, plan, result) if plan is not None else []
     if result.pipeline is not None:
@@ -154,7 +154,7 @@ def _publish(settings: PipelineSettings, plan: RetrainingPlan | None, result: Re
     key = re.sub(r"[^a-z0-9-]+", "-", f"{settings.name}-retraining".lower()).strip("-")
     try:
         create_markdown_artifact("\n\n".join(lines), key=key, description=result.message[:250])
-    except Exception as error:  # as for stages: artifacts are for people, and what they tell has happened
+    except Exception as error:  # artifacts are informational: a failure to write one must not fail the flow
         logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
 
 
@@ -164,7 +164,7 @@ def _planned(settings: PipelineSettings, plan: RetrainingPlan, result: RetrainRe
         start = f"version {plan.record.start} of {settings.registered_model}" if plan.record.start else "the base model"
         lines.append(f"Retraining {plan.record.number} from {start}, seed {plan.record.seed}")
     if plan.record is not None and plan.record.dropped:
-        lines.append(f"Not run, as there is nothing new for them: {', '.join(plan.record.dropped)}")
+        lines.append(f"Skipped, without new data: {', '.join(plan.record.dropped)}")
     if plan.new.changes or plan.new.gone:
         rows = ["| data | file | change | new rows |", "|---|---|---|---|"]
         rows += [f"| {c.source} | {c.file.replace('|', '/')} | {c.kind} | {c.rows} |" for c in plan.new.changes]
@@ -181,7 +181,7 @@ def run_retraining(
     reason: str = "",
     quiet: bool = False,
 ) -> RetrainResult:
-    """Run the flow in this process, with live progress on the terminal. Arguments: see `retrain`."""
+    """Run the flow in this process, with live progress. Arguments: see `retrain`."""
     with watched(quiet=quiet):
         result: RetrainResult = retrain(resolve(settings), start, force, reason)  # type: ignore[assignment]
     return result

@@ -1,4 +1,4 @@
-"""Parts of a pipeline on their own: one stage, the evaluation of one model, the analysis of trajectory files."""
+"""Partial pipelines: a single stage, evaluation of one model, analysis of trajectory files."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def single_stage(
     fresh: bool = False,
     overrides: list[str] | None = None,
 ) -> PipelineResult:
-    """Run one stage; what it needs from earlier ones is taken from finished runs, or run first.
+    """Run one stage; its inputs come from finished runs, or the earlier stages run first.
 
     Args:
-        settings: what a config file holds, or the path of one (relative to where the flow runs).
-        stage: one that the settings have.
-        model: start from this folder, hub name or registered model, in place of the stages that would make one.
-        fresh: run this stage again even when it is finished.
-        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+        settings: contents of a config file, or its path (relative to the flow's working directory).
+        stage: a stage of the settings.
+        model: start from this folder, hub name or registered model instead of an earlier stage's model.
+        fresh: rerun this stage even if finished.
+        overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     typed = read_settings(settings, overrides)
     if getattr(typed.stages, stage) is None:
@@ -58,33 +58,33 @@ def single_stage(
 def compare_models(
     settings: PipelineForm | str, models: dict[str, str], overrides: list[str] | None = None
 ) -> PipelineResult:
-    """Play the held-out episodes with several models and compare them, the first one with all others.
+    """Evaluate several models on the held-out episodes and compare the first with all others.
 
     Args:
-        settings: what a config file holds, or the path of one (relative to where the flow runs).
+        settings: contents of a config file, or its path (relative to the flow's working directory).
         models: name -> folder, hub name or registered model (models:/NAME@ALIAS, models:/NAME/VERSION).
-        overrides: key.path=value each, as `--set` takes it; changes `settings`.
+        overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     if not models:
-        raise SettingsError("models: names none; give at least one, as {champion: models:/demo@champion}")
+        raise SettingsError("models: empty; give at least one, such as {champion: models:/demo@champion}")
     return execute(_for_comparison(read_settings(settings, overrides), models), models=models)
 
 
 def run_stage(
     settings: PipelineSettings, name: str, *, model: str | None = None, fresh: bool = False, quiet: bool = False
 ) -> PipelineResult:
-    """Run one stage; what it needs from earlier ones is taken from finished runs, or run first.
+    """Run one stage; its inputs come from finished runs, or the earlier stages run first.
 
     Args:
         name: a stage of the config.
-        model: start from this folder, hub name or registered model, in place of the stages that would make one.
-        fresh: run this stage again even when it is finished; the stages before it are not.
+        model: start from this folder, hub name or registered model instead of an earlier stage's model.
+        fresh: rerun this stage even if finished; earlier stages are not rerun.
     """
     return run_pipeline(_up_to(settings, name, model), fresh=fresh, only=name, quiet=quiet)
 
 
 def _up_to(settings: PipelineSettings, name: str, model: str | None) -> PipelineSettings:
-    """The pipeline without what comes after a stage, and without what a given model replaces."""
+    """Pipeline settings up to a stage, without the stages that a given model replaces."""
     order = names()
     needed = set(order[: order.index(name) + 1])
     if entry(name).trains == "policy":
@@ -99,7 +99,7 @@ def _up_to(settings: PipelineSettings, name: str, model: str | None) -> Pipeline
 
 
 def evaluate_model(settings: PipelineSettings, model: str, *, quiet: bool = False) -> PipelineResult:
-    """Play the config's held-out episodes with one model: a folder, hub name or registered model."""
+    """Evaluate one model (folder, hub name or registered model) on the config's held-out episodes."""
     evaluation = evaluation_settings(settings)
     stages = StagesSettings(prepare_data=settings.stages.prepare_data, evaluate=evaluation)
     start = dataclasses.replace(settings.model, path=model)
@@ -107,7 +107,7 @@ def evaluate_model(settings: PipelineSettings, model: str, *, quiet: bool = Fals
 
 
 def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet: bool = False) -> PipelineResult:
-    """Play the config's held-out episodes with several models and compare them, the first one with all others.
+    """Evaluate several models on the config's held-out episodes and compare the first with all others.
 
     Args:
         models: name -> folder, or hub name.
@@ -116,7 +116,7 @@ def analyze_models(settings: PipelineSettings, models: dict[str, str], *, quiet:
 
 
 def _for_comparison(settings: PipelineSettings, models: dict[str, str]) -> PipelineSettings:
-    """The pipeline that evaluates and analyses, and trains nothing."""
+    """Pipeline settings with evaluation and analysis only."""
     stages = StagesSettings(
         prepare_data=settings.stages.prepare_data,
         evaluate=evaluation_settings(settings),
@@ -127,10 +127,10 @@ def _for_comparison(settings: PipelineSettings, models: dict[str, str]) -> Pipel
 
 
 def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path) -> Path:
-    """Analyse trajectory files (or every one in a folder), the oldest model first; returns the report's path.
+    """Analyse trajectory files (or all in a folder), oldest model first; returns the report's path.
 
-    With a config, the result is a run in its experiment, and the report shows its environment's images.
-    Raises: DataError when there is no trajectory file, or one cannot be read.
+    With a config, the result is logged as a run of its experiment, and the report shows the environment's images.
+    Raises: DataError if there is no trajectory file, or one cannot be read.
     """
     models = find_trajectories(paths)
     if settings is None:

@@ -1,1 +1,262 @@
-"""posttrain's learning: losses, rollouts, trainers. Imports torch and transformers, never Prefect or MLflow."""
+"""Post-training of language-model policies: the Python API.
+
+    import rl_core
+
+    def reward(trajectories):
+        return [float(t.turns[-1].action.strip() == t.row["answer"]) for t in trajectories]
+
+    trainer = rl_core.grpo(model="path-or-hub-name", prompts="questions.jsonl", reward=reward, output="out")
+    trainer.run()
+    trainer.save("out/model")
+
+Training: `grpo`, `ppo`, `policy_gradient`, `sft`, `dpo`, `reward_model`; then `evaluate`, `generate`, `load_policy`. A
+task of several turns is an `Environment`. Files of a run as DataFrames: `read_metrics`, `read_rewards`,
+`read_trajectories`.
+
+Names are imported at their first use (PEP 562), so that `import rl_core` itself loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rl_core.analysis.runner import AnalysisResult, analyze
+    from rl_core.api.algorithms import dpo, grpo, policy_gradient, ppo, reward_model, sft
+    from rl_core.api.evaluation import evaluate, generate
+    from rl_core.api.policy import ModelSource, Policy, create_policy, load_policy
+    from rl_core.api.rewards import RewardSource
+    from rl_core.api.training import Training
+    from rl_core.data.records import RowSource
+    from rl_core.environments import Demonstration, Environment, Episode, Step, Tool, Toolset
+    from rl_core.environments import make as make_environment
+    from rl_core.environments.prompts import Prompts
+    from rl_core.errors import (
+        BackendError,
+        CallbackError,
+        CheckFailed,
+        CheckpointError,
+        CorruptError,
+        DataError,
+        EnvironmentFault,
+        FolderBusy,
+        NonFiniteError,
+        NonFiniteTensor,
+        OutOfMemory,
+        PosttrainError,
+        RecordsError,
+        ResumeRefused,
+        RewardError,
+        SettingsError,
+        StageTimeout,
+        Stopped,
+        ToolMisuse,
+        WorkerFailed,
+    )
+    from rl_core.evaluation import Evaluation, compare
+    from rl_core.readers import (
+        iter_metrics,
+        iter_rewards,
+        read_analysis,
+        read_metrics,
+        read_rewards,
+        read_trajectories,
+        trajectory_frame,
+    )
+    from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
+    from rl_core.settings import (
+        AnalysisSettings,
+        CoherenceSettings,
+        CriticSettings,
+        CuriositySettings,
+        CurriculumStage,
+        DataSettings,
+        EnvironmentSettings,
+        EvaluationSettings,
+        ExitCondition,
+        FormatSettings,
+        LaunchSettings,
+        LengthSettings,
+        LoopSettings,
+        LoraSettings,
+        ModelSettings,
+        OptimizerSettings,
+        PolicySettings,
+        PreferenceSettings,
+        ReplaySettings,
+        RewardModelSettings,
+        RewardSettings,
+        RollbackSettings,
+        SamplingSettings,
+        Settings,
+        SFTSettings,
+        ThoughtsSettings,
+        ToolUseSettings,
+    )
+    from rl_core.trackers import CsvTracker, JsonlTracker, TensorBoardTracker, TerminalTracker, TrackerSource
+    from rl_core.tracking import MemoryTracker, Tracker
+    from rl_core.training.callbacks import Callback, TrainingEvent
+    from rl_core.training.loop import LoopOutcome, Trainer
+    from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
+
+__all__ = [
+    "AnalysisResult",
+    "AnalysisSettings",
+    "BackendError",
+    "Callback",
+    "CallbackError",
+    "CheckFailed",
+    "CheckpointError",
+    "CoherenceSettings",
+    "CorruptError",
+    "CriticSettings",
+    "CsvTracker",
+    "CuriositySettings",
+    "CurriculumStage",
+    "DataError",
+    "DataSettings",
+    "Demonstration",
+    "Environment",
+    "EnvironmentFault",
+    "EnvironmentSettings",
+    "Episode",
+    "Evaluation",
+    "EvaluationSettings",
+    "ExitCondition",
+    "FolderBusy",
+    "FormatSettings",
+    "JsonlTracker",
+    "LaunchSettings",
+    "LengthSettings",
+    "LoopOutcome",
+    "LoopSettings",
+    "LoraSettings",
+    "MemoryTracker",
+    "Message",
+    "ModelSettings",
+    "ModelSource",
+    "NonFiniteError",
+    "NonFiniteTensor",
+    "OptimizerSettings",
+    "OutOfMemory",
+    "Policy",
+    "PolicySettings",
+    "PosttrainError",
+    "PreferenceSettings",
+    "Prompts",
+    "RecordsError",
+    "ReplaySettings",
+    "ResumeRefused",
+    "RewardError",
+    "RewardFunction",
+    "RewardModelSettings",
+    "RewardOrchestrator",
+    "RewardSettings",
+    "RewardSource",
+    "RollbackSettings",
+    "Rollout",
+    "RolloutGroup",
+    "RowSource",
+    "SFTSettings",
+    "SamplingSettings",
+    "Settings",
+    "SettingsError",
+    "StageTimeout",
+    "Step",
+    "StopReason",
+    "Stopped",
+    "TensorBoardTracker",
+    "TerminalTracker",
+    "ThoughtsSettings",
+    "Tool",
+    "ToolCall",
+    "ToolMisuse",
+    "ToolUseSettings",
+    "Toolset",
+    "Tracker",
+    "TrackerSource",
+    "Trainer",
+    "Training",
+    "TrainingEvent",
+    "Trajectory",
+    "Turn",
+    "WorkerFailed",
+    "analyze",
+    "compare",
+    "create_policy",
+    "dpo",
+    "evaluate",
+    "generate",
+    "grpo",
+    "iter_metrics",
+    "iter_rewards",
+    "load_policy",
+    "make_environment",
+    "policy_gradient",
+    "ppo",
+    "read_analysis",
+    "read_metrics",
+    "read_rewards",
+    "read_trajectories",
+    "reward_model",
+    "sft",
+    "trajectory_frame",
+]
+
+# module -> its public names; name:alias where the public name is another one
+_HOME = {
+    "rl_core.analysis.runner": "AnalysisResult analyze",
+    "rl_core.api.algorithms": "dpo grpo policy_gradient ppo reward_model sft",
+    "rl_core.api.evaluation": "evaluate generate",
+    "rl_core.api.policy": "ModelSource Policy create_policy load_policy",
+    "rl_core.api.rewards": "RewardSource",
+    "rl_core.api.training": "Training",
+    "rl_core.data.records": "RowSource",
+    "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make:make_environment",
+    "rl_core.environments.prompts": "Prompts",
+    "rl_core.errors": (
+        "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
+        "NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
+        "SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
+    ),
+    "rl_core.evaluation": "Evaluation compare",
+    "rl_core.readers": (
+        "iter_metrics iter_rewards read_analysis read_metrics read_rewards read_trajectories trajectory_frame"
+    ),
+    "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
+    "rl_core.settings": (
+        "AnalysisSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
+        "EnvironmentSettings EvaluationSettings ExitCondition FormatSettings LaunchSettings LengthSettings "
+        "LoopSettings LoraSettings ModelSettings OptimizerSettings PolicySettings PreferenceSettings "
+        "ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings SamplingSettings Settings "
+        "ThoughtsSettings ToolUseSettings"
+    ),
+    "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",
+    "rl_core.tracking": "MemoryTracker Tracker",
+    "rl_core.training.callbacks": "Callback TrainingEvent",
+    "rl_core.training.loop": "LoopOutcome Trainer",
+    "rl_core.types": "Message Rollout RolloutGroup StopReason ToolCall Trajectory Turn",
+}
+_PLACES = {
+    entry.partition(":")[2] or entry: (module, entry.partition(":")[0])
+    for module, entries in _HOME.items()
+    for entry in entries.split()
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        if not name.startswith("_"):
+            from rl_core.errors import nearest
+
+            raise AttributeError(f"module 'rl_core' has no attribute '{name}'; {nearest(name, __all__)}")
+        raise AttributeError(f"module 'rl_core' has no attribute '{name}'")
+    module, inner = _PLACES[name]
+    value = getattr(importlib.import_module(module), inner)
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,6 +12,7 @@
     |-- EnvironmentFault                an environment broke its own protocol
     |-- ToolMisuse                      an action calls a tool wrongly; shown to the policy, never to the user
     |-- RewardError                     a reward function raised, hung, or returned an invalid value
+    |-- CallbackError                   a callback of the training loop raised
     |-- NonFiniteError                  too many non-finite steps in a row; the first bad tensor is named
     |-- OutOfMemory                     a single row does not fit into device memory
     |-- CheckFailed                     training ended, but a check of its result failed
@@ -30,6 +31,7 @@ from collections.abc import Iterable
 
 __all__ = [
     "BackendError",
+    "CallbackError",
     "CheckFailed",
     "CheckpointError",
     "CorruptError",
@@ -98,6 +100,10 @@ class ToolMisuse(PosttrainError):
 
 class RewardError(PosttrainError):
     """A reward function raised, hung, or returned a wrong length or a non-finite value."""
+
+
+class CallbackError(PosttrainError):
+    """A callback of the training loop raised; the message names it and the iteration."""
 
 
 class NonFiniteError(PosttrainError):

@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same episodes for every model, success with intervals, pass@k, paired comparison."""
+"""Held-out evaluation on the same episodes for every model: success with intervals, pass@k, paired comparison."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_PLAYED = ("trajectories", "rollouts")  # fields of an Evaluation that belong into files of their own
+_PLAYED = ("trajectories", "rollouts")  # fields of an Evaluation that are stored in separate files
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeResult:
-    """What a model made of one held-out episode."""
+    """Result of a model on one held-out episode."""
 
     level: str
     kind: str
     seed: int
     samples: int  # rollouts of this episode
-    successes: int  # how many of them succeeded
+    successes: int  # successful rollouts
     reward: float  # mean over them
 
     @property
     def key(self) -> tuple[str, int]:
-        """What the episode is the same by, for every model."""
+        """Identity of the episode across models."""
         return self.level, self.seed
 
     @property
     def success(self) -> float:
-        """Share of the samples that succeeded."""
+        """Success rate over the samples."""
         return self.successes / self.samples
 
 
 @dataclass
 class Evaluation:
-    """The result of one model on the held-out episodes."""
+    """Results of one model on the held-out episodes."""
 
     success_rate: float
-    interval: tuple[float, float]  # Wilson 95%, at the effective sample size when episodes were sampled several times
+    interval: tuple[float, float]  # Wilson 95%, at the effective sample size if episodes were sampled several times
     by_level: dict[str, Rate]
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
@@ -78,23 +78,18 @@ class Evaluation:
     turns_mean: float
     tool_calls_mean: float
     action_tokens_mean: float
-    misuse_rate: float  # share of all turns that were misuse of a tool
+    misuse_rate: float  # share of turns with misuse of a tool
     truncated_rate: float  # share of rollouts cut by a limit
-    tokens_per_second: float  # sampled tokens over the seconds that the rollouts took
+    tokens_per_second: float  # sampled tokens / seconds of all rollouts
     seconds: float
     episodes: list[EpisodeResult]  # in the order of the requests
     trajectories: list[Trajectory] = field(default_factory=list)  # not part of `to_json`
-    rollouts: list[Rollout] = field(default_factory=list)  # the same with their tokens; not part of `to_json` either
+    rollouts: list[Rollout] = field(default_factory=list)  # the same with token ids; not part of `to_json`
 
     @property
     def samples(self) -> int:
-        """Rollouts in all."""
+        """Total number of rollouts."""
         return sum(episode.samples for episode in self.episodes)
-
-    @property
-    def success_per_episode(self) -> list[float]:
-        """[E] share of successes of each episode, in the order of the requests."""
-        return [episode.success for episode in self.episodes]
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """Scalars for tracking, named `eval/...`."""
@@ -116,7 +111,7 @@ class Evaluation:
         return {f"{prefix}/{name}": value for name, value in plain.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict without what was played, which belongs into trajectories.jsonl and tokens.jsonl."""
+        """Plain dict without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl."""
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _PLAYED}
         row["interval"] = list(self.interval)
         row["by_level"] = {level: rate._asdict() for level, rate in self.by_level.items()}
@@ -140,38 +135,38 @@ class Evaluation:
             kept["episodes"] = [EpisodeResult(**episode) for episode in row["episodes"]]
             return cls(**kept)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise DataError(f"this is not a stored evaluation ({type(error).__name__}: {error})") from error
+            raise DataError(f"not a stored evaluation ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)
 class PairedResult:
-    """Challenger minus champion on the episodes that both were evaluated on."""
+    """Challenger minus champion on their common episodes."""
 
     success: Difference
     reward: Difference
     episodes: int  # compared
-    unpaired: int  # episodes that only one of the two has
-    wins: int  # episodes that the challenger solves more often
+    unpaired: int  # episodes of only one of the two
+    wins: int  # episodes with a higher success rate of the challenger
     losses: int
     p_value: float  # exact sign test of wins against losses
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
+        """Plain dict."""
         return {**dataclasses.asdict(self), "success": self.success._asdict(), "reward": self.reward._asdict()}
 
 
 def heldout_requests(environment: Environment, settings: EvaluationSettings, seed: int) -> list[EpisodeRequest]:
-    """The held-out episodes: levels in equal shares, each with its own seeds, interleaved.
+    """Held-out episodes: levels in equal shares, each with its own seeds, interleaved.
 
-    They depend on the environment, the settings and the seed alone, so that every model gets the same ones. A level
-    with fewer held-out episodes than its share gives all that it has, and a warning says so.
-    Raises: SettingsError for an unknown level; DataError where a level has no held-out episode.
+    Determined by environment, settings and seed, so that every model gets the same ones. A level with fewer held-out
+    episodes than its share contributes all of them, with a warning.
+    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes.
     """
     levels = settings.levels or environment.levels
     for level in levels:
         environment.check_level(level)
     if len(set(levels)) < len(levels):
-        raise SettingsError(f"levels: {list(levels)} names a level twice")
+        raise SettingsError(f"levels: {list(levels)} lists a level twice")
     if settings.episodes < len(levels):
         raise SettingsError(f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate")
     per_level: list[list[EpisodeRequest]] = []
@@ -182,7 +177,7 @@ def heldout_requests(environment: Environment, settings: EvaluationSettings, see
             raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
         if len(seeds) < share:
             logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(seeds), share)
-        # Seeding by text keeps the draw of one level apart from the others, whatever their number and order.
+        # Seeding by text makes the draw of a level independent of the other levels.
         picked = random.Random(f"heldout/{seed}/{level}").sample(seeds, min(share, len(seeds)))
         per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
     longest = max(map(len, per_level))
@@ -192,9 +187,9 @@ def heldout_requests(environment: Environment, settings: EvaluationSettings, see
 def validation_requests(
     environment: Environment, episodes: int, levels: Sequence[str], seed: int, reported: Collection[EpisodeRequest]
 ) -> list[EpisodeRequest]:
-    """Held-out episodes to stop and choose by while training, none of them among those that are `reported` on.
+    """Validation episodes for early stopping and model selection, disjoint from the `reported` ones.
 
-    Raises: SettingsError where too few are left besides those.
+    Raises: SettingsError if too few remain.
     """
     requests: list[EpisodeRequest] = []
     for index, level in enumerate(levels):
@@ -205,8 +200,8 @@ def validation_requests(
         picked = [s for s in rng.sample(seeds, min(len(seeds), share + len(taken))) if s not in taken][:share]
         if len(picked) < share:
             raise SettingsError(
-                f"eval_episodes: level '{level}' has {len(seeds)} held-out episodes; the evaluation reports on "
-                f"{len(taken)} of them; {len(picked)} are left to validate on, {share} are wanted. "
+                f"eval_episodes: level '{level}' has {len(seeds)} held-out episodes; the evaluation uses "
+                f"{len(taken)} of them; {len(picked)} are left for validation, {share} are needed. "
                 "Lower evaluate.episodes or eval_episodes"
             )
         requests += [EpisodeRequest(level=level, seed=s) for s in picked]
@@ -225,12 +220,12 @@ def evaluate(
     policy_version: int = 0,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Evaluation:
-    """Play every requested episode `samples` times and summarise.
+    """Evaluation of a model: every requested episode is played `samples` times.
 
     Args:
         requests: from `heldout_requests`. samples: rollouts of each, at least 1.
-        sampling: temperature 0 plays greedily, with log-probabilities at temperature 1. seed: of the sampling.
-        workers: processes that each play a share of the episodes.
+        sampling: temperature 0 = greedy, with log-probabilities at temperature 1. seed: of the sampling.
+        process_group: processes that each play a share of the episodes.
     Raises: DataError without requests; SettingsError for samples below 1.
     """
     if not requests:
@@ -251,11 +246,11 @@ def evaluate(
 
 
 def summarize(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evaluation:
-    """An Evaluation of trajectories that were played already.
+    """Evaluation computed from existing trajectories.
 
     Args:
-        trajectories: samples of one episode are known by (level, seed). seconds: what playing them took; 0 = unknown.
-    Raises: DataError where there is none.
+        trajectories: grouped into episodes by (level, seed). seconds: duration of the rollouts; 0 = unknown.
+    Raises: DataError if there is none.
     """
     played = list(trajectories)
     if not played:
@@ -301,7 +296,7 @@ def compare(
 ) -> PairedResult:
     """Challenger minus champion, paired by episode, with bootstrap intervals over episodes.
 
-    Raises: DataError where no episode is common to both.
+    Raises: DataError without common episodes.
     """
     before = {episode.key: episode for episode in champion.episodes}
     pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
@@ -342,5 +337,5 @@ def _mean(values: Iterable[float]) -> float:
 
 
 def _names(values: Iterable[str]) -> list[str]:
-    """Distinct values, first seen first."""
+    """Distinct values in order of first appearance."""
     return list(dict.fromkeys(values))

@@ -1,4 +1,4 @@
-"""History of metrics: bounded windows, moving averages, slopes, quantiles."""
+"""Metric history with bounded windows: moving averages, slopes, quantiles."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ __all__ = ["MetricHistory"]
 
 logger = logging.getLogger(__name__)
 
-MAX_METRICS = 5000  # names kept; one that is made up anew at every step (a seed in it) must not fill the memory
+MAX_METRICS = 5000  # names kept; bounds memory if names are generated per step (for instance with a seed in them)
 
 
 class MetricHistory:
-    """The newest observations of every metric, each with the step it was made at. Safe to use from several threads.
+    """Latest observations (step, value) of every metric. Thread-safe.
 
-    A window is the newest `window` observations of one metric; it is full when there are that many. Answers about a
-    window that is not full yet are given from what there is; `is_full` tells the two apart.
+    A window is the latest `window` observations of one metric. Statistics of a window that is not full yet use the
+    available observations; see `is_full`.
     """
 
     def __init__(self, limit: int = 1000, max_metrics: int = MAX_METRICS) -> None:
         if limit < 1 or max_metrics < 1:
             raise DataError(f"limit: {limit} and max_metrics {max_metrics} must be at least 1")
         self.max_metrics = max_metrics
-        self._is_full_said = False  # that names are left out
-        self.limit = limit  # observations kept of each metric: the longest window that can be asked for
+        self._is_full_said = False  # warned about dropped names
+        self.limit = limit  # observations kept per metric, hence the longest window
         self._series: dict[str, deque[tuple[float, float]]] = {}
         self._counts: dict[str, int] = {}
         self._lock = threading.RLock()
 
     def observe(self, metrics: Mapping[str, float], step: float) -> None:
-        """Append one observation of each metric. Values that are not finite are left out: they would spoil a window.
+        """Append one observation of each metric; non-finite values are dropped.
 
-        New names beyond `max_metrics` are left out too; a warning says so once.
+        New names beyond `max_metrics` are dropped too, with one warning.
         """
         with self._lock:
             for name, value in metrics.items():
@@ -55,22 +55,22 @@ class MetricHistory:
 
     @property
     def names(self) -> list[str]:
-        """Metrics that were observed, sorted."""
+        """Observed metrics, sorted."""
         with self._lock:
             return sorted(self._series)
 
     def count(self, name: str) -> int:
-        """Observations of a metric since the start or the last `clear`, those beyond `limit` included."""
+        """Number of observations since the start or the last `clear`, including those beyond `limit`."""
         with self._lock:
             return self._counts.get(name, 0)
 
     def is_full(self, name: str, window: int) -> bool:
-        """Whether there are `window` observations. Raises DataError for a window that can never be full."""
+        """True if there are `window` observations. Raises: DataError for a window beyond `limit`."""
         self._check(window)
         return self.count(name) >= window
 
     def points(self, name: str, window: int | None = None) -> list[tuple[float, float]]:
-        """The newest `window` observations (all that are kept) as (step, value), oldest first."""
+        """Latest `window` observations (default: all kept) as (step, value), oldest first."""
         if window is not None:
             self._check(window)
         with self._lock:
@@ -78,16 +78,16 @@ class MetricHistory:
         return points if window is None else points[-window:]
 
     def values(self, name: str, window: int | None = None) -> list[float]:
-        """The newest `window` values (all that are kept), oldest first; [] for a metric never observed."""
+        """Latest `window` values (default: all kept), oldest first; [] for an unknown metric."""
         return [value for _, value in self.points(name, window)]
 
     def mean(self, name: str, window: int) -> float | None:
-        """Moving average; None for a metric never observed."""
+        """Moving average; None for an unknown metric."""
         values = self.values(name, window)
         return math.fsum(values) / len(values) if values else None
 
     def slope(self, name: str, window: int) -> float | None:
-        """Least-squares slope, per step; None with fewer than two different steps.
+        """Least-squares slope per step; None with fewer than two distinct steps.
 
         sum (s - mean s)(v - mean v) / sum (s - mean s)^2.
         """
@@ -100,21 +100,21 @@ class MetricHistory:
         return float(centered @ (values - values.mean())) / spread if spread > 0 else None
 
     def quantile(self, name: str, q: float, window: int) -> float | None:
-        """Quantile q in [0, 1], linear between neighbours; None for a metric never observed."""
+        """Quantile q in [0, 1] with linear interpolation; None for an unknown metric."""
         if not 0 <= q <= 1:
             raise DataError(f"q: {q} must lie in [0, 1]")
         values = self.values(name, window)
         return float(np.quantile(values, q)) if values else None
 
     def clear(self, names: Iterable[str] | None = None) -> None:
-        """Forget all metrics, or those named."""
+        """Delete all metrics, or the given ones."""
         with self._lock:
             for name in list(self._series) if names is None else names:
                 self._series.pop(name, None)
                 self._counts.pop(name, None)
 
     def summary(self, window: int) -> dict[str, dict[str, Any]]:
-        """Of each metric's newest `window` observations: last, mean, slope (per step), p10, p50, p90, is_full."""
+        """Statistics of each metric's latest `window` values: last, mean, slope per step, p10, p50, p90, is_full."""
         with self._lock:
             found = {}
             for name in self.names:
@@ -132,7 +132,7 @@ class MetricHistory:
             return found
 
     def to_json(self, *, window: int = 10) -> str:
-        """Everything at one moment, for a dashboard.
+        """Everything at one moment as JSON, for a dashboard.
 
         {"window": 10, "summary": {name: see `summary`}, "metrics": {name: [[step, value], ...]}}
         """
@@ -143,7 +143,7 @@ class MetricHistory:
         return json.dumps(values, allow_nan=False) + "\n"
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything observed and kept."""
+        """All kept observations."""
         with self._lock:
             return {
                 "limit": self.limit,
@@ -152,7 +152,7 @@ class MetricHistory:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`; `limit` stays as this history was made."""
+        """Inverse of `state_dict`; `limit` is not restored."""
         with self._lock:
             self._series = {
                 name: deque(((float(s), float(v)) for s, v in points), maxlen=self.limit)
@@ -162,4 +162,4 @@ class MetricHistory:
 
     def _check(self, window: int) -> None:
         if not 1 <= window <= self.limit:
-            raise DataError(f"window: {window} must lie between 1 and {self.limit}, the observations that are kept")
+            raise DataError(f"window: {window} must lie between 1 and {self.limit}, the number of observations kept")

@@ -1,6 +1,6 @@
-"""What models say about texts that are there already, teacher-forced: perplexity, entropy, KL, coherence, scores.
+"""Teacher-forced measurements on existing texts: perplexity, entropy, KL, coherence, reward model scores.
 
-N tokens that carry loss, C a chunk of them, V vocabulary.
+Suffixes: N loss tokens, C of a chunk, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rl_core.types import Message, Rollout
 
 __all__ = ["Divergence", "Subject", "divergence", "mean_nll", "probe", "same_vocabulary"]
 
-MAX_TOKENS = 4096  # padded tokens of one pass; more gains nothing on a CPU, whose caches it outgrows
-MAX_TURNS = 8  # turns told apart; later ones count for the whole only
+MAX_TOKENS = 4096  # padded tokens per forward pass; more exceeds CPU caches without a gain
+MAX_TURNS = 8  # turns reported separately; later ones count only in the total
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to measure and how it reads text."""
+    """A model to measure, with its renderer."""
 
     model: PreTrainedModel
     renderer: ChatRenderer
@@ -39,7 +39,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """Means over the sampled tokens of some rollouts, in nats per token."""
+    """Means over sampled tokens, in nats per token."""
 
     entropy: float
     kl: float | None  # None without a reference
@@ -54,12 +54,12 @@ def probe(
     demonstrations: Sequence[Sequence[Message]] = (),
     coherence: CoherenceSettings | None = None,
 ) -> ModelProbe:
-    """Measure one model.
+    """All measurements of one model.
 
     Args:
-        first: the model that KL and states are taken from; None = `subject` is the first one, and KL is 0.
-        rollouts: sampled by `subject`. demonstrations: conversations that no model was trained on; those longer than
-            the model's context are passed over.
+        first: reference model for KL and hidden states; None = `subject` itself, with KL 0.
+        rollouts: sampled by `subject`. demonstrations: held-out conversations; those longer than the model's context
+            are skipped.
     """
     nll, count = mean_nll(subject, demonstrations)
     spread = divergence(subject.model, first.model if first else None, rollouts, subject.renderer.pad_id)
@@ -81,9 +81,9 @@ def probe(
 
 
 def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tuple[float | None, int]:
-    """Mean nats per assistant token (its end-of-turn token included), and of how many conversations.
+    """Mean nats per assistant token (end-of-turn token included), and the number of conversations.
 
-    Perplexity is its exponential; it compares models with one tokenizer only.
+    Perplexity is its exponential, comparable only between models with the same tokenizer.
     """
     context = int(getattr(subject.model.config, "max_position_embeddings", None) or 2**20)
     rows = []
@@ -98,7 +98,7 @@ def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tu
     with evaluating(subject.model), torch.no_grad():
         for batch in make_batches(rows, MAX_TOKENS, subject.renderer.pad_id):
             logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
-            total -= float(logprobs_BS.double().sum())  # 0 where a token carries no loss
+            total -= float(logprobs_BS.double().sum())  # 0 for tokens without loss
             tokens += batch.num_loss_tokens
     return total / tokens, len(rows)
 
@@ -107,9 +107,9 @@ def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tu
 def divergence(
     model: PreTrainedModel, reference: PreTrainedModel | None, rollouts: Sequence[Rollout], pad_id: int
 ) -> Divergence | None:
-    """Entropy of `model` and KL(model || reference) before every token that it sampled, exact over the vocabulary.
+    """Entropy of `model` and KL(model || reference) at every sampled token, exact over the vocabulary.
 
-    H = -sum_v p log p, KL = sum_v p (log p - log q), both at temperature 1 whatever the rollouts were sampled at.
+    H = -sum_v p log p, KL = sum_v p (log p - log q), both at temperature 1 regardless of the sampling temperature.
     Returns: None without rollouts.
     """
     if not rollouts:
@@ -141,12 +141,12 @@ def divergence(
 
 
 def same_vocabulary(one: ChatRenderer, other: ChatRenderer) -> bool:
-    """Whether equal token ids mean equal text for both."""
+    """True if equal token ids mean equal text for both."""
     return bool(one.tokenizer.get_vocab() == other.tokenizer.get_vocab())
 
 
 def _by_turn(values_N: torch.Tensor, turns_N: torch.Tensor) -> list[float]:
-    """Mean at each turn, up to the first that nobody played."""
+    """Mean per turn, up to the first turn without data."""
     means = []
     for turn in range(MAX_TURNS):
         chosen = values_N[turns_N == turn]

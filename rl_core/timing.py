@@ -1,8 +1,7 @@
-"""Where the seconds of an iteration go: named spans that add up, for whoever asks.
+"""Wall-clock profile of an iteration: seconds by named span.
 
-Code marks what it does with `with span("reference"):`; `with collected() as seconds:` around it fills a dictionary.
-Spans may lie within each other, and each counts its whole length; `INSIDE` names those that do. Work on other threads
-is not seen, only the waiting for it.
+Code is marked by `with span("reference"):`; an enclosing `with collected() as seconds:` fills a dictionary. Nested
+spans each count their full duration; `INSIDE` lists them. Work on other threads is not recorded, only waiting for it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from contextvars import ContextVar
 
 __all__ = ["INSIDE", "collected", "count", "span"]
 
-# span -> the span that it lies within; the others share out an iteration between them
+# nested span -> enclosing span; the others partition an iteration
 INSIDE = {
     "environment": "rollout",
     "states": "reward",
@@ -28,7 +27,7 @@ _seconds: ContextVar[dict[str, float] | None] = ContextVar("seconds", default=No
 
 @contextmanager
 def collected() -> Iterator[dict[str, float]]:
-    """Seconds (and amounts) by name, of all spans within the block, on this thread."""
+    """Seconds (and counts) by name, of all spans in the block on this thread."""
     found: dict[str, float] = {}
     token = _seconds.set(found)
     try:
@@ -37,8 +36,8 @@ def collected() -> Iterator[dict[str, float]]:
         _seconds.reset(token)
 
 
-class span:  # noqa: N801  # reads as a word of the language, and a generator would cost three times as much
-    """Counts the seconds of a block under a name."""
+class span:  # noqa: N801  # lower case like a context manager function; a generator-based one takes three times as long
+    """Context manager that adds the seconds of its block to a name."""
 
     __slots__ = ("_name", "_started")
 
@@ -53,7 +52,7 @@ class span:  # noqa: N801  # reads as a word of the language, and a generator wo
 
 
 def count(name: str, amount: float) -> None:
-    """Add to what is collected under a name; nothing where nobody collects."""
+    """Add to a name's total; no-op outside `collected`."""
     found = _seconds.get()
     if found is not None:
         found[name] = found.get(name, 0.0) + amount

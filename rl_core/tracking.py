@@ -1,6 +1,6 @@
-"""The Tracker protocol: all that rl_core knows of experiment tracking.
+"""Tracker protocol, the interface of rl_core to experiment tracking.
 
-A tracker must never stall a step: implementations append to a local journal and ship in the background.
+A tracker must never block a training step: implementations append to a local journal and upload in the background.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ __all__ = ["MemoryTracker", "Tracker"]
 
 
 class Tracker(Protocol):
-    """Where a trainer leaves its metrics, tags, artifacts and progress."""
+    """Sink of a trainer's metrics, tags, artifacts and progress."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record scalars of one step; names as in ARCHITECTURE (`train/...`, `policy/...`)."""
+        """Record scalars of one step, with names such as `train/...`, `policy/...`."""
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Keep a copy of a finished file or folder."""
+        """Store a copy of a finished file or folder."""
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
-        """Keep a structure as a JSON artifact of that name; a later one takes its place."""
+        """Store a structure as a JSON artifact, replacing any of the same name."""
 
     def set_tag(self, name: str, value: str) -> None:
-        """Attach a short text to the run."""
+        """Set a short text tag on the run."""
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Say how far the work is; cheap enough to call at every iteration."""
+        """Report progress; cheap enough to call at every iteration."""
 
 
 @dataclass
 class MemoryTracker:
-    """A tracker that keeps everything in lists; the default of rl_core and of its tests."""
+    """In-memory tracker; the default of rl_core."""
 
     metrics: list[tuple[int, dict[str, float]]] = field(default_factory=list)
     artifacts: list[tuple[Path, str]] = field(default_factory=list)
@@ -49,21 +49,21 @@ class MemoryTracker:
         self.metrics.append((step, dict(metrics)))
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
-        """Remember the path."""
+        """Store the path."""
         self.artifacts.append((Path(path), folder))
 
     def log_dict(self, values: Mapping[str, Any], name: str) -> None:
-        """Remember the structure."""
+        """Store the structure."""
         self.dicts[name] = dict(values)
 
     def set_tag(self, name: str, value: str) -> None:
-        """Remember the tag."""
+        """Store the tag."""
         self.tags[name] = value
 
     def progress(self, done: int, total: int, message: str = "") -> None:
-        """Remember the newest progress."""
+        """Store the latest progress."""
         self.done, self.total, self.message = done, total, message
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """All (step, value) of one metric."""
+        """All (step, value) pairs of one metric."""
         return [(step, row[name]) for step, row in self.metrics if name in row]

@@ -76,10 +76,19 @@ class Trajectory:
     sample: int = 0  # index within the group of rollouts of one prompt
     is_grounded: bool | None = None  # the answer follows from what was observed; None = the environment cannot tell
     temperature: float = 1.0  # at which its tokens were drawn; 0 = greedy
+    row: dict[str, Any] = field(default_factory=dict)  # columns of the data row behind the episode; {} = it has none
+
+    @property
+    def completion(self) -> str:
+        """Text written by the policy, one line a turn; the answer of a single-turn task, also if it was cut off."""
+        return "\n".join(turn.action for turn in self.turns)
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict, as written to trajectories.jsonl."""
-        return asdict(self)
+        """A plain dict, as written to trajectories.jsonl; an empty `row` is left out."""
+        plain = asdict(self)
+        if not plain["row"]:
+            del plain["row"]
+        return plain
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Trajectory:

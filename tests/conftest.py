@@ -1,4 +1,4 @@
-"""What every test runs under: one thread (the suite runs on two workers), no network, no progress bars."""
+"""Setup of every test: one thread (the suite runs on two workers), no network, no progress bars."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""What README shows works: its environment and its reward run, its commands and files exist."""
+"""README's examples work: its environment and its reward run, its commands and files exist."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What could break in the speed benchmarks without being seen: the protocol, medians and ratios, the floor, the fit;
+"""Parts of the speed benchmarks that could break silently: the protocol, medians and ratios, the floor, the fit;
 whether what is for a GPU runs at all."""
 
 import json

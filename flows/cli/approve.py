@@ -1,4 +1,4 @@
-"""`posttrain approve`: pending approvals, and answering them from any process that reaches the tracking store."""
+"""`posttrain approve`: lists and decides pending approvals, from any process with access to the tracking store."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def decide(
     note: str = "",
     where: str = "",
 ) -> str:
-    """Answer for a run, or say what waits.
+    """Decide on a run's approval, or list the pending ones.
 
     Args:
         output: the output folder. uri: tracking store, as in a config.
-        run: a run's name or id as `posttrain runs` shows it, or its pipeline; None = say what waits.
-        approve: the answer; None = show what is asked. by: who answers. note: why.
-        where: the command line's options that name the folder or store, for the commands that are shown.
-    Returns: what to print.
-    Raises: DataError for an unknown run; SettingsError where there is nothing to decide.
+        run: a run's name or id as shown by `posttrain runs`, or its pipeline; None = list pending approvals.
+        approve: the decision; None = show the request. by: the reviewer. note: the reason.
+        where: command-line options that select folder or store, for the printed commands.
+    Returns: text to print.
+    Raises: DataError for an unknown run; SettingsError if there is nothing to decide.
     """
     tracking = Tracking(uri, output)
     known = requests(tracking) if _has_store(tracking) else []
     if run is None:
         if approve is not None:
-            raise SettingsError("name the run to decide about; `posttrain approve` alone lists those that wait")
+            raise SettingsError("name the run to decide on; `posttrain approve` alone lists pending approvals")
         return show([request for request in known if request.is_waiting], output, where)
     request = find(tracking, known, run)
     if approve is None:
@@ -50,7 +50,7 @@ def decide(
     lines = [done.outcome]
     if done.state == "superseded":
         lines.append(
-            f"`posttrain resume {shlex.quote(done.run)}` compares anew, unless the run itself waits: it does so"
+            f"`posttrain resume {shlex.quote(done.run)}` runs the comparison again; a waiting run does so itself"
         )
     lines += _let_go(done, approve)
     return "\n".join(lines)
@@ -62,16 +62,16 @@ def _has_store(tracking: Tracking) -> bool:
 
 
 def find(tracking: Tracking, known: Sequence[ApprovalRequest], run: str) -> ApprovalRequest:
-    """The question of a run: of those that match, the one that waits. Raises: DataError, SettingsError."""
+    """Pending approval request of a run. Raises: DataError, SettingsError."""
     mine = [request for request in known if _matches(request.run, request.run_id, run)]
     waiting = [request for request in mine if request.is_waiting]
     if len(waiting) == 1:
         return waiting[0]
     if waiting:
         names = ", ".join(f"'{request.run}'" for request in waiting)
-        raise SettingsError(f"'{run}' may mean several runs that wait: {names}; give one of these names")
+        raise SettingsError(f"'{run}' matches several pending runs: {names}; give one of these names")
     if mine:
-        raise SettingsError(f"'{run}' waits for nothing: {mine[0].outcome}")
+        raise SettingsError(f"'{run}' is not pending: {mine[0].outcome}")
     rows = [row for row in tracking.list_runs() if not row.parent_run_id] if _has_store(tracking) else []
     if any(_matches(row.name, row.run_id, run) for row in rows):
         raise SettingsError(
@@ -84,19 +84,19 @@ def find(tracking: Tracking, known: Sequence[ApprovalRequest], run: str) -> Appr
 
 
 def _matches(name: str, run_id: str, text: str) -> bool:
-    """Whether a person means this run: its name, its pipeline's name, its id or the beginning of that."""
+    """True if a user's input refers to this run: its name, its pipeline's name, or a prefix of its id."""
     return text in (name, name.partition(" · ")[0]) or (len(text) >= 6 and run_id.startswith(text))
 
 
 def show(waiting: Sequence[ApprovalRequest], output: Path, where: str = "") -> str:
-    """What waits, with the commands that decide."""
+    """Pending approvals, with the commands to decide them."""
     if not waiting:
         return f"nothing in {output.absolute()} waits for approval"
     return "\n\n".join(f"{request.run}\n{request.outcome}\n{answer_commands(request, where)}" for request in waiting)
 
 
 def _let_go(request: ApprovalRequest, approve: bool) -> list[str]:
-    """Tell the Prefect server, where the run waits on one that everybody reaches; a run's own process looks itself."""
+    """Resume the flow run if it waits on a shared Prefect server; a waiting process polls by itself."""
     if not request.prefect_api or not request.flow_run_id:
         return []
     from flows.runtime.prefect_home import prepare_prefect
@@ -111,10 +111,10 @@ def _let_go(request: ApprovalRequest, approve: bool) -> list[str]:
         with temporary_settings({PREFECT_API_URL: request.prefect_api}):
             resume(request.flow_run_id, approve=approve, by=request.by, note=request.note)
     except (NotPausedError, ObjectNotFound):
-        return []  # it has gone on already, or is no more
+        return []  # already resumed, or deleted
     except Exception as error:
         return [
-            f"the decision stands, but the Prefect run could not be told ({type(error).__name__}: {error}); "
+            f"the decision is recorded, but the Prefect run could not be resumed ({type(error).__name__}: {error}); "
             f"resume it on its page: {request.prefect_api.removesuffix('/api')}/runs/flow-run/{request.flow_run_id}"
         ]
     return []

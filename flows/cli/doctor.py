@@ -25,7 +25,7 @@ from tasks.shipped import shipped
 __all__ = ["Finding", "examine", "report"]
 
 GIB = 2**30
-TIMEOUT_SECONDS = 5.0  # for a server to answer
+TIMEOUT_SECONDS = 5.0  # of a server's health check
 CONSTRAINTS = shipped("constraints.txt")
 
 
@@ -34,22 +34,22 @@ class Finding:
     """Result of one check."""
 
     name: str
-    state: Literal["ok", "note", "bad"]  # note: works, but worth knowing; bad: something needed is missing
+    state: Literal["ok", "note", "bad"]  # note: works, with a caveat; bad: a requirement is missing
     detail: str
     advice: str = ""
 
     @property
     def is_bad(self) -> bool:
-        """True = a pipeline cannot run like this."""
+        """True if pipelines cannot run."""
         return self.state == "bad"
 
 
 def examine(output: Path, tracking_uri: str | None = None) -> list[Finding]:
-    """Look at Python, packages, devices, memory, the output folder and the stores. Writes nothing that stays.
+    """Check Python, packages, devices, memory, the output folder and the stores. Leaves no files behind.
 
     Args:
-        output: the folder that pipelines write into.
-        tracking_uri: `tracking.uri` of a config; None: MLFLOW_TRACKING_URI, else the output folder's own database.
+        output: output folder of pipelines.
+        tracking_uri: `tracking.uri` of a config; None: MLFLOW_TRACKING_URI, else the output folder's database.
     """
     return [
         *_packages(),
@@ -64,7 +64,7 @@ def examine(output: Path, tracking_uri: str | None = None) -> list[Finding]:
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as text, with what to do under each that asks for it."""
+    """Findings as text, each followed by its advice, if any."""
     words = {"ok": "ok  ", "note": "note", "bad": "BAD "}
     width = max(len(finding.name) for finding in findings)
     lines = []
@@ -119,7 +119,7 @@ def _package(requirement: Requirement, pin: str | None) -> Finding:
 
 
 def _pins() -> dict[str, str]:
-    """The tested versions by canonical name; {} where the package was installed without its checkout."""
+    """Tested versions by canonical name; {} if installed without a checkout."""
     pins = {}
     lines = CONSTRAINTS.read_text(encoding="utf-8").splitlines() if CONSTRAINTS.is_file() else []
     for line in lines:
@@ -143,7 +143,7 @@ def _canonical(name: str) -> str:
 def _devices() -> Iterator[Finding]:
     try:
         import torch
-    except Exception as error:  # a broken native library raises OSError and others
+    except Exception as error:  # a broken native library raises OSError, among others
         yield Finding("torch import", "bad", f"{type(error).__name__}: {error}", "install torch again, see README")
         return
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
@@ -175,7 +175,7 @@ def _memory() -> Finding:
 
 
 def _existing(path: Path) -> Path:
-    """The folder itself, or the nearest one above it that exists."""
+    """The folder itself, or its nearest existing parent."""
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
 
@@ -188,8 +188,8 @@ def _folder(output: Path) -> Finding:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        return Finding("output", "bad", f"{place} cannot be written into: {error.strerror}", "give another folder")
-    made = "" if place == output.absolute() else " (made at the first run)"
+        return Finding("output", "bad", f"{place} is not writable: {error.strerror}", "give another folder")
+    made = "" if place == output.absolute() else " (created on the first run)"
     return Finding("output", "ok", f"{output.absolute()}{made}")
 
 
@@ -216,7 +216,7 @@ def _mlflow(uri: str | None, output: Path) -> Finding:
     elif scheme == "sqlite":
         path = Path(uri.removeprefix("sqlite:///"))
         if not path.exists():
-            return Finding("mlflow store", "ok", f"{shown} (made at the first run)")
+            return Finding("mlflow store", "ok", f"{shown} (created on the first run)")
         problem, advice = _opened(path), "restore the file, or move it away to start a new one"
     else:
         problem, advice = _connected(uri), "check the address, the driver and that the database is up"
@@ -228,7 +228,7 @@ def _mlflow(uri: str | None, output: Path) -> Finding:
 def _prefect() -> Finding:
     url = os.environ.get("PREFECT_API_URL")
     if not url:
-        return Finding("prefect api", "ok", "none set: every run starts its own for as long as it runs")
+        return Finding("prefect api", "ok", "none set: every run starts its own server for its duration")
     problem = _asked(f"{url.rstrip('/')}/health")
     if problem:
         advice = "start it (`prefect server start`), or unset PREFECT_API_URL"
@@ -237,32 +237,30 @@ def _prefect() -> Finding:
 
 
 def _dead_runs(output: Path) -> Iterator[Finding]:
-    """Runs that were killed without a word and still look as if they ran."""
+    """Runs that were killed but are still marked as running."""
     from tasks.lifecycle.dead_runs import dead_runs
 
     dead = [run for run in dead_runs(output.absolute()) if not run.elsewhere]
     if dead:
         names = ", ".join(run.name for run in dead if run.is_pipeline)
-        detail = f"{len(dead)} {'was' if len(dead) == 1 else 'were'} killed without a word" + (
-            f": {names}" if names else ""
-        )
-        yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and says how to go on")
+        detail = f"{len(dead)} {'was' if len(dead) == 1 else 'were'} killed" + (f": {names}" if names else "")
+        yield Finding("runs", "note", detail, "posttrain doctor --repair marks them and shows how to resume")
 
 
 def _asked(url: str) -> str:
-    """Problem of a server that was asked for its health; "" = it answered."""
+    """Error of a server's health check; "" = healthy."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_SECONDS):
             return ""
     except urllib.error.HTTPError as error:
-        # Servers that want a token say so here; they are up.
+        # Servers that require a token answer with an error status; they are up.
         return "" if error.code in (401, 403) else f"answered {error.code}"
     except (OSError, ValueError) as error:
         return f"no answer ({getattr(error, 'reason', None) or error})"
 
 
 def _opened(path: Path) -> str:
-    """Problem of a sqlite file; "" = it is a database."""
+    """Error of opening an sqlite file; "" = it is a database."""
     try:
         connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=TIMEOUT_SECONDS)
         try:
@@ -275,12 +273,12 @@ def _opened(path: Path) -> str:
 
 
 def _connected(uri: str) -> str:
-    """Problem of a database server; "" = it answered."""
+    """Error of connecting to a database server; "" = connected."""
     import sqlalchemy
 
     try:
         engine = sqlalchemy.create_engine(uri, pool_pre_ping=True)
         with engine.connect():
             return ""
-    except Exception as error:  # drivers raise their own errors, and a missing driver an ImportError
+    except Exception as error:  # drivers raise their own exceptions, a missing driver an ImportError
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"

@@ -1,8 +1,7 @@
-"""`posttrain gc`: what the plan of tasks/retention/plan.py frees, said or done."""
+"""`posttrain gc`: prints or executes the plan of tasks/retention/plan.py."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,17 +15,15 @@ from tasks.tracking.removal import remove_from_store
 
 __all__ = ["collect"]
 
-logger = logging.getLogger(__name__)
-
 
 def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str] = (), delete: bool = False) -> str:
-    """RetentionPlan, and with `delete` remove; returns what to print.
+    """Text of the retention plan; with `delete`, also executes it.
 
     Args:
         output: the output folder. uri: tracking store, as in a config.
-        keep: newest runs of each pipeline whose results stay.
-        pipelines: only these; () = all of the folder.
-    Raises: DataError for a pipeline that the folder does not hold.
+        keep: newest runs per pipeline whose results are kept.
+        pipelines: only these; () = all in the folder.
+    Raises: DataError for an unknown pipeline.
     """
     output = output.resolve()
     known = sorted({record.pipeline for record in recorded_runs(output)})
@@ -39,14 +36,14 @@ def collect(output: Path, uri: str | None, *, keep: int, pipelines: Sequence[str
     lines, total = [], 0
     for name in pipelines or known:
         try:
-            with FolderLock(output / name / ".lock"):  # whoever runs has it: nothing of a living run is looked at
+            with FolderLock(output / name / ".lock"):  # held by running pipelines, which are skipped
                 plan = make_plan(tracking, output / name, keep)
                 lines += _said(name, plan)
                 total += plan.bytes
                 if delete:
                     lines += _remove(tracking, plan)
         except FolderBusy as error:
-            lines.append(f"{name}: left alone, a run is writing ({error})")
+            lines.append(f"{name}: skipped, a run is writing ({error})")
     verb = "freed" if delete else "would free"
     lines.append(f"{verb} {_size(total)}" + ("" if delete else "; nothing was changed, --yes removes it"))
     return "\n".join(lines)
@@ -61,7 +58,7 @@ def _said(name: str, plan: RetentionPlan) -> list[str]:
 
 
 def _remove(tracking: Tracking, plan: RetentionPlan) -> list[str]:
-    """The store first: a folder whose run is gone is merely unexplained, a run whose folder is gone would mislead."""
+    """Delete from the store first: a folder without its run is harmless, a run without its folder is misleading."""
     problems = remove_from_store(tracking.store, plan.runs, plan.versions, plan.models, plan.traces)
     for path in plan.paths:
         if path.is_dir():

@@ -14,10 +14,10 @@ FILES = ("config.yaml", "environment.py", "reward.py")
 
 
 def init(folder: Path) -> str:
-    """Write the files into a new or empty folder; returns what to type next.
+    """Write the files into a new or empty folder; returns the next commands.
 
-    The folder's name becomes that of the pipeline and of a Python package, so it has to be an identifier.
-    Raises: SettingsError for such a name, or where one of the files exists already.
+    The folder's name becomes that of the pipeline and of a Python package, so it must be an identifier.
+    Raises: SettingsError for an invalid name, or if one of the files exists already.
     """
     name = folder.resolve().name
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
@@ -28,7 +28,7 @@ def init(folder: Path) -> str:
         raise SettingsError(f"{folder}: is a file; name a new folder")
     there = [file for file in FILES if (folder / file).exists()]
     if there:
-        raise SettingsError(f"{folder}: has {', '.join(there)} already, and nothing is overwritten; name a new folder")
+        raise SettingsError(f"{folder}: has {', '.join(there)} already, which would be overwritten; name a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     for file in FILES:
         text = (templates() / file).read_text(encoding="utf-8").replace("@FOLDER@", name)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import json
 import os
 import shutil
 import signal
@@ -31,16 +32,16 @@ if TYPE_CHECKING:
 
 __all__ = ["main"]
 
-ELSEWHERE = "give a folder that you may write into (--output, or output: in the configuration), or mend this one"
-# What a disk or a file system says that a person can mend; anything else is an error of ours, and shown in full.
+ELSEWHERE = "use a writable folder (--output, or output: in the configuration), or fix this one"
+# File system errors that a user can fix; any other OSError is a bug and shown with its traceback.
 REFUSALS = {
     errno.EACCES: ELSEWHERE,
     errno.EPERM: ELSEWHERE,
     errno.EROFS: ELSEWHERE,
     errno.EEXIST: ELSEWHERE,
     errno.ENOTDIR: ELSEWHERE,
-    errno.ENOSPC: "make room, as with `posttrain gc`; the same command goes on from the last checkpoint",
-    errno.EDQUOT: "make room, as with `posttrain gc`; the same command goes on from the last checkpoint",
+    errno.ENOSPC: "make room, as with `posttrain gc`; the same command resumes from the last checkpoint",
+    errno.EDQUOT: "make room, as with `posttrain gc`; the same command resumes from the last checkpoint",
 }
 
 
@@ -53,20 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _run(arguments)
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader went away, as in `posttrain runs | head`
+    except BrokenPipeError:  # the reader closed the pipe, as in `posttrain runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    """Run the command and turn what people can mend into a message and an exit code."""
+    """Run the command; user errors become a message and an exit code."""
     try:
         return COMMANDS[arguments.command](arguments)
     except Stopped as stopped:
         return _failed(arguments, str(stopped), 128 + stopped.signum)
     except KeyboardInterrupt as error:
         how, number = ("SIGTERM", signal.SIGTERM) if isinstance(error, Terminated) else ("Ctrl-C", signal.SIGINT)
-        more = "; the same command goes on from the last checkpoint" if arguments.command in TRAINING else ""
+        more = "; the same command resumes from the last checkpoint" if arguments.command in TRAINING else ""
         return _failed(arguments, f"stopped by {how}{more}", 128 + number)
     except (SettingsError, DataError) as error:
         return _failed(arguments, str(error), 2)
@@ -106,7 +107,7 @@ def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:
 
 
 def _prepare(settings: PipelineSettings) -> None:
-    """Put Prefect's own files beside the pipeline's, or use the servers that are up; before Prefect is imported."""
+    """Configure Prefect before its import: files in the output folder, or the servers of `posttrain up`."""
     from flows.operations.connect import connect
     from flows.runtime.prefect_home import prepare_prefect
 
@@ -115,7 +116,7 @@ def _prepare(settings: PipelineSettings) -> None:
 
 
 def _connect_mlflow(output: str | Path) -> Path:
-    """Use the MLflow server of `posttrain up` where it runs; returns the folder."""
+    """Use the MLflow server of `posttrain up` if it runs; returns the folder."""
     from flows.operations.connect import connect
 
     connect(Path(output), prefect=False)
@@ -123,7 +124,7 @@ def _connect_mlflow(output: str | Path) -> Path:
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Write a config, an environment and a reward to start from."""
+    """Write a starter config, environment and reward."""
     from flows.cli.init import init
 
     print(init(Path(arguments.folder)))
@@ -142,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def retrain(arguments: argparse.Namespace) -> int:
-    """Train again where there is new data, from the champion, through the gate."""
+    """Retrain on new data, from the champion, with promotion through the gate."""
     settings = _load(arguments)
     _prepare(settings)
     from flows.retrain import run_retraining
@@ -157,7 +158,7 @@ def retrain(arguments: argparse.Namespace) -> int:
 
 
 def validate(arguments: argparse.Namespace) -> int:
-    """Check a configuration and say what it would run."""
+    """Check a configuration and print a summary of its pipeline."""
     settings = _load(arguments)
     from tasks.config import resolve, settings_digest
 
@@ -176,7 +177,7 @@ def validate(arguments: argparse.Namespace) -> int:
 
 
 def profile(arguments: argparse.Namespace) -> int:
-    """Say where a stage's time goes."""
+    """Print the time profile of a stage."""
     settings = _load(arguments)
     _prepare(settings)
     from flows.cli.time_profile import profile_stage
@@ -213,7 +214,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 
 def analyze(arguments: argparse.Namespace) -> int:
-    """Analyse trajectory files, or models that play the same episodes first."""
+    """Analyse trajectory files, or models after evaluating them on the same episodes."""
     settings = _optional(arguments)
     from flows.cli.model_names import given_models
 
@@ -222,7 +223,7 @@ def analyze(arguments: argparse.Namespace) -> int:
     if missing:
         raise DataError(f"{missing[0]}: no such file; give trajectories.jsonl files or folders that hold some")
     if not settings and (models := given_models(arguments.paths)):
-        raise SettingsError(f"{arguments.paths[0]}: is a model; --config CONFIG says which episodes it is to play")
+        raise SettingsError(f"{arguments.paths[0]}: is a model; give its episodes with --config CONFIG")
     if settings and models:
         return _analyze_models(settings, models, Path(arguments.out), arguments.quiet)
     if settings:
@@ -257,7 +258,7 @@ def promote(arguments: argparse.Namespace) -> int:
 
 
 def approve(arguments: argparse.Namespace) -> int:
-    """Decide on a promotion that waits, or list those that do."""
+    """Decide on a pending promotion, or list the pending ones."""
     settings = _optional(arguments)
     from flows.cli.approve import decide
 
@@ -270,7 +271,7 @@ def approve(arguments: argparse.Namespace) -> int:
 
 
 def resume(arguments: argparse.Namespace) -> int:
-    """Go on with a run that was cut short."""
+    """Resume an interrupted run."""
     chosen = _optional(arguments)
     output = Path(chosen.output if chosen else arguments.output)
     from flows.cli.resume import find, settings_of
@@ -289,7 +290,7 @@ def resume(arguments: argparse.Namespace) -> int:
 
 
 def gc(arguments: argparse.Namespace) -> int:
-    """Say what nothing needs any more, or remove it."""
+    """List or remove unreferenced data."""
     settings = _optional(arguments)
     from flows.cli.gc import collect
 
@@ -300,7 +301,7 @@ def gc(arguments: argparse.Namespace) -> int:
 
 
 def up(arguments: argparse.Namespace) -> int:
-    """Start the servers, the worker and what runs on them, or repair what is not well."""
+    """Start servers, worker and deployments, or repair running ones."""
     from flows.operations.commands import up as start
 
     names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments")
@@ -310,7 +311,7 @@ def up(arguments: argparse.Namespace) -> int:
 
 
 def down(arguments: argparse.Namespace) -> int:
-    """Stop what `up` started."""
+    """Stop everything that `up` started."""
     from flows.operations.commands import down as stop
 
     print(stop(Path(arguments.output)))
@@ -318,7 +319,7 @@ def down(arguments: argparse.Namespace) -> int:
 
 
 def status(arguments: argparse.Namespace) -> int:
-    """Say what `up` keeps running."""
+    """Print the state of the servers of `up`."""
     from flows.operations.commands import status as look
 
     text, good = look(Path(arguments.output), as_json=arguments.json)
@@ -349,7 +350,7 @@ def ui(arguments: argparse.Namespace) -> int:
 
 
 def monitor(arguments: argparse.Namespace) -> int:
-    """Serve the live page until Ctrl-C, or write a run as files."""
+    """Serve the live page until Ctrl-C, or export a run as files."""
     from flows.monitor import server
 
     output, run = Path(arguments.output), arguments.run or ""
@@ -364,21 +365,25 @@ def monitor(arguments: argparse.Namespace) -> int:
 def runs(arguments: argparse.Namespace) -> int:
     """List runs with status and result."""
     settings = _optional(arguments)
-    from tasks.tracking import list_runs
+    from tasks.tracking import list_runs, run_records
 
     output = _connect_mlflow(settings.output if settings else arguments.output)
-    rows = list_runs(output, uri=settings.tracking.uri if settings else None, limit=arguments.limit)
+    uri = settings.tracking.uri if settings else None
+    if arguments.format != "table":
+        print(_exported(run_records(output, uri=uri, limit=arguments.limit), arguments.format), end="")
+        return 0
+    rows = list_runs(output, uri=uri, limit=arguments.limit)
     print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run configs/demo.yaml")
     return 0
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Say what this machine has and what is missing, repair dead runs, or explain a model's fast paths."""
+    """Check this machine for missing requirements, repair dead runs, or explain a model's fast paths."""
     settings = _optional(arguments)
     from flows.cli.doctor import examine, report
 
     output, uri = Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
-    with contextlib.suppress(PosttrainError):  # what does not answer is a finding
+    with contextlib.suppress(PosttrainError):  # an unreachable server becomes a finding
         from flows.operations.connect import connect
 
         connect(output)
@@ -397,8 +402,18 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if any(finding.is_bad for finding in findings) else 0
 
 
+def _exported(records: Sequence[dict[str, Any]], form: str) -> str:
+    """Records as JSON, or as CSV with a column for each metric and tag (metrics.NAME, tags.NAME)."""
+    if form == "json":
+        return json.dumps(records, indent=1) + "\n"
+    import pandas as pd
+
+    text: str = pd.json_normalize(list(records)).to_csv(index=False)
+    return text if records else ""
+
+
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of equal keys as aligned text."""
+    """Rows with equal keys as an aligned text table."""
     head = list(rows[0])
     cells = [head, *([str(row.get(name, "")) for name in head] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
@@ -410,7 +425,7 @@ _ALL = (
     init, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui,
     monitor, runs, gc, doctor,
 )  # fmt: skip
-TRAINING = ("run", "resume", "retrain", "stage")  # what goes on where it was stopped
+TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Models that a user names on the command line: which arguments are models, and what tables and pictures call them."""
+"""Models named on the command line: detection and short display names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def given_models(paths: Sequence[str]) -> dict[str, str]:
-    """Name -> model folder, registered model or hub name; {} where all paths are trajectory files or folders of them.
+    """Name -> model folder, registered model or hub name; {} if all paths are trajectory files or folders of them.
 
-    A finished stage's folder stands for the model in it, and the stage names it.
-    Raises: DataError where some are models and others are not.
+    A finished stage's folder stands for its model, named after the stage.
+    Raises: DataError if only some are models.
     """
     sources = [_model_at(path) for path in paths]
     if not any(sources):
@@ -38,7 +38,7 @@ def given_models(paths: Sequence[str]) -> dict[str, str]:
 
 
 def _model_at(path: str) -> str | None:
-    """The model that a path means, if it does."""
+    """Model that a path refers to, if any."""
     folder = Path(path)
     for place in (folder, folder / "model"):
         if (place / "config.json").is_file():
@@ -48,7 +48,7 @@ def _model_at(path: str) -> str | None:
 
 
 def _name_of(source: str) -> str:
-    """A short name that may stand in a file's name; a version number alone names nothing: models:/demo/3 is demo-v3."""
+    """Short name, valid in file names; a version gets its model's name: models:/demo/3 is demo-v3."""
     if source.startswith("models:/") and (parts := source.removeprefix("models:/").rsplit("/", 1))[-1].isdecimal():
         return re.sub(r"[^\w.@-]+", "_", "-v".join(parts))
     parts = source.removeprefix("models:/").rstrip("/").split("/")

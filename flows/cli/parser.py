@@ -1,4 +1,4 @@
-"""The arguments of the `posttrain` command. Loads nothing but the standard library: `--help` has to start at once."""
+"""Argument parser of the `posttrain` command. Standard library only, so that `--help` starts at once."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ start here:
   posttrain init my_task                   a config, an environment and a reward to start from
   posttrain validate demo                  check a configuration without running anything
   posttrain up                             Prefect, a worker and MLflow, with schedules (down, status)
-  posttrain ui                             look at results in MLflow and Prefect
-  posttrain monitor                        watch a run while it trains
-  posttrain doctor                         what this machine has and what is missing
+  posttrain ui                             browse results in MLflow and Prefect
+  posttrain monitor                        watch a run live
+  posttrain doctor                         check this machine for missing requirements
 
 exit codes:
-  0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command goes on from the last checkpoint
+  0 done   1 failed   2 wrong settings or data   130, 143 stopped; the same command resumes from the last checkpoint
 """
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="posttrain", description=_ABOUT, epilog=_START, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Version(argparse.Action):
-    """Prints the version; it is looked up only then."""
+    """Action that prints the version, looked up lazily."""
 
     def __call__(self, parser: argparse.ArgumentParser, *arguments: Any, **named: Any) -> None:
         from importlib.metadata import PackageNotFoundError, version
@@ -87,7 +87,7 @@ def _add_config(parser: argparse.ArgumentParser, *, option: bool = False, requir
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="change one setting, as in stages.policy.learning_rate=3e-4; may be given several times; VALUE is YAML, "
+        help="override a setting, as in stages.policy.learning_rate=3e-4; may be repeated; VALUE is YAML, "
         "and null removes a stage",
     )
 
@@ -97,11 +97,11 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the table at the end")
+    parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the final table")
 
 
 def _add_init(commands: Any) -> None:
-    about = "write a commented config, an environment and a reward to start from"
+    about = "write a commented starter config, environment and reward"
     parser = _add(commands, "init", about, ["init my_task"])
     parser.add_argument("folder", metavar="FOLDER", help="a new folder; its name becomes that of the pipeline")
 
@@ -110,7 +110,7 @@ def _add_run(commands: Any) -> None:
     parser = _add(
         commands,
         "run",
-        "run a pipeline; stages that were finished with the same settings and data are not run again",
+        "run a pipeline; stages finished with the same settings and data are skipped",
         [
             "run configs/demo.yaml",
             "run configs/demo.yaml --set stages.policy.learning_rate=1e-3 --set seed=1",
@@ -119,7 +119,7 @@ def _add_run(commands: Any) -> None:
         ],
     )
     _add_config(parser)
-    parser.add_argument("--fresh", action="store_true", help="run every stage again, whatever was finished before")
+    parser.add_argument("--fresh", action="store_true", help="rerun all stages, finished ones included")
     _add_quiet(parser)
 
 
@@ -129,22 +129,22 @@ def _add_retrain(commands: Any) -> None:
         "retrain configs/demo.yaml --force --reason 'tools have changed'",
         "retrain configs/gsm8k.yaml --start base --set environment.options.path=train.jsonl",
     ]
-    about = "train again when there is data that the champion has not seen, and promote what passes the gate"
+    about = "retrain if there is data new to the champion, and promote the result if it passes the gate"
     parser = _add(commands, "retrain", about, examples)
     _add_config(parser)
     parser.add_argument(
         "--start",
         choices=("champion", "base"),
-        help="where to start: the champion, or the model that the configuration names (default: retrain.start in it)",
+        help="initial model: the champion, or the configuration's model (default: its retrain.start)",
     )
     parser.add_argument("--force", action="store_true", help="also without new data")
-    parser.add_argument("--reason", default="", help="who or what asked for it; kept with the versions")
+    parser.add_argument("--reason", default="", help="origin of the request; stored with the versions")
     _add_quiet(parser)
 
 
 def _add_validate(commands: Any) -> None:
     examples = ["validate configs/demo.yaml", "validate configs/demo.yaml --set stages.policy.group_size=16 --show"]
-    parser = _add(commands, "validate", "check a configuration; nothing is run or written", examples)
+    parser = _add(commands, "validate", "check a configuration without running anything", examples)
     _add_config(parser)
     parser.add_argument("--show", action="store_true", help="print all settings, defaults included, as YAML")
 
@@ -155,18 +155,18 @@ def _add_stage(commands: Any) -> None:
         "stage policy configs/demo.yaml --model outputs/my-sft-model",
         "stage sft configs/demo.yaml --set stages.sft.epochs=1 --fresh",
     ]
-    about = "run one stage; what it needs is taken from finished stages, or run first"
+    about = "run one stage; its inputs come from finished stages, or those run first"
     parser = _add(commands, "stage", about, examples)
     parser.add_argument("name", metavar="NAME", choices=names(), help=f"one of {', '.join(names())}")
     _add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
-    parser.add_argument("--fresh", action="store_true", help="run the stage again, even if it was finished before")
+    parser.add_argument("--fresh", action="store_true", help="rerun the stage even if finished")
     _add_quiet(parser)
 
 
 def _add_profile(commands: Any) -> None:
     examples = ["profile configs/demo.yaml", "profile configs/demo.yaml --stage sft --iterations 20"]
-    about = "say where the time of a training stage's iterations goes; a few of them are run"
+    about = "profile a few iterations of a training stage by phase"
     parser = _add(commands, "profile", about, examples)
     _add_config(parser)
     parser.add_argument("--stage", metavar="NAME", choices=training_stages(), help="default: the last training stage")
@@ -175,9 +175,9 @@ def _add_profile(commands: Any) -> None:
 
 
 def _at_least_two(text: str) -> int:
-    """Iterations to profile: the first only warms up."""
+    """Number of iterations to profile; the first is warm-up."""
     if not text.isdecimal() or int(text) < 2:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 2: the first iteration only warms up")
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 2: the first iteration is warm-up")
     return int(text)
 
 
@@ -199,14 +199,14 @@ def _add_analyze(commands: Any) -> None:
         "analyze sft.jsonl policy.jsonl --config configs/demo.yaml",
         "analyze path/to/sft path/to/policy models:/demo@champion --config configs/demo.yaml",
     ]
-    about = "analyse trajectory files, or models on the same episodes: tables, pictures, one HTML report"
+    about = "analyse trajectory files, or models on the same episodes: tables, figures, an HTML report"
     parser = _add(commands, "analyze", about, examples)
     parser.add_argument(
-        "paths", metavar="PATH", nargs="+", help="trajectories.jsonl files, or folders that hold some; or models"
+        "paths", metavar="PATH", nargs="+", help="trajectories.jsonl files, folders with some, or models"
     )
     _add_config(parser, option=True)
     _add_quiet(parser)
-    parser.add_argument("--out", default="analysis", help="folder of the report (default: analysis)")
+    parser.add_argument("--out", default="analysis", help="output folder of the report (default: analysis)")
 
 
 def _add_promote(commands: Any) -> None:
@@ -214,7 +214,7 @@ def _add_promote(commands: Any) -> None:
         "promote --config configs/demo.yaml --note 'loops on hard questions'    (back to the champion before)",
         "promote --version 3 --config configs/demo.yaml",
     ]
-    about = "move the alias champion by hand: back to the champion before, or to any version"
+    about = "move the alias champion manually: back to the previous champion, or to any version"
     parser = _add(commands, "promote", about, examples)
     parser.add_argument("--version", type=_positive, metavar="N", help="version of the registered model")
     parser.add_argument("--note", default="", help="why; kept as a tag of the version")
@@ -227,27 +227,27 @@ def _add_approve(commands: Any) -> None:
         "approve 'demo · 2026-11-21 14:00:00' --yes --note 'looked at the regressions'",
         "approve demo --no --note 'worse on hard questions'",
     ]
-    about = "decide on a promotion that waits for approval; without RUN, list those that do"
+    about = "approve or reject a pending promotion; without RUN, list pending ones"
     parser = _add(commands, "approve", about, examples)
     parser.add_argument("run", metavar="RUN", nargs="?", help="name or id of the run, or its pipeline (posttrain runs)")
     decision = parser.add_mutually_exclusive_group()
     decision.add_argument("--yes", dest="approve", action="store_true", help="promote", default=None)
     decision.add_argument("--no", dest="approve", action="store_false", help="reject", default=None)
     parser.add_argument("--note", default="", help="why; kept as a tag of the version")
-    parser.add_argument("--by", default="", help="who decides (default: this user and machine)")
+    parser.add_argument("--by", default="", help="reviewer (default: this user and machine)")
     _add_config(parser, option=True)
     _add_output(parser)
 
 
 def _add_resume(commands: Any) -> None:
     examples = ["resume", "resume demo", "resume 'demo · 2026-11-21 14:00:00'"]
-    about = "go on with a run that was killed, stopped or has failed: its settings, from its last checkpoint"
+    about = "resume a killed, stopped or failed run with its own settings, from its last checkpoint"
     parser = _add(commands, "resume", about, examples)
     parser.add_argument(
         "run",
         metavar="RUN",
         nargs="?",
-        help="name or id of the run, or its pipeline (default: the newest that is open)",
+        help="name or id of the run, or its pipeline (default: the newest unfinished run)",
     )
     _add_config(parser, option=True)
     _add_output(parser)
@@ -256,15 +256,15 @@ def _add_resume(commands: Any) -> None:
 
 def _add_gc(commands: Any) -> None:
     examples = ["gc --keep 5", "gc --keep 5 --pipeline demo --yes"]
-    about = "remove what no alias, champion lineage or open run needs; says what it would free unless --yes is given"
+    about = "remove data needed by no alias, champion lineage or open run; a dry run unless --yes is given"
     parser = _add(commands, "gc", about, examples)
     parser.add_argument(
-        "--keep", type=_positive, default=5, metavar="N", help="newest runs of each pipeline (default: 5)"
+        "--keep", type=_positive, default=5, metavar="N", help="newest runs to keep per pipeline (default: 5)"
     )
     parser.add_argument(
-        "--pipeline", metavar="NAME", action="append", default=[], help="only this one; may be repeated"
+        "--pipeline", metavar="NAME", action="append", default=[], help="only this pipeline; may be repeated"
     )
-    parser.add_argument("--yes", action="store_true", help="remove; otherwise nothing is changed")
+    parser.add_argument("--yes", action="store_true", help="actually remove")
     _add_config(parser, option=True)
     _add_output(parser)
 
@@ -279,35 +279,35 @@ def _add_up(commands: Any) -> None:
     about = "start Prefect, a worker and MLflow on this machine, with all deployments and automations registered"
     parser = _add(commands, "up", about, examples)
     _add_output(parser)
-    parser.add_argument("--detach", "-d", action="store_true", help="leave it running in the background")
+    parser.add_argument("--detach", "-d", action="store_true", help="run in the background")
     parser.add_argument("--prefect-port", type=_port, metavar="PORT", help="default: 4200")
     parser.add_argument("--mlflow-port", type=_port, metavar="PORT", help="default: 5000")
     parser.add_argument(
         "--database",
         metavar="URL",
-        help="postgresql://USER@HOST:5432/NAME for both servers, which make NAME_prefect and NAME_mlflow; a password "
-        "stands better in POSTTRAIN_DATABASE, PGPASSWORD or ~/.pgpass than here (default: sqlite in the output folder)",
+        help="postgresql://USER@HOST:5432/NAME for both servers, which create NAME_prefect and NAME_mlflow; put a "
+        "password into POSTTRAIN_DATABASE, PGPASSWORD or ~/.pgpass instead (default: sqlite in the output folder)",
     )
     parser.add_argument("--pool", metavar="NAME", help="work pool of the worker (default: posttrain)")
-    parser.add_argument("--runs", type=_positive, metavar="N", help="flow runs at once (default: no limit)")
+    parser.add_argument("--runs", type=_positive, metavar="N", help="concurrent flow runs (default: no limit)")
     parser.add_argument(
         "--deployments",
         metavar="FOLDER",
-        help="register its prefect.yaml and automations.yaml; entrypoints are relative to the folder above it "
+        help="folder of prefect.yaml and automations.yaml; entrypoints are relative to its parent "
         "(default: those of this checkout)",
     )
     parser.add_argument(
-        "--gpu-slots", type=_positive, metavar="N", help="limit 'gpu': stages at once on GPUs (default: one per GPU)"
+        "--gpu-slots", type=_positive, metavar="N", help="limit 'gpu': concurrent stages on GPUs (default: one per GPU)"
     )
 
 
 def _add_down(commands: Any) -> None:
-    about = "stop what `posttrain up` started: the worker and its runs, which save first, then the servers"
+    about = "stop `posttrain up`: the worker and its runs (which save first), then the servers"
     _add_output(_add(commands, "down", about, ["down", "down --output /data/outputs"]))
 
 
 def _add_status(commands: Any) -> None:
-    about = "say what `posttrain up` keeps running; exits with 1 unless all of it is up"
+    about = "state of the servers of `posttrain up`; exits with 1 unless all are up"
     parser = _add(commands, "status", about, ["status", "status --json"])
     _add_output(parser)
     parser.add_argument("--json", action="store_true", help="for programs")
@@ -324,14 +324,14 @@ def _add_ui(commands: Any) -> None:
         type=_port,
         default=5000,
         metavar="PORT",
-        help="default: 5000; the next free one where it is taken",
+        help="default: 5000, or the next free port",
     )
     parser.add_argument(
         "--prefect-port",
         type=_port,
         default=4200,
         metavar="PORT",
-        help="default: 4200; the next free one where it is taken",
+        help="default: 4200, or the next free port",
     )
 
 
@@ -343,24 +343,28 @@ def _add_monitor(commands: Any) -> None:
     parser.add_argument(
         "--run", metavar="NAME", help="a pipeline (its newest run) or PIPELINE/STARTED (default: follow the newest run)"
     )
-    parser.add_argument("--port", type=_port, metavar="PORT", help="default: 7860; the next free one where it is taken")
-    parser.add_argument("--export", metavar="FOLDER", help="write the run as CSV and JSON into FOLDER and end; no page")
+    parser.add_argument("--port", type=_port, metavar="PORT", help="default: 7860, or the next free port")
+    parser.add_argument(
+        "--export", metavar="FOLDER", help="write the run as CSV and JSON into FOLDER instead of serving the page"
+    )
 
 
 def _add_runs(commands: Any) -> None:
-    parser = _add(commands, "runs", "list runs, newest first, with status and result", ["runs", "runs --limit 5"])
+    examples = ["runs", "runs --limit 5", "runs --format csv > runs.csv"]
+    parser = _add(commands, "runs", "list runs, newest first, with status and result", examples)
     _add_config(parser, option=True)
     _add_output(parser)
     parser.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
+    parser.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold metrics and tags too"
+    )
 
 
 def _add_doctor(commands: Any) -> None:
     examples = ["doctor", "doctor --config configs/gsm8k.yaml", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B"]
-    about = "check versions, devices, stores and folders; exits with 1 when something needed is missing"
+    about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
     parser = _add(commands, "doctor", about, examples)
-    parser.add_argument(
-        "--repair", action="store_true", help="mark runs that were killed without a word; offers resume"
-    )
+    parser.add_argument("--repair", action="store_true", help="mark killed runs as dead and offer to resume them")
     parser.add_argument(
         "--model",
         metavar="MODEL",
@@ -373,12 +377,12 @@ def _add_doctor(commands: Any) -> None:
 
 def _positive(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def _port(text: str) -> int:
     number = _positive(text)
     if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; ports are 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
     return number

@@ -1,4 +1,4 @@
-"""`posttrain resume`: go on with a run that was cut short, with its own settings, from its last checkpoint."""
+"""`posttrain resume`: continue an interrupted run with its own settings, from its last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def find(output: Path, run: str | None) -> RunRecord:
-    """The run to go on with: by name, by id or the beginning of it, or a pipeline's newest that did not end well.
+    """Run to resume: by name, by id or a prefix of it, or a pipeline's newest unfinished run.
 
     Args:
-        run: None = the newest of all that can be resumed.
-    Raises: DataError for an unknown run; SettingsError for one that has finished; FolderBusy for one that is alive.
+        run: None = the newest resumable run.
+    Raises: DataError for an unknown run; SettingsError for a finished run; FolderBusy for a running one.
     """
     known = recorded_runs(output.resolve())
     if not known:
@@ -35,7 +35,7 @@ def find(output: Path, run: str | None) -> RunRecord:
     first = named[0]
     if first.status == "running":
         where = f" on {first.host}" if first.host else ""
-        raise FolderBusy(f"run '{first.name}' is alive{where}; nothing has to be resumed")
+        raise FolderBusy(f"run '{first.name}' is still running{where}; nothing to resume")
     raise SettingsError(f"run '{first.name}' has finished; `posttrain run` with its config runs it again")
 
 
@@ -44,20 +44,20 @@ def _is_id(record: RunRecord, text: str) -> bool:
 
 
 def settings_of(record: RunRecord, output: Path) -> PipelineSettings:
-    """The settings that a run began with; warns where the code is another one by now.
+    """Settings of a run; warns if the code has changed since.
 
-    Raises: SettingsError where they were not recorded, or what they name is no longer there.
+    Raises: SettingsError if they were not recorded, or refer to something that no longer exists.
     """
     if record.settings is None:
         raise SettingsError(
             f"run '{record.name}' ended before its settings were recorded; start it with `posttrain run`"
         )
     settings = from_dict(record.settings)
-    if Path(settings.output).resolve() != output.resolve():  # started from another folder, or moved since
+    if Path(settings.output).resolve() != output.resolve():  # started from another working directory, or moved since
         settings = dataclasses.replace(settings, output=str(output.resolve()))
     if record.code_version and record.code_version != code_version():
         logger.warning(
-            "the code has changed since '%s' began (%s, now %s): what it decides is computed again, from the start",
+            "the code has changed since '%s' began (%s, now %s): stages affected by it start over",
             record.name, record.code_version, code_version(),
         )  # fmt: skip
     return settings

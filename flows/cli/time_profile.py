@@ -1,4 +1,4 @@
-"""`posttrain profile`: where the time of a training stage's iterations goes."""
+"""`posttrain profile`: time profile of a training stage's iterations."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ _FIGURES = {
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One line of the profile."""
+    """One row of the profile."""
 
     label: str
-    seconds: float  # of an iteration, mean
-    share: float  # of everything
+    seconds: float  # mean per iteration
+    share: float  # of the total
 
 
 def time_parts(records: Sequence[tuple[int, Mapping[str, float]]]) -> list[Part]:
-    """Where the iterations' time went, each second in one part, the longest first; the first iteration warms up.
+    """Disjoint parts of the iteration time, longest first; the first iteration is warm-up.
 
     Args:
-        records: (step, metrics) as the journal holds them; an iteration has perf/step_seconds, a validation
-            perf/eval_seconds. What an iteration reports of checkpoints and tracking was spent just before it.
+        records: (step, metrics) from the journal; an iteration has perf/step_seconds, a validation perf/eval_seconds.
+            Checkpoint and tracking times reported by an iteration were spent just before it.
     Returns: [] with fewer than two iterations.
     """
     iterations = [index for index, (_, metrics) in enumerate(records) if "perf/step_seconds" in metrics]
@@ -71,7 +71,7 @@ def time_parts(records: Sequence[tuple[int, Mapping[str, float]]]) -> list[Part]
     total = spent.pop("step") + sum(spent[name] for name in _OUTSIDE)
     own = dict(spent)
     for inner, outer in INSIDE.items():
-        if spent[outer]:  # a stage that does not time the outer one has the inner one by itself
+        if spent[outer]:  # a stage without the outer span has the inner one on its own
             own[outer] -= spent[inner]
     own["other"] = total - sum(own.values())
     labels = _LABELS | {"other": "the rest: batches, statistics"}
@@ -80,9 +80,9 @@ def time_parts(records: Sequence[tuple[int, Mapping[str, float]]]) -> list[Part]
 
 
 def shortened(settings: PipelineSettings, name: str, iterations: int) -> PipelineSettings:
-    """The pipeline with `iterations` iterations of a stage, in its first curriculum stage, never stopped early.
+    """Pipeline settings with `iterations` iterations of a stage, in its first curriculum stage, without early stopping.
 
-    Its models are registered under a name of their own, so that no version of the real one is made.
+    Its models are registered under a separate name, so that the real one gets no new version.
     """
     stage = getattr(settings.stages, name)
     changes: dict[str, Any] = {"max_steps": iterations} if hasattr(stage, "max_steps") else {"iterations": iterations}
@@ -103,11 +103,11 @@ def shortened(settings: PipelineSettings, name: str, iterations: int) -> Pipelin
 
 
 def profile_stage(settings: PipelineSettings, name: str | None, iterations: int, *, quiet: bool = False) -> str:
-    """Run a few iterations of a stage and say where their time went; earlier stages come from finished runs, or run.
+    """Run and profile a few iterations of a stage; earlier stages come from finished runs, or run first.
 
     Args:
         name: a training stage of the config; None = the last one.
-    Raises: SettingsError when the config has no such stage.
+    Raises: SettingsError if the config has no such stage.
     """
     from flows.single_stage import run_stage
 
@@ -122,7 +122,7 @@ def profile_stage(settings: PipelineSettings, name: str | None, iterations: int,
 
 
 def profile_table(name: str, records: Sequence[tuple[int, Mapping[str, float]]], width: int | None = None) -> str:
-    """The profile as text."""
+    """Profile as text."""
     parts = time_parts(records)
     if not parts:
         return f"{name}: fewer than two iterations were recorded, so there is nothing to compare"

@@ -1,7 +1,7 @@
-"""`posttrain ui`: the MLflow page and the Prefect page of an output folder, on loopback, until Ctrl-C.
+"""`posttrain ui`: MLflow and Prefect pages of an output folder, served on loopback until Ctrl-C.
 
-Both are child processes in groups of their own; whatever ends this process ends them too, a SIGKILL included. A
-service that runs elsewhere already (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
+Both are child processes in their own process groups that end with this process, even on SIGKILL. A service already
+running elsewhere (an http tracking store, PREFECT_API_URL) is not started; its link is printed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["PageServer", "PageServers", "serve"]
 log = logging.getLogger(__name__)
 
 START_SECONDS = 120.0  # a first start creates databases
-STOP_SECONDS = 8.0  # for an orderly end; after that the group is killed
+STOP_SECONDS = 8.0  # grace period before the group is killed
 PORTS_TRIED = 100
 
 # Asks the kernel for SIGTERM when the parent dies, then becomes the server.
@@ -43,7 +43,7 @@ os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])
 
 @dataclass
 class PageServer:
-    """One web page: its name, link, and the process that serves it (None = it runs elsewhere)."""
+    """One web page: name, link, and serving process (None = runs elsewhere)."""
 
     name: str
     url: str
@@ -53,7 +53,7 @@ class PageServer:
     notes: list[str] = field(default_factory=list)
 
     def answers(self) -> bool:
-        """Whether the page is up."""
+        """True if the page is up."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # loopback needs no proxy
         try:
             with opener.open(self.health, timeout=2) as response:
@@ -62,13 +62,13 @@ class PageServer:
             return False
 
     def tail(self) -> str:
-        """The last lines that the process printed."""
+        """Last output lines of the process."""
         if self.log_path is None or not self.log_path.exists():
             return ""
         return "\n".join(self.log_path.read_text(errors="replace").splitlines()[-15:])
 
     def check_alive(self) -> None:
-        """Raise BackendError, with its last words, when the process has ended."""
+        """Raise BackendError with the last output lines if the process has ended."""
         if self.process is not None and self.process.poll() is not None:
             code = self.process.returncode
             raise BackendError(f"the {self.name} server ended (exit code {code}); its last lines:\n{self.tail()}")
@@ -163,7 +163,7 @@ class PageServers:
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         for port in range(wanted, min(65536, wanted + PORTS_TRIED)):
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As servers do it: a port whose last connections are still closing is free.
+                # As servers do: a port with connections in TIME_WAIT counts as free.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 try:
                     probe.bind((self.host, port))
@@ -189,7 +189,7 @@ class PageServers:
                 stderr=subprocess.STDOUT,
                 env={**environment, **os.environ, **_quiet(environment)},
                 cwd=self.output,
-                start_new_session=True,  # Ctrl-C reaches us alone, and a group can be ended as a whole
+                start_new_session=True,  # Ctrl-C reaches only this process, and a group can be signalled as a whole
             )
 
     def _wait(self) -> None:
@@ -208,14 +208,14 @@ class PageServers:
     # -- until the end ------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Return never; raises BackendError when a server ends by itself."""
+        """Watch the servers; never returns. Raises: BackendError if a server ends by itself."""
         while True:
             for service in self.services:
                 service.check_alive()
             time.sleep(0.5)
 
     def stop(self) -> None:
-        """End both process groups; whoever does not go is killed."""
+        """Terminate both process groups, with SIGKILL after the grace period."""
         running = [service.process for service in self.services if service.process is not None]
         for process in running:
             _signal_group(process, signal.SIGTERM)
@@ -225,7 +225,7 @@ class PageServers:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 log.info("process %d takes too long to stop and is killed", process.pid)
-            # ProcessGroup may outlive their master for a moment, or for ever.
+            # Descendants may outlive their group leader.
             while _signal_group(process, 0) and time.monotonic() < deadline:
                 time.sleep(0.05)
             _signal_group(process, signal.SIGKILL)
@@ -234,13 +234,13 @@ class PageServers:
 
 
 def _quiet(environment: dict[str, str]) -> dict[str, str]:
-    """What a user's environment must not override: without these the pages call home or ask questions."""
+    """Variables that override the user's environment: without them the pages send telemetry or prompt."""
     names = ("MLFLOW_DISABLE_TELEMETRY", "PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_CLI_PROMPT", "PREFECT_UI_API_URL")
     return {name: environment[name] for name in names if name in environment}
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Signal a child's group (its session's leader is the child); False when nobody is left in it."""
+    """Signal a child's process group (led by the child); False if it is empty."""
     try:
         os.killpg(process.pid, number)
         return True
@@ -266,11 +266,11 @@ def serve(
         output: the output folder, whose stores are shown.
         tracking_uri: the MLflow store; None as for runs (MLFLOW_TRACKING_URI, else the folder's own).
         host: a loopback name; neither page has a password.
-        mlflow_port, prefect_port: the next free one is taken where it is in use.
-    Raises: SettingsError, BackendError when a server does not start or ends by itself.
+        mlflow_port, prefect_port: if taken, the next free port is used.
+    Raises: SettingsError, BackendError if a server does not start or ends by itself.
     """
     Path(output).mkdir(parents=True, exist_ok=True)
-    # SIGINT too: a shell starts background jobs with it ignored.
+    # SIGINT too: shells start background jobs with SIGINT ignored.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         print("starting the MLflow and Prefect pages ...", flush=True)

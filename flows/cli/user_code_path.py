@@ -1,4 +1,4 @@
-"""Where commands look for a user's own environments and rewards."""
+"""Import path of a user's own environments and rewards."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["find_own_code"]
 
 
 def find_own_code() -> None:
-    """What a config names by import path may lie in the folder that the command is called from, as with `python -m`.
+    """Append the working directory to the import path, as with `python -m`.
 
-    Last on the path: a file there hides nothing that is installed.
+    Last on the path, so that files there do not shadow installed packages.
     """
-    with contextlib.suppress(FileNotFoundError):  # the folder is gone
+    with contextlib.suppress(FileNotFoundError):  # the working directory was deleted
         if (here := os.getcwd()) not in sys.path:
             sys.path.append(here)

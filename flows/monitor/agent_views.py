@@ -44,7 +44,7 @@ def _names(stage: StageView, prefix: str) -> list[tuple[str, str]]:
 
 
 def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """What each component gives, raw and weighted, whether it goes with success, and the alarm."""
+    """Reward components, raw and weighted, their correlation with success, and the alarm."""
     if not pairs or "reward/mean" not in pairs[0][1].table.series:
         return _nothing(
             "This stage has no rewards. They come with the stage policy; choose it above once it has begun."
@@ -69,7 +69,7 @@ def rewards(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     if alarm is not None and alarm.last > 0:
         lines = [
             "The alarm is on: the total reward rises while success falls.",
-            "Look at what the parts below go with.",
+            "Compare the correlations of the components below.",
         ]
         blocks.append({"kind": "note", "id": "alarm", "tone": "bad", "lines": lines})
     charts = [found for found in parts if found is not None]
@@ -111,7 +111,7 @@ def _reward_tiles(stage: StageView) -> dict[str, Any]:
 
 
 def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """How often tools are called and misused over training, and which ones in the newest episodes."""
+    """Tool calls and misuse over training, and by tool in the latest episodes."""
     blocks: list[dict[str, Any]] = []
     if pairs:
         first = ("tool/calls", "tool/misuse_rate", "train/turns")
@@ -144,7 +144,7 @@ def tools(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """The stage over iterations, what the next move waits for, every move with its reason."""
+    """Curriculum stage over iterations, pending exit conditions, and all moves with reasons."""
     if not pairs or "curriculum/stage" not in pairs[0][1].table.series:
         return _nothing(
             "This stage has no curriculum. It comes with the stage policy; choose it above once it has begun."
@@ -180,7 +180,7 @@ def curriculum(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]
         blocks.append(table("moves", "History, the newest first", columns, rows))
     else:
         blocks.append(
-            {"kind": "note", "id": "moves", "tone": "small", "lines": ["No move yet: the first stage goes on."]}
+            {"kind": "note", "id": "moves", "tone": "small", "lines": ["No move yet: still in the first stage."]}
         )
     return blocks
 
@@ -212,7 +212,7 @@ def _stage_chart(run: RunView, stage: StageView, names: Sequence[str], choice: C
 def _plan(
     planned: Sequence[Mapping[str, Any]], now: int, stage: StageView, settings: Mapping[str, Any], *, is_over: bool
 ) -> dict[str, Any]:
-    """Each stage with its mix of levels and what it waits for, with the present value where it is the present one."""
+    """Stages with level mix and exit conditions, including current values for the active stage."""
     rows = []
     early = settings.get("early_stop")
     for index, row in enumerate(planned):
@@ -242,7 +242,7 @@ def _condition(row: Mapping[str, Any], stage: StageView, present: bool) -> str:
 
 
 def trajectories(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """The newest trajectories of one file, turn by turn."""
+    """Latest trajectories of one file, turn by turn."""
     files = episode_files(run)
     if not files:
         return _nothing("No trajectories yet: they come with training by rewards and with the stage evaluate.")

@@ -1,4 +1,4 @@
-"""Charts and tables as plain dictionaries; what the browser needs to draw them and nothing else."""
+"""Charts and tables as plain dictionaries for the browser."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ __all__ = [
     "unit_of",
 ]
 
-NONE = "\u2013"  # where there is no value
-COLOURS = 8  # of the style sheet; more lines begin again, dashed
+NONE = "\u2013"  # missing value
+COLOURS = 8  # of the style sheet; further lines reuse them, dashed
 
-# What a metric is measured in, by how its name begins or ends; the first that fits.
+# Units by prefix or suffix of a metric's name; first match.
 _UNITS = (
     ("perf/tokens_per_second", "tokens/s"), ("_tokens_per_second", "tokens/s"), ("perf/memory_gb", "GB"),
     ("learning_rate", ""), ("_seconds", "s"), ("_percentage", "%"), ("_megabytes", "MiB"), ("_watts", "W"),
@@ -44,38 +44,38 @@ _UNITS = (
     ("curriculum/stage_iterations", "iterations"),
 )  # fmt: skip
 
-# Set, not sampled, or averaged already: a moving average would only lag behind.
+# Scheduled or already averaged metrics, for which a moving average only adds lag.
 _EXACT = ("learning_rate", "_coef", "train/epoch", "perf/memory_gb")
 _EXACT_GROUPS = ("curriculum/",)
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """How curves are to be drawn."""
+    """Drawing options of curves."""
 
     window: int = 10  # observations of the moving average; 1 = none
-    by_time: bool = False  # x is minutes since the run began, not steps
+    by_time: bool = False  # x axis: minutes since the start of the run instead of steps
 
     def of(self, name: str) -> Drawn:
-        """How this metric is drawn: without an average where one makes no sense."""
+        """Options for one metric; no moving average for scheduled or averaged metrics."""
         plain = name.endswith(_EXACT) or name.startswith(_EXACT_GROUPS)
         return Drawn(1, self.by_time) if plain else self
 
 
 def title_of(name: str) -> str:
-    """A metric's name as it stands above its chart."""
+    """Chart title of a metric."""
     return name
 
 
 def unit_of(name: str) -> str:
-    """What a metric is measured in; "" where it has no unit."""
+    """Unit of a metric; "" = none."""
     if name in ("policy/entropy_coef", "policy/kl_coef"):
         return ""
     return next((unit for part, unit in _UNITS if name.startswith(part) or name.endswith(part)), "")
 
 
 def line(series: Series, name: str, colour: int, drawn: Drawn, start: float, *, dash: bool = False) -> dict[str, Any]:
-    """One line: the observations, and their moving average where one is asked for.
+    """One line: observations, and optionally their moving average.
 
     Args:
         start: seconds since the epoch of minute 0.
@@ -147,7 +147,7 @@ def marks(stage: StageView, drawn: Drawn, start: float) -> list[dict[str, Any]]:
 
 
 def x_name(stage: StageView) -> str:
-    """What the steps of a stage are."""
+    """X-axis name of a stage's steps."""
     series = stage.table.series
     first = series.get("reward/mean")
     return "iteration" if first is not None and first.last_step == first.count else "step"
@@ -156,7 +156,7 @@ def x_name(stage: StageView) -> str:
 def overlay(
     name: str, runs: Sequence[tuple[RunView, StageView]], drawn: Drawn, *, span: tuple[float, float] | None = None
 ) -> dict[str, Any]:
-    """One metric of one stage, a line for each run that has it. `runs[0]` is the run that is looked at."""
+    """One metric of one stage, one line per run; `runs[0]` is the selected run."""
     lines = []
     for index, (run, stage) in enumerate(runs):
         series = stage.table.series.get(name)
@@ -179,7 +179,7 @@ def family(
     unit: str = "",
     span: tuple[float, float] | None = None,
 ) -> dict[str, Any] | None:
-    """Several metrics in one chart, a colour each; other runs are dashed. None where no run has any of them."""
+    """Several metrics in one chart, one colour each; other runs dashed. None if no run has any of them."""
     lines = []
     for colour, (name, label) in enumerate(names):
         for index, (run, stage) in enumerate(runs):
@@ -205,7 +205,7 @@ def table(
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for people."""
+    """Number formatted for display."""
     if value is None or not math.isfinite(value):
         return NONE
     if value and (abs(value) < 10**-digits or abs(value) >= 1e7):
@@ -214,12 +214,12 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A share as per cent."""
+    """Share as a percentage."""
     return NONE if value is None or not math.isfinite(value) else f"{value:.1%}"
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds for people."""
+    """Duration formatted for display."""
     if seconds is None or not math.isfinite(seconds) or seconds < 0:
         return NONE
     if seconds < 60:

@@ -1,4 +1,4 @@
-"""The newest trajectories and rewards of a run, from the ends of their files: bounded, however large."""
+"""Latest trajectories and rewards of a run, from the ends of their files, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TRAJECTORIES = re.compile(r"trajectories_(.+)\.jsonl")
 
 
 def episode_files(run: RunView) -> dict[str, Path]:
-    """Files of trajectories that a run has, by what they hold; those of training come first."""
+    """Trajectory files of a run by description; training first."""
     training: dict[str, Path] = {}
     others: dict[str, Path] = {}
     for stage in run.stages:
@@ -43,18 +43,18 @@ def episode_files(run: RunView) -> dict[str, Path]:
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:
-    """The newest trajectories of a file, newest first; lines that are no trajectory are left out."""
+    """Latest trajectories of a file, newest first; invalid lines are skipped."""
     rows = [row for row in last_rows(path, RECENT_BYTES) if isinstance(row.get("turns"), list)]
     return list(reversed(rows))
 
 
 def has_misuse(row: Mapping[str, Any]) -> bool:
-    """Whether the policy got an error observation."""
+    """True if the policy got an error observation."""
     return any(turn.get("is_error") for turn in row["turns"] if isinstance(turn, dict))
 
 
 def tool_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One line per tool, the most used first, and one for turns that called none wrongly.
+    """One row per tool, most used first, and one for misuse without a tool.
 
     {tool, calls, per_episode, share_of_episodes, error_rate, success_rate (of the episodes that used it)}
     """
@@ -87,7 +87,7 @@ def tool_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def reward_parts(path: Path) -> tuple[int, list[dict[str, Any]]]:
-    """What each part of the reward gave lately, and whether it went with success.
+    """Recent means of each reward component, and their correlation with success.
 
     Returns: number of rollouts read; per part {part, raw, weighted, on_success, on_failure, correlation}, means of the
     weighted part (of the raw one where there is no weighted), correlation with success (None where either is constant).
@@ -130,15 +130,15 @@ def _mean(values: np.ndarray) -> float | None:
 
 
 class Images:
-    """PNG pictures of episodes, made when they are looked at; only of environments that ship with this package."""
+    """PNG images of episodes, rendered on demand; only for shipped environments."""
 
     def __init__(self) -> None:
         self._draw = lru_cache(maxsize=8)(_drawer)
 
     def png(self, environment: Mapping[str, Any], level: str, seed: int) -> bytes | None:
-        """The picture that an episode is about; None where its environment has none, or is not ours.
+        """Image of an episode; None if its environment has none or is not a shipped one.
 
-        A user's own environment is named by import path; looking at a run must not execute it.
+        A custom environment is given by import path; viewing a run must not execute it.
         """
         name = str(environment.get("name", ""))
         if not name or ":" in name:

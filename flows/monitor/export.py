@@ -1,4 +1,4 @@
-"""A run as files: every metric as CSV at full resolution, the stages as CSV, the whole as JSON."""
+"""Export of a run: all metrics as CSV at full resolution, stages as CSV, summary as JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ METRIC_COLUMNS = ("run", "stage", "metric", "step", "time", "value")
 
 
 def metrics_csv(run: RunView) -> Iterator[str]:
-    """Every value that the run's journals hold, a line each, in blocks; `time` in seconds since the epoch.
+    """All values of the run's journals, one per line, in blocks; `time` in seconds since the epoch.
 
-    A stage whose journal is gone gives what is kept of it in memory, which may be thinned.
+    A stage without a journal yields the points in memory, which may be downsampled.
     """
     yield _lines([METRIC_COLUMNS])
     for stage in run.stages:
@@ -29,7 +29,7 @@ def metrics_csv(run: RunView) -> Iterator[str]:
             yield _lines(_kept(run, stage))
             continue
         tail, offset = Tail(stage.journal.tail.path), -1
-        while tail.offset > offset:  # not "while there are rows": a block may hold none that can be read
+        while tail.offset > offset:  # not "while there are rows": a block may hold no valid row
             offset = tail.offset
             rows = tail.read(1 << 20)
             yield _lines(
@@ -57,7 +57,7 @@ def _lines(rows: Any) -> str:
 
 
 def _facts(stage: StageView) -> dict[str, Any]:
-    """What both files say of a stage."""
+    """Columns of a stage shared by both files."""
     return {
         "stage": stage.label,
         "status": stage.status,
@@ -71,13 +71,13 @@ def _facts(stage: StageView) -> dict[str, Any]:
 
 
 def stages_csv(run: RunView) -> str:
-    """The table of stages."""
+    """Stages as CSV."""
     rows = [(run.id, *_facts(stage).values()) for stage in run.stages]
     return _lines([("run", *_facts(StageView("", ""))), *rows])
 
 
 def run_json(run: RunView) -> str:
-    """All but the single values: stages, settings, moves of the curriculum, each metric's last value and mean."""
+    """Summary: stages, settings, curriculum moves, each metric's last value and mean."""
     stages = [
         _facts(stage)
         | {
@@ -104,7 +104,7 @@ def run_json(run: RunView) -> str:
 
 
 def export_run(run: RunView, folder: Path) -> list[Path]:
-    """Write metrics.csv, stages.csv and run.json into a folder, made if absent. Raises: DataError when it cannot."""
+    """Write metrics.csv, stages.csv and run.json into a folder, created if absent. Raises: DataError on failure."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / name for name in ("metrics.csv", "stages.csv", "run.json")]

@@ -1,4 +1,4 @@
-"""The tab about the machine: speed of a stage, CPU, memory and GPU over the whole run."""
+"""System tab: throughput of a stage; CPU, memory and GPU over the whole run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["load_charts", "speed_charts", "system"]
 
 
 def system(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """Speed of the stage, and what the machine does over the whole run."""
+    """Throughput of the stage, and machine load over the whole run."""
     blocks: list[dict[str, Any]] = []
     newest = run.system.series
     tiles = [
@@ -46,7 +46,7 @@ def system(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def speed_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """Throughput, time of one iteration and memory of a stage, as far as they were measured."""
+    """Throughput, iteration time and memory of a stage, as far as measured."""
     parts = ("step", "rollout", "reward", "update")
     charts = [
         family("speed", "Throughput", [("perf/tokens_per_second", "all tokens"),
@@ -59,7 +59,7 @@ def speed_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def load_charts(run: RunView) -> list[dict[str, Any]]:
-    """CPU, memory and GPU over the whole run, with the beginning of every stage."""
+    """CPU, memory and GPU over the whole run, with stage starts marked."""
     drawn = Drawn(window=1, by_time=True)
     begun = [
         {"x": (stage.started - run.started) / 60, "label": stage.label.replace("_", " "), "kind": ""}

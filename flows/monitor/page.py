@@ -1,7 +1,7 @@
-"""The page itself: Gradio's controls, timer and tabs around what the browser draws.
+"""The Gradio page: controls, timer and tabs around the panels drawn in the browser.
 
-One component carries the view as JSON; `script` draws it into the panel of the tab that is open. Nothing else is sent
-on a tick, and nothing at all of the panel while it has not changed, so that nothing flickers.
+One component carries the view as JSON; `script` draws it into the panel of the open tab. A tick sends nothing else, and
+an unchanged panel is not sent at all, which avoids flicker.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from flows.monitor.views import TABS, prefixes, view
 __all__ = ["REFRESH_SECONDS", "build_page"]
 
 REFRESH_SECONDS = 3.0
-_FOLLOW = ""  # value of the choice that follows the newest run, or the stage that trains
+_FOLLOW = ""  # choice that follows the newest run, or the training stage
 _REFRESH = [("1 s", 1.0), ("3 s", 3.0), ("10 s", 10.0), ("60 s", 60.0), ("paused", 0.0)]
 _QUIET: dict[str, Any] = {"show_progress": "hidden", "queue": False, "api_visibility": "private"}
-# One view at a time in a page: a slow one is not overtaken, and ticks that come meanwhile are left out.
+# One view at a time per page: ticks during a slow view are dropped.
 _TICK: dict[str, Any] = {**_QUIET, "trigger_mode": "once"}
 _ASKED: dict[str, Any] = {**_TICK, "trigger_mode": "always_last"}
 _PANEL = '<div class="pt-panel" data-tab="{tab}"></div>'
 
 
 def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
-    """The page; `run` is the one that is chosen at first, "" = whichever is the newest."""
+    """The page; `run`: initially selected, "" = follow the newest."""
     with gr.Blocks(title="posttrain monitor", analytics_enabled=False, fill_width=True) as page:
         header = gr.HTML(
             "", html_template='<div class="pt-header"></div>', apply_default_css=False, elem_id="pt-view",
@@ -84,7 +84,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
             return [text, version, fingerprint, *changed]
 
         def ask(current: str, known: str, *values: Any) -> list[Any]:
-            """As `show`, with the panel whole: the browser may not have drawn it."""
+            """As `show`, with the full panel, as the browser may not have drawn it yet."""
             return show(current, "", known, *values)
 
         outputs = [header, seen, offered, *lists]
@@ -100,7 +100,7 @@ def build_page(reader: Reader, run: str = _FOLLOW) -> gr.Blocks:
 
 
 def _calm(page: gr.Blocks) -> None:
-    """Nothing here waits in Gradio's queue, which would still be looked at every millisecond (2.5 CPU s a minute)."""
+    """Slow down polling of Gradio's unused queue, which costs 2.5 CPU seconds per minute at its default of 1 ms."""
     queue = getattr(page, "_queue", None)
     for name in ("sleep_when_free", "progress_update_sleep_when_free"):
         if hasattr(queue, name):
@@ -108,7 +108,7 @@ def _calm(page: gr.Blocks) -> None:
 
 
 def _opens(name: str, ask: Any) -> Any:
-    """What happens when a tab is opened."""
+    """Event handler for opening a tab."""
 
     def opened(known: str, *values: Any) -> list[Any]:
         return [name, *ask(name, known, *values)]
@@ -142,7 +142,7 @@ def _stage_choices(labels: list[str] | None) -> list[tuple[str, str]]:
 
 
 def _offers(reader: Reader, choice: Choice, known: str) -> tuple[list[Any], str]:
-    """What each list offers now, as updates that keep what is chosen, and a fingerprint of it; no update where that
+    """Updates of the selection lists that keep the current choices, and their fingerprint; no update where that
     is `known`."""
     run = reader.run(choice.run)
     choices = _run_choices(reader)

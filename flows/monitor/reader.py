@@ -1,7 +1,7 @@
-"""Everything that the page shows of an output folder, behind one object that any number of open pages share.
+"""Reader of an output folder, shared by any number of open pages.
 
-Reading is incremental and bounded: files are looked at when a page asks, at most once a second; each byte of a journal
-is read once; a metric keeps a bounded number of points; runs that nobody looks at are forgotten.
+Reading is incremental and bounded: files are checked on request, at most once a second; each byte of a journal is read
+once; a metric keeps a bounded number of points; runs not viewed recently are evicted.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rl_core.errors import SettingsError, nearest
 
 __all__ = ["Reader"]
 
-PAUSE_SECONDS = 1.0  # between two looks at the files, however many pages are open
-LOADED = 8  # runs whose metrics are kept; the one that was looked at longest ago goes first
-NEW_STAGE_SECONDS = 2.0  # between two listings of the folders
+PAUSE_SECONDS = 1.0  # minimum interval between file checks, over all pages
+LOADED = 8  # runs with metrics in memory, least recently viewed evicted first
+NEW_STAGE_SECONDS = 2.0  # interval between folder listings
 
 
 class Reader:
-    """Reads an output folder; safe to use from several threads."""
+    """Incremental reader of an output folder; thread-safe."""
 
     def __init__(self, output: Path) -> None:
         self.output = output.absolute()
@@ -39,10 +39,10 @@ class Reader:
         self._listed = 0.0
         self._list: list[RunView] = []
 
-    # -- which runs there are -----------------------------------------------------------------------------------
+    # -- runs ---------------------------------------------------------------------------------------------------
 
     def runs(self) -> list[RunView]:
-        """All runs, the newest first, without metrics; those whose files are gone come from MLflow's store."""
+        """All runs, newest first, without metrics; runs without files come from MLflow's store."""
         with self._lock:
             now = time.monotonic()
             if now - self._listed >= NEW_STAGE_SECONDS or not self._listed:
@@ -76,7 +76,7 @@ class Reader:
         record = read_json(home / "run.json")
         started_text = events.name.rpartition(" · ")[2] or journal.folder.name
         if record.get("started") != started_text:
-            record = {}  # it speaks of a later run
+            record = {}  # describes a later run
         written = _written(home / "run.json")
         members = self._members(journal)
         modified = max(max(found.modified, _written(found.tail.path)) for found in (journal, *members))
@@ -98,7 +98,7 @@ class Reader:
         )
 
     def _members(self, parent: RunJournal) -> list[RunJournal]:
-        """Journals of the stages that began in this run. Compared by name: the output folder may have been moved."""
+        """Journals of the stages that began in this run, matched by name, as the output folder may have been moved."""
         home = parent.folder.parent.parent
         return [
             journal
@@ -107,9 +107,9 @@ class Reader:
         ]
 
     def choose(self, name: str) -> str:
-        """The id of the run that `name` means: an id, a pipeline's name (its newest run), or the start of an id.
+        """Run id for `name`: an id, a prefix of an id, or a pipeline's name (its newest run).
 
-        Raises: SettingsError for a name that fits no run, with those there are.
+        Raises: SettingsError for an unknown name, with suggestions.
         """
         runs = self.runs()
         fits = [run.id for run in runs if name in (run.id, run.pipeline, run.started_text, run.run_id)]
@@ -124,7 +124,7 @@ class Reader:
     # -- one run ------------------------------------------------------------------------------------------------
 
     def run(self, identity: str) -> RunView | None:
-        """One run with its stages and their metrics; "" = the newest. None where there is no such run (any more)."""
+        """One run with its stages and metrics; "" = the newest. None if it does not exist (any more)."""
         with self._lock:
             head = next((view for view in self.runs() if identity in ("", view.id)), None)
             if head is None:
@@ -139,7 +139,7 @@ class Reader:
             return view
 
     def _remember(self, identity: str) -> None:
-        """Keep the metrics of the runs that were looked at last, and forget those of the others."""
+        """Keep the metrics of recently viewed runs and evict others."""
         self._loaded[identity] = None
         self._loaded.move_to_end(identity)
         while len(self._loaded) > LOADED:
@@ -150,7 +150,7 @@ class Reader:
             if parent is not None:
                 for journal in (parent, *self._members(parent)):
                     (self._parents if journal is parent else self._stages).pop(journal.folder, None)
-                self._listed = 0.0  # the heads are read again, without metrics
+                self._listed = 0.0  # forces a new listing, without metrics
 
     def _file_view(self, view: RunView) -> RunView:
         home, _, started = view.id.partition("/")
@@ -215,7 +215,7 @@ class Reader:
     # -- from MLflow --------------------------------------------------------------------------------------------
 
     def _fill_from_store(self, view: RunView) -> None:
-        """Stages of this run whose journals are gone (as after --fresh), as MLflow remembers them."""
+        """Add stages without journals (as after --fresh) from MLflow."""
         if not view.run_id:
             return
         known = {stage.label for stage in view.stages}
@@ -279,7 +279,7 @@ def _stored_head(run: MlflowRunRow) -> RunView:
 
 
 def _folders(path: Path) -> list[Path]:
-    """Folders in a folder, names that begin with a dot left out; [] where it is gone."""
+    """Subfolders, without hidden ones; [] if the folder is gone."""
     try:
         return sorted(child for child in path.iterdir() if not child.name.startswith(".") and child.is_dir())
     except OSError:
@@ -287,7 +287,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _written(path: Path) -> float:
-    """When a file was written last, in seconds since the epoch; 0 = not yet, or gone."""
+    """Modification time of a file, in seconds since the epoch; 0 = absent."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -303,7 +303,7 @@ def _key_of(journal: RunJournal) -> str:
 
 
 def _planned(view: RunView, params: dict[str, str]) -> list[str]:
-    """Stages that the settings ask for, in order."""
+    """Stages of the settings, in order."""
     stages = view.config.get("stages")
     if isinstance(stages, dict):
         return [name for name, value in stages.items() if value is not None]
@@ -316,7 +316,7 @@ def _moves(history: object) -> list[dict[str, object]]:
 
 
 def _progress_from(stage: StageView) -> tuple[float, float]:
-    """(done, total) from what was measured, for runs that did not note their progress; (0, 0) where nothing tells."""
+    """(done, total) derived from metrics, for runs without recorded progress; (0, 0) = unknown."""
     series = stage.table.series
     try:
         if "iterations" in stage.params and "reward/mean" in series:

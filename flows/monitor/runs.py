@@ -1,4 +1,4 @@
-"""What an output folder says about its runs: their stages, how far each is, and whether the process behind them lives.
+"""Runs of an output folder: stages, progress, and liveness of their processes.
 
 <output>/<pipeline>/run.json, .lock           the newest run and its process
 <output>/<pipeline>/runs/<started>/           journal of a pipeline run
@@ -22,13 +22,13 @@ from flows.monitor.tail import Tail, read_json
 
 __all__ = ["EventLog", "RunJournal", "RunView", "StageView", "judge", "process_lives", "seconds_left"]
 
-FRESH_SECONDS = 30.0  # a journal written this recently belongs to something that lives, whatever else is unknown
-LONG_SECONDS = 600.0  # without a record, though the machine's load is recorded every few seconds by default
+FRESH_SECONDS = 30.0  # a journal modified this recently belongs to a live run
+LONG_SECONDS = 600.0  # silence that is suspicious, as machine load is recorded every few seconds by default
 _ENDED = {"FINISHED": "finished", "FAILED": "failed", "KILLED": "stopped"}
 
 
 class EventLog:
-    """What events.jsonl adds up to: name, parent, parameters, tags, texts, start and end."""
+    """State accumulated from events.jsonl: name, parent, parameters, tags, texts, start and end."""
 
     def __init__(self, folder: Path) -> None:
         self._tail = Tail(folder / ".tracking" / "events.jsonl")
@@ -38,21 +38,19 @@ class EventLog:
         self.name, self.parent, self.run_id = "", "", ""
         self.params: dict[str, str] = {}
         self.tags: dict[str, str] = {}
-        self.cached: dict[
-            str, tuple[float, str]
-        ] = {}  # stage -> when it was first taken from an earlier run, and which
+        self.cached: dict[str, tuple[float, str]] = {}  # cached stage -> (time of first reuse, source run)
         self.texts: dict[str, Any] = {}  # config.json and curriculum.json, parsed
         self.started = self.ended = 0.0  # seconds since the epoch; of the newest start and end
-        self.status = ""  # of the newest end; "" = going on, or killed without a word
+        self.status = ""  # of the newest end; "" = running, or killed
         self._restarts = self._tail.restarts
 
     @property
     def modified(self) -> float:
-        """When the file was written last; 0 = it is not there."""
+        """Modification time of the file; 0 = absent."""
         return self._tail.modified
 
     def refresh(self) -> None:
-        """Take in what is new."""
+        """Read new events."""
         rows = self._tail.read()
         if self._tail.restarts != self._restarts:
             self._clear()
@@ -60,7 +58,7 @@ class EventLog:
             try:
                 self._fold(row)
             except (TypeError, ValueError, AttributeError, KeyError):
-                continue  # a line of another version of the program
+                continue  # written by another version
 
     def _fold(self, row: Mapping[str, Any]) -> None:
         op, when = row["op"], float(row.get("time", 0)) / 1000
@@ -78,7 +76,7 @@ class EventLog:
             for name, value in row["tags"].items():
                 if name.startswith("cached."):
                     label = name.removeprefix("cached.")
-                    first, _ = self.cached.get(label, (when, ""))  # a resumed run says it again, after its own stages
+                    first, _ = self.cached.get(label, (when, ""))  # repeated by a resumed run, after its own stages
                     self.cached[label] = (first, value)
         elif op == "text" and row["name"] in ("config.json", "curriculum.json"):
             self.texts[row["name"]] = json.loads(row["text"])
@@ -95,7 +93,7 @@ class RunJournal:
         self._restarts = 0
 
     def refresh_metrics(self) -> None:
-        """Take in new metrics; from the start where the file is another one."""
+        """Read new metrics; from the start if the file was replaced."""
         rows = self.tail.read()
         if self.tail.restarts != self._restarts:
             self.table, self._restarts = SeriesTable(), self.tail.restarts
@@ -104,12 +102,12 @@ class RunJournal:
 
     @property
     def modified(self) -> float:
-        """When anything was written last; 0 = never."""
+        """Time of the last write; 0 = never."""
         return max(self.tail.modified, self.events.modified)
 
     @property
     def progress(self) -> tuple[float, float, str]:
-        """(done, total, message) as the stage told it last; total 0 = it never did."""
+        """Latest reported (done, total, message); total 0 = never reported."""
         found = read_json(self.folder / ".tracking" / "progress.json")
         try:
             return float(found["done"]), float(found["total"]), str(found.get("message", ""))
@@ -124,13 +122,13 @@ class StageView:
     label: str  # as in the pipeline: sft, reward_model, policy
     status: str  # waiting, running, finished, failed, stopped, dead, cached
     journal: RunJournal | None = None
-    folder: Path | None = None  # what it writes or has written; None where nothing is there
+    folder: Path | None = None  # its output folder; None = none yet
     started: float = 0.0
     ended: float = 0.0
     done: float = 0.0
     total: float = 0.0  # 0 = unknown
     message: str = ""
-    note: str = ""  # what came out, or what went wrong
+    note: str = ""  # result or error
     seconds_left: float | None = None
     table: SeriesTable = field(default_factory=SeriesTable)
     params: dict[str, str] = field(default_factory=dict)
@@ -145,7 +143,7 @@ class RunView:
     pipeline: str
     started_text: str
     status: str  # running, silent, finished, failed, stopped, dead
-    why: str = ""  # the status in words, where it needs some
+    why: str = ""  # explanation of the status, if needed
     started: float = 0.0
     ended: float = 0.0
     modified: float = 0.0  # last sign of life
@@ -159,16 +157,16 @@ class RunView:
 
     @property
     def title(self) -> str:
-        """As in lists."""
+        """Title in lists."""
         return f"{self.pipeline} · {self.started_text} · {self.status}"
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is to come."""
+        """True if the run has ended."""
         return self.status in ("finished", "failed", "stopped", "dead")
 
     def stage(self, label: str) -> StageView | None:
-        """A stage by name; "" = the one that is worth looking at: the one that trains, else the last that did."""
+        """Stage by name; "" = the training one, else the last that trained."""
         if label:
             return next((stage for stage in self.stages if stage.label == label), None)
         trained = [s for s in self.stages if any(series.count > 2 for name, series in _learning(s.table))]
@@ -182,7 +180,7 @@ def _learning(table: SeriesTable) -> list[tuple[str, Any]]:
 
 
 def process_lives(pid: int, since: float) -> bool:
-    """Whether process `pid` runs here and began before `since` (seconds since the epoch): pids are used again."""
+    """True if process `pid` runs here and started before `since` (seconds since the epoch), as pids are reused."""
     try:
         process = psutil.Process(pid)
         return process.create_time() <= since + 2.0 and process.status() != psutil.STATUS_ZOMBIE
@@ -191,11 +189,11 @@ def process_lives(pid: int, since: float) -> bool:
 
 
 def judge(events: EventLog, record: Mapping[str, Any], written: float, modified: float) -> tuple[str, str]:
-    """Status of a pipeline run and the reason for it: what it said at its end, else whether its process lives.
+    """Status of a pipeline run with a reason: its final status, else by the liveness of its process.
 
     Args:
-        record: run.json where it speaks of this run, else {}.
-        written: when run.json was written, in seconds since the epoch.
+        record: run.json if it describes this run, else {}.
+        written: modification time of run.json, in seconds since the epoch.
         modified: last sign of life in any of its journals.
     """
     if events.status:
@@ -213,13 +211,13 @@ def judge(events: EventLog, record: Mapping[str, Any], written: float, modified:
     if not record and silence < FRESH_SECONDS:
         return "running", ""  # it has just begun: run.json comes a moment after the journal
     who = f"Process {pid} is gone" if pid else "Its process is gone"
-    return "dead", f"{who}; it ended without a word. The same command goes on from the last checkpoint."
+    return "dead", f"{who}; it was killed. The same command resumes from the last checkpoint."
 
 
 def seconds_left(stage: StageView, now: float) -> float | None:
-    """From the pace of the newest progress; None where nothing is known.
+    """Remaining seconds at the recent pace; None = unknown.
 
-    The pace is that of the last fifth of the steps (at least 5), so that a slower phase shows soon.
+    The pace is that of the last fifth of the steps (at least 5), which adapts quickly to a slower phase.
     """
     if stage.status != "running" or stage.total <= 0 or stage.done <= 0:
         return None

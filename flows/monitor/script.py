@@ -1,8 +1,7 @@
-"""What runs in the browser: charts, tables and the reader of trajectories, all updated in place.
+"""JavaScript of the page: charts, tables and trajectory viewer, updated in place.
 
-It is Python text, so that every way of installing brings it along. `posttrain.show(json)` takes what `views.view` made.
-An element is made once and found again by its id, so that an update moves lines and changes numbers, and leaves zoom,
-scroll position and selection as they are.
+Python text, so that it is part of every installation. `posttrain.show(json)` takes the result of `views.view`. Elements
+are created once and found again by id, so that updates preserve zoom, scroll position and selection.
 """
 
 __all__ = ["SCRIPT"]

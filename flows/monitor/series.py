@@ -1,4 +1,4 @@
-"""One metric over a run in bounded memory, its moving average, and as many points as a chart can show."""
+"""Metric series in bounded memory, with moving averages and downsampling for charts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import numpy as np
 
 __all__ = ["Series", "SeriesTable", "moving_average", "thin"]
 
-LIMIT = 4096  # points kept of a metric; beyond it neighbours are merged into their mean
-NAMES = 1000  # metrics kept of one journal
-SHOWN = 400  # points of one line in a chart
+LIMIT = 4096  # points per metric; beyond, neighbours are averaged
+NAMES = 1000  # metrics per journal
+SHOWN = 400  # points per line in a chart
 
 
 class Series:
-    """Observations (step, time, value) in order; with more than `limit`, each point is the mean of `stride` of them."""
+    """Observations (step, time, value) in order; beyond `limit`, each point is the mean of `stride` observations."""
 
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit, self.stride, self.count = limit, 1, 0
-        self.last = math.nan  # the newest value, never merged
+        self.last = math.nan  # latest value, never averaged
         self.last_step = 0.0
         self._steps, self._times, self._values = array("d"), array("d"), array("d")
-        self._open: list[tuple[float, float, float]] = []  # observations of the point that is not full yet
+        self._open: list[tuple[float, float, float]] = []  # observations of the incomplete point
 
     def add(self, step: float, time_s: float, value: float) -> None:
         """Append one observation; `time_s` in seconds since the epoch."""
@@ -49,26 +49,26 @@ class Series:
         self.stride *= 2
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """float64 [n] steps, times in seconds, values; what is not merged yet stands as one point at the end."""
+        """float64 [n] steps, times in seconds, values; the incomplete point comes last."""
         rows = self._open
         tail = [[rows[-1][0]], [rows[-1][1]], [math.fsum(row[2] for row in rows) / len(rows)]] if rows else [[], [], []]
         kept = (self._steps, self._times, self._values)
         return tuple(np.array([*part, *end]) for part, end in zip(kept, tail, strict=True))  # type: ignore[return-value]
 
     def mean(self, window: int) -> float:
-        """Mean of the newest `window` observations, as exactly as they are kept; NaN without any."""
+        """Mean of the latest `window` observations, at the stored resolution; NaN without any."""
         values = self.arrays()[2]
         return float(values[-max(1, window // self.stride) :].mean()) if len(values) else math.nan
 
 
 class SeriesTable:
-    """Every metric of one journal. Values that are not finite are counted and left out."""
+    """All metrics of one journal; non-finite values are counted and dropped."""
 
     def __init__(self) -> None:
         self.series: dict[str, Series] = {}
         self.num_nonfinite = 0
         self.num_left_out = 0  # observations of metrics beyond the first `NAMES`
-        self.version = 0  # grows with every row
+        self.version = 0  # incremented per row
 
     def add(self, row: Mapping[str, Any]) -> None:
         """One line of metrics.jsonl: {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}."""
@@ -94,7 +94,7 @@ class SeriesTable:
 
 
 def moving_average(values: np.ndarray, window: int) -> np.ndarray:
-    """float64 [n]: mean of each value and of the window - 1 before it; of fewer where there are not so many."""
+    """float64 [n]: trailing mean over `window` values, fewer at the start."""
     if window <= 1 or len(values) == 0:
         return values
     sums = np.cumsum(np.concatenate([[0.0], values]))
@@ -104,7 +104,7 @@ def moving_average(values: np.ndarray, window: int) -> np.ndarray:
 
 
 def thin(xs: np.ndarray, ys: np.ndarray, shown: int = SHOWN) -> tuple[list[float], list[float]]:
-    """At most about `shown` points: of each bucket its lowest and its highest, so that no spike is lost; ends stay."""
+    """Downsample to about `shown` points, keeping minimum and maximum of each bucket, and both ends."""
     if len(xs) > shown:
         edges = np.linspace(0, len(xs), max(2, shown // 2) + 1).astype(int)
         kept = {0, len(xs) - 1}

@@ -1,4 +1,4 @@
-"""`posttrain monitor`: serves the page on loopback until Ctrl-C. Nothing is fetched from elsewhere, nothing is told."""
+"""`posttrain monitor`: serves the page on loopback until Ctrl-C, without external requests or telemetry."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ __all__ = ["export", "make_app", "serve"]
 HOST = "127.0.0.1"
 PORT = 7860
 PORTS_TRIED = 100
-NICE = 10  # training comes first wherever both want the processor
+NICE = 10  # lower priority than training
 
-# The browser itself refuses whatever would come from another address.
+# The browser refuses content from other origins.
 _POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; frame-src 'none'"
@@ -46,9 +46,9 @@ def _open(output: Path) -> Reader:
 
 
 def export(output: Path, run: str, folder: Path) -> list[Path]:
-    """Write a run as files, without a page. `run`: see `Reader.choose`; "" = the newest.
+    """Export a run as files, without a page. `run`: see `Reader.choose`; "" = the newest.
 
-    Raises: SettingsError for a folder or run that is not there, DataError where there is no run or no room.
+    Raises: SettingsError for an unknown folder or run, DataError without runs or disk space.
     """
     reader = _open(output)
     found = reader.run(reader.choose(run) if run else "")
@@ -56,7 +56,7 @@ def export(output: Path, run: str, folder: Path) -> list[Path]:
         raise DataError(f"no runs in {reader.output}; start one: posttrain run configs/demo.yaml")
     for stage in found.stages:
         if stage.journal is not None:
-            offset = -1  # a torn last line is never read: reading is over when it gets no further
+            offset = -1  # a truncated last line is never read: stop when there is no progress
             while stage.journal.tail.offset > offset:
                 offset = stage.journal.tail.offset
                 stage.journal.refresh_metrics()
@@ -64,7 +64,7 @@ def export(output: Path, run: str, folder: Path) -> list[Path]:
 
 
 def free_port(wanted: int) -> int:
-    """`wanted`, or the next one that is free. Raises: SettingsError, BackendError where there is none."""
+    """`wanted`, or the next free port. Raises: SettingsError, BackendError without one."""
     for port in range(wanted, min(65536, wanted + PORTS_TRIED)):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do
@@ -79,12 +79,12 @@ def free_port(wanted: int) -> int:
 
 
 def make_app(reader: Reader, run: str = "") -> Any:
-    """The web application (FastAPI): the page at /, pictures and files beside it.
+    """The web application (FastAPI): the page at /, images and files.
 
-    Raises: SettingsError where Gradio is not installed.
+    Raises: SettingsError if Gradio is not installed.
     """
     for name, value in (("GRADIO_ANALYTICS_ENABLED", "False"), ("HF_HUB_OFFLINE", "1"), ("DO_NOT_TRACK", "1")):
-        os.environ[name] = value  # before Gradio is imported, whatever the user's environment says
+        os.environ[name] = value  # before Gradio is imported, overriding the user's environment
     try:
         import gradio as gr
     except ImportError as error:
@@ -100,7 +100,7 @@ def make_app(reader: Reader, run: str = "") -> Any:
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # A page of another site must not reach this one through a name that it points to loopback.
+    # Against DNS rebinding.
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
 
     app.add_middleware(_OnlyFromHere)
@@ -114,7 +114,7 @@ def make_app(reader: Reader, run: str = "") -> Any:
 
 
 class _OnlyFromHere:
-    """Adds the policy to every answer; plain ASGI, so that streams and broken connections pass through untouched."""
+    """Middleware that adds the CSP header; plain ASGI, so that streams and disconnects pass through unchanged."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -129,7 +129,7 @@ class _OnlyFromHere:
 
 
 def _add_files(app: Any, reader: Reader) -> None:
-    """Pictures of episodes, and a run as files to download."""
+    """Add routes for episode images and for downloads of a run."""
     from fastapi.responses import Response, StreamingResponse
 
     images = Images()
@@ -162,8 +162,8 @@ def serve(output: Path, run: str = "", port: int | None = None) -> None:
 
     Args:
         run: see `Reader.choose`; "" follows the newest run.
-        port: the next free one is taken where it is in use; None = 7860.
-    Raises: SettingsError for a folder, run or port that will not do, or without Gradio; BackendError without a port.
+        port: if taken, the next free port is used; None = 7860.
+    Raises: SettingsError for an invalid folder, run or port, or without Gradio; BackendError without a free port.
     """
     reader = _open(output)
     chosen = reader.choose(run) if run else ""
@@ -172,7 +172,7 @@ def serve(output: Path, run: str = "", port: int | None = None) -> None:
     app = make_app(reader, chosen)
     import uvicorn
 
-    with contextlib.suppress(OSError):  # not allowed here; reading is cheap anyway
+    with contextlib.suppress(OSError):  # not permitted; reading is cheap anyway
         os.nice(NICE)
     server = uvicorn.Server(
         uvicorn.Config(app, host=HOST, port=number, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
@@ -183,9 +183,9 @@ def serve(output: Path, run: str = "", port: int | None = None) -> None:
         while not server.started and not server.should_exit:
             time.sleep(0.05)
         if server.started:
-            print(f"monitor  http://{HOST}:{number}{note}\nCtrl-C stops it; runs go on", flush=True)
+            print(f"monitor  http://{HOST}:{number}{note}\nCtrl-C stops the page; runs continue", flush=True)
 
     threading.Thread(target=announce, daemon=True).start()
-    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has closed everything and hands the signal on
+    with contextlib.suppress(KeyboardInterrupt):  # uvicorn has shut down and re-raises the signal
         server.run()
     print("\nstopped", flush=True)

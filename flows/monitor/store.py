@@ -1,7 +1,7 @@
-"""Runs in MLflow's sqlite store, read without MLflow and without a lock: for runs whose own files are gone.
+"""Runs from MLflow's sqlite store, read without MLflow and without locks, for runs whose files are gone.
 
-The file is opened as immutable, so that nobody who writes to it ever waits for us. What is read while it is being
-written may be torn; sqlite then says so, and what was read before is kept until the next look.
+The file is opened as immutable, so that writers are never blocked. A read during a write may be inconsistent; sqlite
+then raises, and the previous result is kept until the next refresh.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MlflowRunRow:
 
 
 class MlflowStore:
-    """The store of an output folder; everything is empty where there is none."""
+    """Store of an output folder; empty if there is none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class MlflowStore:
             yield connection
 
     def runs(self) -> list[MlflowRunRow]:
-        """The newest pipeline runs and their stages, newest first; read again only when the file has changed."""
+        """Latest pipeline runs and their stages, newest first; read again only if the file has changed."""
         try:
             found = self.path.stat()
             seen = (found.st_size, found.st_mtime)
@@ -60,11 +60,11 @@ class MlflowStore:
         except FileNotFoundError:
             self._runs, self._seen = [], None
         except (OSError, sqlite3.Error):
-            pass  # being written: what was read before still stands
+            pass  # being written: keep the previous result
         return self._runs
 
     def metrics(self, run_id: str) -> list[dict[str, Any]]:
-        """Rows as in metrics.jsonl; [] where they cannot be read now."""
+        """Rows as in metrics.jsonl; [] if they cannot be read now."""
         query = (
             "SELECT key, value, timestamp, step FROM metrics WHERE run_uuid = ? AND is_nan = 0 "
             "ORDER BY timestamp, step LIMIT ?"

@@ -1,4 +1,4 @@
-"""The style sheet of the live page, light and dark. It is Python text, so that every way of installing brings it."""
+"""Style sheet of the live page, light and dark, as Python text so that it is part of every installation."""
 
 __all__ = ["STYLE"]
 

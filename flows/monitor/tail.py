@@ -1,4 +1,4 @@
-"""JSON lines of files that grow while they are read: no locks, each byte read once, a torn last line left for later."""
+"""Incremental reader of growing JSON-lines files: no locks, each byte read once, incomplete last lines deferred."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ __all__ = ["Tail", "last_rows", "read_json"]
 
 READ_BYTES = (
     16 << 20
-)  # of one file at one refresh: a journal of gigabytes is read over several, and the page stays alive
-MAX_LINE = 64 << 20  # a line longer than this is given up
+)  # of one file per refresh: a large journal is read over several, so that the page stays responsive
+MAX_LINE = 64 << 20  # longer lines are skipped
 
 
 class Tail:
-    """New complete lines of one file since the last look.
+    """New complete lines of one file since the last read.
 
-    A file that shrank or was replaced is read from its start again (`restarts` counts that); one that is missing gives
-    nothing, now or later.
+    A file that shrank or was replaced is read from the start again (counted in `restarts`); a missing file yields
+    nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.offset = 0  # behind the last line that was handed out
-        self.size = 0  # of the file, when it was last looked at
+        self.offset = 0  # end of the last returned line
+        self.size = 0  # of the file at the last read
         self.restarts = 0
         self.num_bad = 0  # complete lines that were no JSON object
         self.modified = 0.0  # seconds since the epoch; 0 = never seen
@@ -37,7 +37,7 @@ class Tail:
         return min(1.0, self.offset / self.size) if self.size else 1.0
 
     def read(self, limit: int = READ_BYTES) -> list[dict[str, Any]]:
-        """The objects on the lines that were completed since the last call, at most about `limit` bytes of them."""
+        """Objects of the lines completed since the last call, at most about `limit` bytes."""
         try:
             with self.path.open("rb") as file:
                 found = os.fstat(file.fileno())
@@ -76,7 +76,7 @@ class Tail:
 
 
 def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:
-    """The complete JSON objects in the last `limit` bytes of a file, oldest first; [] where it cannot be read."""
+    """Complete JSON objects in the last `limit` bytes of a file, oldest first; [] if it cannot be read."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -98,7 +98,7 @@ def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} where there is none, or half of one."""
+    """JSON object from a file; {} if absent or incomplete."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

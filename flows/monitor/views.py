@@ -22,7 +22,7 @@ __all__ = ["TABS", "prefixes", "view"]
 
 log = logging.getLogger(__name__)
 
-# Shown first, where there are such metrics; what is a share gets the whole axis.
+# Shown first, if logged; shares are drawn on the full axis.
 _HEADLINES = (
     "train/success_rate", "eval/success_rate", "reward/mean", "train/accuracy", "train/loss", "eval/loss", "policy/kl",
     "policy/entropy", "train/grad_norm",
@@ -33,7 +33,7 @@ _TONES = {
     "silent": "bad",
 }  # fmt: skip
 MAX_CHARTS = 24  # on one tab
-ROUNDING = 1e-9  # what differs by less, relative to its size, is the same number
+ROUNDING = 1e-9  # relative differences below this are rounding
 
 
 def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def view(reader: Reader, choice: Choice, tab: str) -> dict[str, Any]:
                 pairs.append((other, found))
     try:
         blocks = TABS[tab](run, pairs, choice)
-    except Exception as error:  # files of another version or half written: one tab fails, the page goes on
+    except Exception as error:  # files of another version or incomplete: one tab fails, the page continues
         log.warning("%s of %s cannot be drawn", tab, run.id, exc_info=True)
         blocks = [_nothing(f"This cannot be drawn from what is there: {type(error).__name__}: {error}")]
     if run.status in ("dead", "failed", "silent") and run.source == "files":
@@ -104,12 +104,12 @@ def _no_head(reader: Reader) -> dict[str, Any]:
 def _welcome(reader: Reader, choice: Choice) -> dict[str, Any]:
     if choice.run and reader.runs():
         lines = [
-            f"The run {choice.run} is not there any more.",
+            f"The run {choice.run} no longer exists.",
             "Its folder was moved or removed. Choose another above.",
         ]
         return {"kind": "note", "id": "welcome", "lines": lines}
     if not reader.output.is_dir():
-        lines = [f"The folder {reader.output} is not there any more.", "The page goes on as soon as it is back."]
+        lines = [f"The folder {reader.output} no longer exists.", "The page resumes as soon as it is back."]
         return {"kind": "note", "id": "welcome", "lines": lines}
     lines = [
         "No runs here yet.",
@@ -133,7 +133,7 @@ def _warning(run: RunView) -> dict[str, Any]:
 
 
 def overview(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """Stages, the curves that matter most, speed and load."""
+    """Stages, headline curves, throughput and load."""
     blocks = [stage_table(run)]
     if pairs:
         blocks.append(
@@ -165,7 +165,7 @@ def _headline_charts(pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
 
 
 def _varies(series: Series) -> bool:
-    """Whether a curve is worth the room: a KL of exactly 0 is not, nor what differs by rounding alone."""
+    """True if a curve varies beyond rounding; a KL of exactly 0 gets no chart."""
     values = series.arrays()[2]
     if len(values) < 2:
         return False
@@ -179,7 +179,7 @@ def _metric(name: str, pairs: Runs, choice: Choice) -> dict[str, Any]:
 
 
 def stage_table(run: RunView) -> dict[str, Any]:
-    """One line for each stage: status, how far, seconds, seconds left, what came out."""
+    """One row per stage: status, progress, elapsed and remaining seconds, result."""
     now = time.time()
     rows = []
     for stage in run.stages:
@@ -194,7 +194,7 @@ def stage_table(run: RunView) -> dict[str, Any]:
         elapsed = None
         if stage.started and stage.status != "cached":
             last = now if stage.status == "running" else stage.journal.modified if stage.journal is not None else 0.0
-            elapsed = max(0.0, (stage.ended or last) - stage.started)  # of one that was killed: up to its last record
+            elapsed = max(0.0, (stage.ended or last) - stage.started)  # of a killed one: up to its last record
         message = stage.message if stage.status == "running" else stage.note
         rows.append(
             [
@@ -235,7 +235,7 @@ def _speed(stage: StageView) -> str:
 
 
 def prefixes(run: RunView | None, stage: str) -> dict[str, list[str]]:
-    """Metrics of a stage by the first part of their name; those of the machine stand on their own tab."""
+    """Metrics of a stage by the first part of their name, without system metrics, which have their own tab."""
     found: dict[str, list[str]] = {}
     chosen = run.stage(stage) if run is not None else None
     for name in sorted(chosen.table.series) if chosen is not None else ():
@@ -245,7 +245,7 @@ def prefixes(run: RunView | None, stage: str) -> dict[str, list[str]]:
 
 
 def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """The chosen metrics, one chart each; runs that are compared lie over each other."""
+    """Selected metrics, one chart each, with compared runs overlaid."""
     if not pairs:
         return [_nothing("No stage of this run has recorded a metric yet.")]
     known = prefixes(run, pairs[0][1].label)
@@ -259,7 +259,7 @@ def curves(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
     if curved:
         note = _average_note(choice)
         if len(curved) > MAX_CHARTS:
-            note = f"The first {MAX_CHARTS} of {len(curved)} metrics; name those that matter above. {note}"
+            note = f"The first {MAX_CHARTS} of {len(curved)} metrics; select metrics above. {note}"
         charts = [_metric(name, pairs, choice) for name in curved[:MAX_CHARTS]]
         blocks.append({"kind": "charts", "id": "curves", "title": "", "note": note, "charts": charts})
     once = [name for name in names if name not in curved]
@@ -283,7 +283,7 @@ def _nothing(text: str) -> dict[str, Any]:
 
 
 def export(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, Any]]:
-    """Links to everything as files."""
+    """Links to all files."""
 
     def link(name: str, label: str, sub: str) -> dict[str, str]:
         return {"href": f"export/{name}?{urlencode({'run': run.id}, quote_via=quote)}", "label": label, "sub": sub}

@@ -1,4 +1,4 @@
-"""`deployments/automations.yaml`, applied to a Prefect server by name: made, brought up to date, never doubled.
+"""`deployments/automations.yaml`, applied to a Prefect server by name: created or updated, never duplicated.
 
 The file is what `prefect automation create --from-file` takes, a list or `automations:` with a list, and one thing
 more: a deployment or block may be given by name where Prefect wants an id, which is known only once it exists:
@@ -28,19 +28,19 @@ _ACTIONS = ("actions", "actions_on_trigger", "actions_on_resolve")
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What became of one automation."""
+    """Outcome for one automation."""
 
     name: str
-    what: str  # made, updated, unchanged, left out
+    what: str  # made, updated, unchanged, skipped
     note: str = ""
 
 
 class NotThere(Exception):
-    """A block or deployment that an automation names does not exist."""
+    """A block or deployment referenced by an automation does not exist."""
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The automations of a file. Raises: DataError where it is not a list of automations with different names."""
+    """Automations of a file. Raises: DataError unless it is a list of automations with distinct names."""
     import yaml
 
     try:
@@ -65,11 +65,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 async def apply(client: PrefectClient, path: Path) -> list[Applied]:
-    """Make the server's automations of these names what the file says.
+    """Create or update the server's automations from the file, matched by name.
 
-    One whose block is absent is left out with a note; whether one is switched off in the UI is left alone unless the
-    file says `enabled`.
-    Raises: DataError where Prefect does not take one.
+    An automation with a missing block is skipped with a note; one disabled in the UI stays so unless the file
+    sets `enabled`.
+    Raises: DataError if Prefect refuses one.
     """
     from prefect.events.schemas.automations import AutomationCore
     from pydantic import ValidationError
@@ -80,7 +80,7 @@ async def apply(client: PrefectClient, path: Path) -> list[Applied]:
         try:
             wanted = AutomationCore.model_validate(await _with_ids(client, item))
         except NotThere as error:
-            done.append(Applied(name, "left out", str(error)))
+            done.append(Applied(name, "skipped", str(error)))
             continue
         except ValidationError as error:
             raise DataError(f"{path}: automation '{name}' is not valid:\n{_problems(error)}") from None
@@ -94,7 +94,7 @@ async def _put(client: PrefectClient, wanted: Any, *, explicit: bool) -> Applied
         await client.create_automation(wanted)
         return Applied(wanted.name, "made")
     first, *others = sorted(found, key=lambda automation: str(automation.id))
-    for other in others:  # from `prefect automation create`, which makes another one each time
+    for other in others:  # from `prefect automation create`, which adds another one each time
         await client.delete_automation(other.id)
     note = f"{len(others)} of the same name removed" if others else ""
     if not explicit:
@@ -103,7 +103,7 @@ async def _put(client: PrefectClient, wanted: Any, *, explicit: bool) -> Applied
         return Applied(wanted.name, "unchanged", note)
     from prefect.events.schemas.automations import AutomationCore
 
-    # Rebuilt, so that defaults count as set: the client sends what is set alone.
+    # Rebuilt so that defaults count as set, as the client sends only set fields.
     await client.update_automation(first.id, AutomationCore.model_validate(wanted.model_dump(mode="json")))
     return Applied(wanted.name, "updated", note)
 
@@ -116,7 +116,7 @@ def _plain(automation: Any) -> dict[str, Any]:
 
 
 def _comparable(value: Any) -> Any:
-    """Without ids, which the server gives triggers, and with sorted names: events to wait for are a set."""
+    """Normal form for comparison: without server-assigned trigger ids, with sorted event names."""
     if isinstance(value, dict):
         return {key: _comparable(item) for key, item in value.items() if key != "id"}
     if isinstance(value, list) and all(isinstance(item, str) for item in value):

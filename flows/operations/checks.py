@@ -1,6 +1,6 @@
-"""Prefect's address, profile and version, before anything is asked of it; and what went wrong, in words.
+"""Checks of Prefect's address, profile and version before use, and explanations of known server errors.
 
-Each error says what was found, where that came from, and the next step.
+Each error names the value found, its origin and the next step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tasks.mlflow_environment import without_password
 
 __all__ = ["check_api", "check_mlflow", "configured_api", "explain"]
 
-# Profiles that Prefect brings along; they have no server of their own.
+# Prefect's built-in profiles, which have no server.
 _BUILT_IN = {"ephemeral", "local", "cloud", "test"}
 
 
@@ -31,9 +31,9 @@ def _profiles_path(environment: Mapping[str, str]) -> Path:
 
 
 def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """The Prefect API that the user's environment or profile names, and which of them does.
+    """Prefect API configured by the user's environment or profile, with its origin.
 
-    Returns: address ("" = none: runs start a server of their own), and its origin in words.
+    Returns: address ("" = none: runs start their own server), and its origin as text.
     Raises: SettingsError for a profile that does not exist or cannot be read.
     """
     environment = os.environ if environment is None else environment
@@ -43,7 +43,7 @@ def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, s
     try:
         data = tomllib.loads(path.read_text()) if path.exists() else {}
     except (OSError, ValueError) as error:
-        raise SettingsError(f"{path}: Prefect's profiles cannot be read: {error}; mend the file or move it") from None
+        raise SettingsError(f"{path}: Prefect's profiles cannot be read: {error}; fix the file or move it") from None
     profiles = data.get("profiles", {})
     name = environment.get("PREFECT_PROFILE") or str(data.get("active", ""))
     if not name:
@@ -58,10 +58,10 @@ def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, s
 
 
 def check_api(url: str, origin: str) -> str:
-    """See that a Prefect server of a fitting version answers at an API address.
+    """Check that a Prefect server of a compatible version responds at an API address.
 
-    Returns: a warning of a server that is older than the client, which Prefect does not promise to work; "" = fine.
-    Raises: BackendError when nobody answers; SettingsError when it is no Prefect API or one of another major version.
+    Returns: warning about a server older than the client, which Prefect does not support; "" = none.
+    Raises: BackendError without a response; SettingsError if it is not a Prefect API or has another major version.
     """
     shown = without_password(url)
     if not url.startswith("http://"):  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
@@ -106,7 +106,7 @@ def _check_version(server: str, shown: str, origin: str) -> str:
 
 
 def check_mlflow(url: str, origin: str) -> None:
-    """See that an MLflow server of the same major version answers. Raises: BackendError, SettingsError."""
+    """Check that an MLflow server of the same major version responds. Raises: BackendError, SettingsError."""
     shown = without_password(url)
     try:
         found = str(ask(f"{url.rstrip('/')}/version", timeout=10.0)).strip()
@@ -131,7 +131,7 @@ def check_mlflow(url: str, origin: str) -> None:
         )
 
 
-# What servers and Prefect's commands print -> what to do. The first one that is found counts.
+# Pattern in the output of servers and Prefect's commands -> advice. First match.
 _KNOWN: tuple[tuple[str, str], ...] = (
     (
         r"Address already in use|address already in use",
@@ -171,7 +171,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 
 
 def explain(text: str) -> str:
-    """The next step for what a server or command printed; "" where nothing in it is known."""
+    """Next step for the output of a server or command; "" if no known error is in it."""
     for pattern, advice in _KNOWN:
         if match := re.search(pattern, text):
             return advice.format(**{name: " ".join(str(value).split()) for name, value in match.groupdict().items()})

@@ -25,10 +25,10 @@ from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
 
 __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 
-DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # in place of --database, which other users of the machine can read
-READY_SECONDS = 900.0  # for a start in the background, or a repair
+DATABASE_VARIABLE = "POSTTRAIN_DATABASE"  # alternative to --database, which other users of the machine can read
+READY_SECONDS = 900.0  # timeout of a background start or a repair
 DOWN_SECONDS = 150.0
-GIVE_UP_AFTER = 3  # ends of a server during a repair; the supervisor goes on trying
+GIVE_UP_AFTER = 3  # failures of a server during a repair; the supervisor keeps retrying
 COMMAND = (sys.executable, "-m", "flows.cli.main")
 OPTION_NAMES = {
     "prefect_port": "--prefect-port", "mlflow_port": "--mlflow-port", "database": "--database", "pool": "--pool",
@@ -37,13 +37,13 @@ OPTION_NAMES = {
 
 
 def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
-    """Start the servers of an output folder, or see that those that run are all well.
+    """Start the servers of an output folder, or repair running ones.
 
     Args:
         output: the folder.
-        given: fields of `Options` that the command line named; the others have their defaults.
-        detach: leave them to a supervisor in the background; else this returns when they are stopped.
-    Raises: SettingsError, BackendError, FolderBusy; DataError when the servers are up but something was not registered.
+        given: fields of `Options` set on the command line; others have their defaults.
+        detach: run the supervisor in the background; otherwise return when the servers are stopped.
+    Raises: SettingsError, BackendError, FolderBusy; DataError if the servers are up but a registration failed.
     """
     check_platform()
     output = output.resolve()
@@ -87,7 +87,7 @@ def _announce(state: State) -> None:
 
 
 def _check_same_database(places: StatePaths, options: Options) -> None:
-    """Servers that come up empty because an option was forgotten are a fright."""
+    """Raise if the database differs from that of the last start, as servers would come up empty."""
     try:
         last = str(json.loads(places.last.read_text())["database"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -100,7 +100,7 @@ def _check_same_database(places: StatePaths, options: Options) -> None:
 
 
 def _mlflow_elsewhere(options: Options) -> str:
-    """An MLflow server that the user's environment names; "" = start one."""
+    """MLflow server configured in the user's environment; "" = start one."""
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     own = f"http://127.0.0.1:{options.mlflow_port}"
     if not uri or same_address(uri, own):
@@ -115,7 +115,7 @@ def _mlflow_elsewhere(options: Options) -> str:
 
 
 def _check_environment(options: Options) -> None:
-    """A shell that points elsewhere would start runs that these servers never see."""
+    """Raise if the shell's PREFECT_API_URL points to another server, whose runs these servers would not see."""
     url, own = os.environ.get("PREFECT_API_URL", ""), f"{prefect_url(options)}/api"
     if url and not same_address(url, own):
         raise SettingsError(
@@ -129,7 +129,7 @@ def _check_environment(options: Options) -> None:
 
 
 def _repair(places: StatePaths, given: dict[str, Any]) -> None:
-    """Say what runs, start what does not, register again."""
+    """Print what runs, restart what does not, register again."""
     state = _wait(places, lambda state: state.phase == "up", "is still starting")
     options = dataclasses.asdict(state.options)
     for name, value in given.items():
@@ -201,7 +201,7 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
 
 
 def _child_failed(places: StatePaths, code: int) -> Exception:
-    """The error that the supervisor printed, as if it had been raised here."""
+    """Error printed by the supervisor, as an exception."""
     text = places.log("up").read_text(errors="replace")
     message = text.rpartition("posttrain: ")[2].strip() or f"exit code {code}; see {places.log('up')}"
     for kind in (BackendError, FolderBusy):
@@ -214,9 +214,9 @@ def _child_failed(places: StatePaths, code: int) -> Exception:
 
 
 def down(output: Path) -> str:
-    """Stop everything that belongs to an output folder, in order; returns what was done, in words.
+    """Stop all servers of an output folder, in order; returns a report.
 
-    Raises: BackendError when something cannot be ended.
+    Raises: BackendError if something cannot be stopped.
     """
     output = output.resolve()
     places, mark = StatePaths(output), mark_of(output)
@@ -246,7 +246,7 @@ def down(output: Path) -> str:
 
 
 def status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
-    """What runs for an output folder, as text, and whether all of it is up."""
+    """State of the servers of an output folder as text; True if all are up."""
     output = output.resolve()
     places = StatePaths(output)
     state = read_state(places) if is_running(places) else None
@@ -259,7 +259,7 @@ def status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
         if left:
             return (
                 f"no supervisor is running, but {len(left)} of its processes are (first: {left[0].pid}); "
-                "`posttrain up` ends them and starts anew, `posttrain down` ends them",
+                "`posttrain up` ends them and starts new ones, `posttrain down` ends them",
                 False,
             )
         return f"not running for {output}; start it: posttrain up --output {output}", False

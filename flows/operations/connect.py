@@ -1,4 +1,4 @@
-"""How `posttrain run` and its kin find the servers that `posttrain up` keeps for an output folder."""
+"""Discovery of the servers of `posttrain up` by `posttrain run` and other commands."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["connect", "running"]
 
 
 def running(output: Path) -> State | None:
-    """The servers of an output folder; None where no supervisor runs."""
+    """Servers of an output folder; None without a running supervisor."""
     places = StatePaths(output.resolve())
     return read_state(places) if is_running(places) else None
 
 
 def connect(output: Path, *, prefect: bool = True) -> None:
-    """Point Prefect and MLflow at the servers of an output folder where they are up; what the user set stays.
+    """Point Prefect and MLflow at the running servers of an output folder; settings of the user take precedence.
 
-    Has to come before Prefect is imported.
+    Must be called before Prefect is imported.
 
     Args:
-        prefect: whether Prefect is needed; then its server has to answer.
+        prefect: True = Prefect is needed, so its server must respond.
     Raises: BackendError, SettingsError: see `checks`.
     """
     state = running(output)
@@ -75,7 +75,7 @@ def _how_to_leave(origin: str) -> str:
 
 
 def same_address(one: str, other: str) -> bool:
-    """Whether two addresses of loopback servers are the same."""
+    """True if two loopback addresses refer to the same server."""
 
     def plain(url: str) -> str:
         return url.rstrip("/").replace("//localhost:", "//127.0.0.1:")

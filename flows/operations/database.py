@@ -1,7 +1,7 @@
-"""`--database postgresql://...`: Prefect and MLflow on PostgreSQL, each in a database of its own.
+"""`--database postgresql://...`: Prefect and MLflow on PostgreSQL, in separate databases.
 
-Both keep the version of their tables in a table of the same name, so they cannot share one. `postgresql://host/team`
-gives `team_prefect` and `team_mlflow`, created where they are absent.
+Both store their schema version in a table of the same name, so they cannot share a database. `postgresql://host/team`
+yields `team_prefect` and `team_mlflow`, created if absent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONNECT_SECONDS = 10
 
 @dataclass(frozen=True, slots=True)
 class Databases:
-    """Addresses with passwords, for the servers' environment alone; "" = a sqlite file of the output folder."""
+    """Addresses with passwords, only for the servers' environment; "" = sqlite files in the output folder."""
 
     prefect: str = ""
     mlflow: str = ""
@@ -53,7 +53,7 @@ def _parse(address: str) -> URL:
 
 
 def shown(address: str) -> str:
-    """The address as it may be printed and written down: without its password. Raises: SettingsError."""
+    """Address without its password, for output and files. Raises: SettingsError."""
     if address == SQLITE:
         return SQLITE
     from sqlalchemy import URL
@@ -64,10 +64,10 @@ def shown(address: str) -> str:
 
 
 def prepare(address: str) -> Databases:
-    """Create both databases where they are absent.
+    """Create both databases if absent.
 
-    Raises: SettingsError for a bad address, a missing driver, a refused login or a right that is missing; BackendError
-    when the server does not answer.
+    Raises: SettingsError for an invalid address, a missing driver, a refused login or a missing privilege;
+    BackendError if the server does not respond.
     """
     if address == SQLITE:
         return Databases()
@@ -98,7 +98,7 @@ def _address(url: URL, driver: str, name: str) -> str:
 
 
 def _for_asyncpg(url: URL) -> URL:
-    """libpq says `sslmode`, asyncpg `ssl`; the values are the same. It knows no `connect_timeout`."""
+    """Address for asyncpg: `sslmode` of libpq becomes `ssl`, with the same values; no `connect_timeout`."""
     query = {("ssl" if key == "sslmode" else key): value for key, value in url.query.items()}
     query.pop("connect_timeout", None)
     return url.set(query=query)
@@ -110,7 +110,7 @@ def _host(url: URL) -> str:
 
 @contextmanager
 def _connected(url: URL) -> Iterator[Any]:
-    """A connection to a database of the server that exists: `postgres`, or the named one."""
+    """Connection to an existing database of the server: `postgres`, or the named one."""
     import psycopg2
 
     arguments: dict[str, Any] = {"connect_timeout": CONNECT_SECONDS, **url.query}

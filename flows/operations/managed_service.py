@@ -1,4 +1,4 @@
-"""One server over time: started, watched, and started again with growing waits when it ends or hangs."""
+"""Lifecycle of one server: start, health checks, restart with exponential backoff after a crash or hang."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["ManagedService", "wait_before"]
 
 log = logging.getLogger(__name__)
 
-START_SECONDS = 600.0  # until it first answers; a first start creates databases, on a machine that may be busy
-HANG_SECONDS = 120.0  # without an answer, of a server that answered before
-LOOK_SECONDS = 10.0  # between looks at a server that works
-STEADY_SECONDS = 120.0  # of working, after which an end counts as the first one again
+START_SECONDS = 600.0  # start timeout; a first start creates databases, possibly on a busy machine
+HANG_SECONDS = 120.0  # unresponsive time after which a server counts as hung
+LOOK_SECONDS = 10.0  # health check interval
+STEADY_SECONDS = 120.0  # healthy time after which the backoff is reset
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 TAIL_LINES = 15
 
 
 def wait_before(failures: int) -> float:
-    """Seconds before the start that follows the `failures`-th end in a row: 1, 2, 4, ... 60."""
+    """Restart delay in seconds after `failures` consecutive failures: 1, 2, 4, ... 60."""
     return float(min(LONGEST_WAIT, FIRST_WAIT * 2 ** min(failures - 1, 10)))
 
 
 class ManagedService:
-    """A service with its process. `step` is called again and again; nothing in it waits but one look at the server."""
+    """A server and its process. `step` is called periodically and blocks only for one health check."""
 
     def __init__(
         self, service: ServiceSpec, log_path: Path, start: Callable[..., subprocess.Popen[bytes]] = spawn
@@ -40,17 +40,17 @@ class ManagedService:
         self.service, self._log, self._start = service, log_path, start
         self.state = ServiceState(service.name, url=service.url, log=str(log_path))
         self.process: subprocess.Popen[bytes] | None = None
-        self.failures = 0  # in a row
-        self._log_start = 0  # where the output of the present process begins
+        self.failures = 0  # consecutive
+        self._log_start = 0  # start of the current process's output in the log
         self._looked = self._worked = 0.0
 
     @property
     def is_up(self) -> bool:
-        """Whether it works, as of the last look."""
+        """True if it was healthy at the last check."""
         return self.state.phase == "up"
 
     def step(self, now: float) -> None:
-        """Do what is due. Args: now: seconds since 1970."""
+        """Start, check or restart as due. Args: now: seconds since 1970."""
         if self.process is None:
             if now >= self.state.retry_at:
                 self._begin(now)
@@ -62,7 +62,7 @@ class ManagedService:
     def _begin(self, now: float) -> None:
         service = self.service
         if self.state.restarts and (mark := service.environment.get(MARK)):
-            end_all(mark, grace=service.lead + service.grace)  # where its keeper was killed, what it kept may live on
+            end_all(mark, grace=service.lead + service.grace)  # descendants may survive if the keeper was killed
         if service.port is not None and not is_free(service.port):
             self._again(now, f"port {service.port} is taken")
             return
@@ -72,7 +72,7 @@ class ManagedService:
                 list(service.command), dict(service.environment), service.folder, self._log,
                 lead=service.lead, soft=service.soft, grace=service.grace,
             )  # fmt: skip
-        except OSError as error:  # no memory or no more processes, for now
+        except OSError as error:  # temporarily out of memory or processes
             self._again(now, f"cannot be started: {error}")
             return
         self.state.phase, self.state.since, self.state.retry_at = "starting", now, 0.0
@@ -89,7 +89,7 @@ class ManagedService:
             return
         patience = HANG_SECONDS if self.is_up else START_SECONDS
         if now - self._worked > patience:
-            self.signal(signal.SIGTERM)  # its end is seen at a later step
+            self.signal(signal.SIGTERM)  # its end is detected by a later step
             self.state.message = f"did not answer for {patience:.0f} s"
             self._worked = now
 
@@ -105,16 +105,16 @@ class ManagedService:
         log.warning("%s: %s; next start in %.0f s", self.service.name, why, self.state.retry_at - now)
 
     def at_once(self) -> None:
-        """Do not wait any longer for the next start."""
+        """Skip the remaining restart delay."""
         self.state.retry_at, self.failures = 0.0, 0
 
     def signal(self, number: int) -> None:
-        """Signal the keeper, who ends the tree."""
+        """Signal the keeper, which ends the process tree."""
         if self.process is not None and self.process.poll() is None:
             os.kill(self.process.pid, number)
 
     def stop(self, now: float, seconds: float) -> bool:
-        """After `signal`: wait up to `seconds` for the end; whether it has come."""
+        """After `signal`: wait up to `seconds` for the end; True if it has ended."""
         if self.process is not None:
             try:
                 self.process.wait(seconds)
@@ -125,7 +125,7 @@ class ManagedService:
         return True
 
     def tail(self) -> str:
-        """The last lines that the present process printed."""
+        """Last output lines of the current process."""
         try:
             with self._log.open("rb") as file:
                 file.seek(self._log_start)
@@ -136,7 +136,7 @@ class ManagedService:
 
 
 def _in_words(code: int) -> str:
-    """An exit code of a keeper: it gives 128 + the signal that ended the server."""
+    """Exit code of a keeper as text; 128 + n = the server was ended by signal n."""
     number = -code if code < 0 else code - 128
     try:
         return f"was ended by {signal.Signals(number).name}" if number > 0 else f"ended with exit code {code}"

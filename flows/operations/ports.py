@@ -1,4 +1,4 @@
-"""Is a port free, and who has it."""
+"""Free ports and port holders."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ HOST = "127.0.0.1"
 
 
 def is_free(port: int) -> bool:
-    """Whether a server could listen there on loopback. Raises: SettingsError for a port that this user may not take."""
+    """True if a server could listen on that loopback port. Raises: SettingsError for a port this user may not bind."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        # As servers do it: a port whose last connections are still closing is free.
+        # As servers do: a port with connections in TIME_WAIT counts as free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((HOST, port))
@@ -26,7 +26,7 @@ def is_free(port: int) -> bool:
 
 
 def holder(port: int) -> str:
-    """Who listens on a port, in words: process id and command, as far as this user may see them."""
+    """Description of the process listening on a port: id and command, as far as visible to this user."""
     import psutil
 
     try:
@@ -45,7 +45,7 @@ def holder(port: int) -> str:
 
 
 def check_port(port: int, what: str, option: str) -> None:
-    """Raises SettingsError, which says who has the port and which option names another one."""
+    """Raise SettingsError if the port is taken, naming its holder and the option for another port."""
     if not is_free(port):
         raise SettingsError(
             f"port {port}, meant for {what}, is taken by {holder(port)}; end that, or choose another port with "

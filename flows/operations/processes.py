@@ -1,4 +1,4 @@
-"""Who a process is, and which ones belong to the servers of an output folder."""
+"""Process identity, and search and termination of the processes of an output folder's servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rl_core.errors import SettingsError
 
 __all__ = ["MARK", "ProcessId", "end_all", "leftovers", "mark_of", "spawn"]
 
-MARK = "POSTTRAIN_SERVERS"  # in the environment of every process that belongs to the servers of a folder
+MARK = "POSTTRAIN_SERVERS"  # environment variable of every process of a folder's servers
 KEEPER = Path(__file__).with_name("subreaper.py")
 
 
@@ -26,7 +26,7 @@ def _boot() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Fields of /proc/PID/stat from the state on; [] = no such process."""
+    """Fields of /proc/PID/stat from the state field on; [] = no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -35,15 +35,15 @@ def _stat(pid: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class ProcessId:
-    """A process that cannot be mistaken for a later one with the same number."""
+    """Process id with start time, so that a reused pid is not mistaken for it."""
 
     pid: int
-    started: int  # clock ticks since boot, as the kernel counts them: unlike a date, no clock change moves it
+    started: int  # clock ticks since boot, unaffected by clock changes
     boot: str
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has this number now; None = nobody, or one that has ended and waits to be reaped."""
+        """Current process with that pid; None = none, or a zombie."""
         fields = _stat(pid)
         if not fields or fields[0] in "ZX":
             return None
@@ -51,11 +51,11 @@ class ProcessId:
 
     @property
     def alive(self) -> bool:
-        """Whether this very process runs."""
+        """True if this very process runs."""
         return ProcessId.of(self.pid) == self
 
     def signal(self, number: int) -> bool:
-        """Signal it; False when it has ended, whoever has its number now."""
+        """Signal it; False if it has ended, even if its pid is reused."""
         if not self.alive:
             return False
         try:
@@ -66,7 +66,7 @@ class ProcessId:
 
 
 def check_platform() -> None:
-    """Raises SettingsError where children cannot be tied to their parent."""
+    """Raise SettingsError on platforms where children cannot be tied to their parent."""
     if not sys.platform.startswith("linux"):
         raise SettingsError(
             "`posttrain up` needs Linux, which ends children with their parent; use `posttrain ui` here"
@@ -74,13 +74,13 @@ def check_platform() -> None:
 
 
 def mark_of(output: Path, server: str = "") -> str:
-    """What stands in `MARK` for an output folder, or for one server of it."""
+    """Value of `MARK` for an output folder, or for one of its servers."""
     mark = hashlib.sha256(os.fsencode(output.resolve())).hexdigest()[:16]
     return f"{mark}.{server}" if server else mark
 
 
 def leftovers(mark: str) -> list[ProcessId]:
-    """Processes of this user that carry the mark of a folder or of one of its servers, but not this one's ancestors."""
+    """Processes of this user with the mark of a folder or one of its servers, except this process's ancestors."""
     ours = f"{MARK}={mark}".encode()
     above, pid = set(), os.getpid()
     while pid > 1:
@@ -93,7 +93,7 @@ def leftovers(mark: str) -> list[ProcessId]:
             continue
         try:
             environment = (entry / "environ").read_bytes()
-        except OSError:  # ended, or another user's
+        except OSError:  # ended, or of another user
             continue
         carried = any(part == ours or part.startswith(ours + b".") for part in environment.split(b"\0"))
         if carried and (process := ProcessId.of(int(entry.name))):
@@ -102,14 +102,14 @@ def leftovers(mark: str) -> list[ProcessId]:
 
 
 def end_all(mark: str, grace: float) -> list[int]:
-    """End what carries the mark: SIGTERM, after `grace` seconds SIGKILL. Returns the ids of all that were found."""
+    """Terminate marked processes: SIGTERM, after `grace` seconds SIGKILL. Returns the ids of all found."""
     first = leftovers(mark)
     for process in first:
         process.signal(signal.SIGTERM)
     deadline = time.monotonic() + grace
     while (left := leftovers(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    for _ in range(50):  # a process may start another one between the look and the signal
+    for _ in range(50):  # a process may fork between the search and the signal
         if not left:
             break
         for process in left:
@@ -129,10 +129,10 @@ def spawn(
     soft: float = 5.0,
     grace: float = 15.0,
 ) -> subprocess.Popen[bytes]:
-    """Start a command under a keeper, in a session of its own, its output appended to `log`.
+    """Start a command under a keeper, in its own session, with output appended to `log`.
 
     Args:
-        lead: seconds for the server's children to end before the server is told to; see keeper.py.
+        lead: seconds for the server's children to end before the server is signalled; see subreaper.py.
         soft, grace: seconds from the server's SIGTERM to that of the whole tree, and to SIGKILL.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def spawn(
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=folder,
-            start_new_session=True,  # Ctrl-C reaches the supervisor alone, which ends things in order
+            start_new_session=True,  # Ctrl-C reaches only the supervisor, which stops everything in order
         )
 
 

@@ -1,8 +1,8 @@
-"""What Prefect has to know before anything can run: work pool, GPU limit, deployments, automations.
+"""Registration of work pool, GPU limit, deployments and automations with Prefect.
 
-A process of its own (`python -m flows.operations.registration REQUEST RESULT`), so that Prefect is imported under the
-servers' environment whatever the caller's is, and so that the supervisor stays small. Doing it again changes nothing
-that is as it should be: pool and limit are left as people set them, deployments and automations go by name.
+A separate process (`python -m flows.operations.registration REQUEST RESULT`), so that Prefect is imported with the
+servers' environment and the supervisor stays small. Idempotent: existing pool and limit settings are kept, deployments
+and automations are matched by name.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ POOL_TYPE = "process"
 
 @dataclass(frozen=True, slots=True)
 class RegistrationRequest:
-    """What is to be registered."""
+    """Request of a registration."""
 
-    root: str  # the checkout: entrypoints are relative to it
+    root: str  # base folder of entrypoints
     pool: str
-    gpu_slots: int | None  # None: made with one per GPU, left as it is where it exists
-    deployments: str  # prefect.yaml; a file that is absent registers nothing
+    gpu_slots: int | None  # None: created with one per GPU, unchanged if it exists
+    deployments: str  # prefect.yaml; an absent file registers nothing
     automations: str
 
 
@@ -48,14 +48,14 @@ def num_gpus() -> int:
 
 
 def main() -> int:
-    """Do it and write the result; exit code 0, or 1 with the problem in the result."""
+    """Register and write the result; exit code 0, or 1 with the error in the result."""
     request = RegistrationRequest(**json.loads(Path(sys.argv[1]).read_text()))
     result: dict[str, Any] = {"at": time.time(), "problem": "", "deployments": [], "automations": [], "notes": []}
     try:
         asyncio.run(_register(request, result))
     except PosttrainError as error:
         result["problem"] = str(error)
-    except Exception as error:  # of Prefect's client; whatever it is, `status` has to say it
+    except Exception as error:  # any error of Prefect's client is reported by `status`
         text = f"{type(error).__name__}: {error}"
         result["problem"] = explain(text) or " ".join(text.split())[:500]
     write_json_atomic(Path(sys.argv[2]), result)
@@ -94,7 +94,7 @@ async def _pool(client: PrefectClient, name: str, notes: list[str]) -> str:
         template = ProcessWorker.get_default_base_job_template()
         try:
             await client.create_work_pool(WorkPoolCreate(name=name, type=POOL_TYPE, base_job_template=template))
-        except ObjectAlreadyExists:  # the worker was faster
+        except ObjectAlreadyExists:  # created by the worker meanwhile
             return "made"
         return "made"
     if pool.type != POOL_TYPE:
@@ -108,7 +108,7 @@ async def _pool(client: PrefectClient, name: str, notes: list[str]) -> str:
 
 
 async def _gpu_limit(client: PrefectClient, wanted: int | None) -> int:
-    """Make the limit, or set it where a number was asked for; returns what it is."""
+    """Create the limit, or set it if a number was given; returns its value."""
     from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate, GlobalConcurrencyLimitUpdate
     from prefect.exceptions import ObjectNotFound
 
@@ -125,7 +125,7 @@ async def _gpu_limit(client: PrefectClient, wanted: int | None) -> int:
 
 
 def _deploy(path: Path, root: Path) -> list[str]:
-    """`prefect deploy --all`, as a user would; returns the deployments as FLOW/NAME. Raises: DataError."""
+    """Run `prefect deploy --all`; returns the deployments as FLOW/NAME. Raises: DataError."""
     command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--prefect-file", str(path), "--all"]
     done = subprocess.run(
         command, cwd=root, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -145,7 +145,7 @@ def _deploy(path: Path, root: Path) -> list[str]:
 
 
 def declared(path: Path) -> list[str]:
-    """Names of the deployments in a prefect.yaml, in its order; [] where it cannot be read."""
+    """Names of the deployments in a prefect.yaml, in order; [] if it cannot be read."""
     import yaml
 
     try:
@@ -156,7 +156,7 @@ def declared(path: Path) -> list[str]:
 
 
 async def _check_parameters(client: PrefectClient, names: list[str], path: Path) -> None:
-    """Prefect checks the types of parameters but takes any name; a run would fail over it later. Raises: DataError."""
+    """Check parameter names, which Prefect does not: a run would fail later. Raises: DataError."""
     for name in names:
         deployment = await client.read_deployment_by_name(name)
         known = (deployment.parameter_openapi_schema or {}).get("properties", {})

@@ -1,4 +1,4 @@
-"""What `up` and `status` print."""
+"""Output of `up` and `status`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["links", "table"]
 
 
 def links(state: State) -> str:
-    """Where to look, what is registered, and how a shell's own commands find the servers."""
+    """Links, registered deployments, and environment variables for the prefect and mlflow commands."""
     lines = [f"{service.name:9}{service.url}" for service in state.services]
     if not any(service.name == "mlflow" for service in state.services):
         lines.append("mlflow   runs elsewhere (MLFLOW_TRACKING_URI)")
@@ -42,7 +42,7 @@ def _registered(state: State) -> list[str]:
 
 
 def table(state: State, now: float | None = None) -> str:
-    """`posttrain status`."""
+    """Table of `posttrain status`."""
     now = time.time() if now is None else now
     lines = [
         f"{state.phase}; supervisor: process {state.supervisor.pid}; database: {state.options.database}",
@@ -77,7 +77,7 @@ def _span(seconds: float) -> str:
 
 
 def _pool_problem(state: State) -> str:
-    """A pool that somebody deleted or paused."""
+    """Problem of a deleted or paused pool; "" = none."""
     import urllib.error
 
     pool = state.options.pool

@@ -1,4 +1,4 @@
-"""The servers: how each is started, in which environment, and how one sees that it works."""
+"""The servers: command, environment and health check of each."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ __all__ = [
     "services",
 ]
 
-# Runs of deployments start here, so their outputs lie here: the checkout, else the folder that `up` is called from.
+# Working directory of deployment runs and base of their outputs: the checkout, else that of `up`.
 ROOT = CHECKOUT or Path.cwd()
 
 GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/pipeline/gpu_slot.py
 
-# What a user's environment or profile says about other servers; ours are told about theirs and no others.
+# Variables of a user's environment or profile about other servers, removed for ours.
 _ELSEWHERE = (
     "PREFECT_API_URL", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING", "PREFECT_PROFILE", "PREFECT_UI_API_URL",
     "PREFECT_API_DATABASE_CONNECTION_URL", "PREFECT_SERVER_DATABASE_CONNECTION_URL", "PREFECT_SERVER_API_HOST",
@@ -50,7 +50,7 @@ _ELSEWHERE = (
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """How one server is run."""
+    """Specification of one server."""
 
     name: str
     command: tuple[str, ...]
@@ -58,30 +58,30 @@ class ServiceSpec:
     folder: Path
     url: str
     works: Callable[[], bool]
-    option: str = ""  # of the command line: which one changes its port
+    option: str = ""  # command-line option for its port
     port: int | None = None
-    watched: bool = True  # whether it is started again when it runs but does not answer
-    needs: str = ""  # started once this one works
-    lead: float = 0.0  # seconds for what is below it to end before it is told to
-    soft: float = 5.0  # seconds from SIGTERM to that of everything below it
+    watched: bool = True  # restart if it runs but does not respond
+    needs: str = ""  # server that must be up before the start
+    lead: float = 0.0  # seconds for its descendants to end before its own SIGTERM
+    soft: float = 5.0  # seconds from its SIGTERM to that of its descendants
     grace: float = 15.0  # seconds from SIGTERM to SIGKILL
 
 
 def prefect_url(options: Options) -> str:
-    """Prefect's page; the API is under /api."""
+    """URL of the Prefect UI; the API is under /api."""
     return f"http://{HOST}:{options.prefect_port}"
 
 
 def mlflow_url(options: Options) -> str:
-    """MLflow's page and API."""
+    """URL of the MLflow UI and API."""
     return f"http://{HOST}:{options.mlflow_port}"
 
 
 def ask(url: str, body: Any = None, timeout: float = 5.0) -> Any:
-    """GET a URL, or POST JSON to it; what it answers, from JSON where it is that. Raises OSError, ValueError."""
+    """Response to a GET, or to a POST of JSON; parsed if it is JSON. Raises: OSError, ValueError."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # which no proxy reaches
+    loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # bypasses proxies
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if loopback else []))
     with opener.open(request, timeout=timeout) as response:
         text = response.read().decode()
@@ -102,41 +102,41 @@ def _answers(url: str) -> bool:
 
 
 def base_environment(output: Path, name: str) -> dict[str, str]:
-    """What a server runs in: this process's environment, marked, without what it says about other servers."""
+    """Environment of a server: this process's, marked, without variables about other servers."""
     environment = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     environment |= {
         **prefect_environment(None),
         **offline_environment(),
         MARK: mark_of(output, name),
         "PREFECT_HOME": str(output / "prefect"),
-        "PREFECT_PROFILES_PATH": str(output / "prefect" / "profiles.toml"),  # a user's own profile stays out
+        "PREFECT_PROFILES_PATH": str(output / "prefect" / "profiles.toml"),  # ignores a user's own profile
         "PREFECT_CLI_PROMPT": "false",
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
         "PYTHONUNBUFFERED": "1",
-        "NO_COLOR": "1",  # logs are files
+        "NO_COLOR": "1",  # output goes to log files
     }
     return environment
 
 
 def client_environment(output: Path, name: str, options: Options, mlflow: str) -> dict[str, str]:
-    """What a process runs in that uses the servers: the worker, its runs, the registration."""
+    """Environment of a client of the servers: the worker, its runs, the registration."""
     environment = base_environment(output, name)
     path = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "PREFECT_API_URL": f"{prefect_url(options)}/api",
         "MLFLOW_TRACKING_URI": mlflow,
         "POSTTRAIN_GPU_LIMIT": GPU_LIMIT,
-        # The worker's runs import from the checkout even where another one is installed.
+        # The worker's runs import from the checkout even if another version is installed.
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
     }
     return environment
 
 
 def services(output: Path, options: Options, databases: Databases, mlflow_elsewhere: str = "") -> list[ServiceSpec]:
-    """All servers, in the order in which they start; they end in the opposite order.
+    """All servers in start order; they stop in reverse order.
 
     Args:
-        mlflow_elsewhere: an MLflow server that runs already and is to be used; then none is started.
+        mlflow_elsewhere: address of an external MLflow server; then none is started.
     """
     found = [] if mlflow_elsewhere else [_mlflow(output, options, databases)]
     return [*found, _prefect(output, options, databases), _worker(output, options, mlflow_elsewhere)]
@@ -150,7 +150,7 @@ def _mlflow(output: Path, options: Options, databases: Databases) -> ServiceSpec
         "--allowed-hosts", f"{HOST}:{port},localhost:{port}", "--uvicorn-opts", "--no-access-log",
     )  # fmt: skip
     environment = base_environment(output, "mlflow") | {
-        # Not on the command line, where every user of the machine could read a password.
+        # Not on the command line, where every user of the machine could read the password.
         "MLFLOW_BACKEND_STORE_URI": databases.mlflow or default_uri(output),
         "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
     }
@@ -172,7 +172,7 @@ def _prefect(output: Path, options: Options, databases: Databases) -> ServiceSpe
 
 
 def worker_name() -> str:
-    """Name of this machine's worker in its pool; a restarted one takes the place of the one before."""
+    """Name of this machine's worker in its pool; a restarted worker replaces the previous one."""
     return f"posttrain-{platform.node() or 'here'}"
 
 
@@ -199,9 +199,9 @@ def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> ServiceSpe
         ROOT,
         f"{prefect_url(options)}/work-pools/work-pool/{options.pool}",
         works,
-        watched=False,  # whether it is online is the Prefect server's word, which may be down itself
+        watched=False,  # its status comes from the Prefect server, which may be down itself
         needs="prefect",
-        # By itself a worker that is told to stop waits for its runs, for hours, or forgets to report them. So they are
-        # told first: they save and stop, and the worker reports that they crashed.
+        # On SIGTERM a worker waits for its runs, possibly for hours, or fails to report them. So the runs are signalled
+        # first: they save and stop, and the worker reports that they crashed.
         lead=40.0,
     )

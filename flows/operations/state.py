@@ -1,7 +1,7 @@
-"""What the supervisor writes down for `status`, `down`, a second `up` and the runs: operations/state.json.
+"""State of the supervisor for `status`, `down`, a second `up` and the runs: operations/state.json.
 
-Whether it runs is not read from the file but from the lock that it holds, which the kernel frees however it dies; its
-process id counts only together with its start time, so that a later process with the same number is never signalled.
+Liveness is determined by the supervisor's lock, which the kernel frees however it dies, not by the file; its process id
+is used only together with its start time, so that a reused pid is never signalled.
 """
 
 from __future__ import annotations
@@ -26,56 +26,56 @@ ServicePhase = Literal["starting", "up", "waiting", "elsewhere", "stopped"]  # w
 
 @dataclass(frozen=True, slots=True)
 class StatePaths:
-    """Where things are under an output folder."""
+    """Paths under an output folder."""
 
     output: Path
 
     @property
     def folder(self) -> Path:
-        """Everything of `posttrain up` but the logs."""
+        """Folder of everything but the logs."""
         return self.output / "operations"
 
     @property
     def state(self) -> Path:
-        """What is running."""
+        """State file."""
         return self.folder / "state.json"
 
     @property
     def lock(self) -> Path:
-        """Held by the supervisor as long as it lives."""
+        """Lock file, held by the supervisor while it lives."""
         return self.folder / "supervisor.lock"
 
     @property
     def registration(self) -> Path:
-        """What the last registration did."""
+        """Result file of the last registration."""
         return self.folder / "registration.json"
 
     @property
     def last(self) -> Path:
-        """The options of the last start."""
+        """Options file of the last start."""
         return self.folder / "last.json"
 
     def log(self, name: str) -> Path:
-        """The log of a server."""
+        """Log file of a server."""
         return self.output / "logs" / f"{name}.log"
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `posttrain up` was asked for."""
+    """Options of `posttrain up`."""
 
     prefect_port: int = 4200
     mlflow_port: int = 5000
-    database: str = "sqlite"  # or the address of a PostgreSQL database, without its password
+    database: str = "sqlite"  # or a PostgreSQL address without its password
     pool: str = "posttrain"
-    runs: int | None = None  # flow runs at once on this machine; None = no limit
-    gpu_slots: int | None = None  # None: as many as this machine has GPUs, at least 1
+    runs: int | None = None  # concurrent flow runs on this machine; None = no limit
+    gpu_slots: int | None = None  # None: number of GPUs, at least 1
     deployments: str | None = None  # folder of prefect.yaml and automations.yaml; None: the checkout's
 
 
 @dataclass(slots=True)
 class ServiceState:
-    """One server as it is now."""
+    """Current state of one server."""
 
     name: str
     url: str = ""
@@ -84,39 +84,39 @@ class ServiceState:
     since: float = 0.0  # seconds since 1970: of the last start
     restarts: int = 0
     retry_at: float = 0.0  # seconds since 1970, while waiting
-    message: str = ""  # why it was last started again
+    message: str = ""  # reason of the last restart
     log: str = ""
 
 
 @dataclass(slots=True)
 class State:
-    """All servers of an output folder."""
+    """State of all servers of an output folder."""
 
     supervisor: ProcessId
     options: Options
     phase: Phase = "starting"
     services: list[ServiceState] = field(default_factory=list)
-    repairs: int = 0  # how often a further `up` was served
+    repairs: int = 0  # number of further `up` calls served
     registration: dict[str, Any] = field(default_factory=dict)  # see registration.py; {} = not done yet
 
     def service(self, name: str) -> ServiceState:
-        """By name."""
+        """Server by name."""
         return next(service for service in self.services if service.name == name)
 
     @property
     def problem(self) -> str:
-        """What the last registration complained about."""
+        """Error of the last registration."""
         return str(self.registration.get("problem", ""))
 
 
 def write_state(places: StatePaths, state: State) -> None:
-    """Replace the file at once. A full disk must not end the servers: the file is for those who look on."""
+    """Replace the file atomically, without fsync: it is informational, and a full disk must not stop the servers."""
     places.folder.mkdir(parents=True, exist_ok=True)
     write_text_unsynced(places.state, json.dumps({"version": VERSION, **dataclasses.asdict(state)}, indent=2) + "\n")
 
 
 def read_state(places: StatePaths) -> State | None:
-    """The file as it was last written; None where there is none that can be read."""
+    """State last written; None if absent or unreadable."""
     try:
         data = json.loads(places.state.read_text())
         if data.pop("version") != VERSION:
@@ -137,7 +137,7 @@ def _process(data: dict[str, Any] | None) -> ProcessId | None:
 
 
 def is_running(places: StatePaths) -> bool:
-    """Whether a supervisor holds the lock."""
+    """True if a supervisor holds the lock."""
     try:
         descriptor = os.open(places.lock, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

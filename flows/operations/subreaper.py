@@ -1,11 +1,11 @@
-"""Keeps one server: starts it, and ends its whole tree of processes when it ends or when the supervisor does.
+"""Keeper of one server: starts it, and ends its whole process tree when it or the supervisor ends.
 
-Run as a script, by its path: `python -I -S keeper.py PARENT LEAD SOFT GRACE COMMAND...`. Only the standard library, so
-that a keeper costs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, a
-SIGKILL included. Processes that the server leaves behind (a worker starts its runs in sessions of their own) become
-children of the keeper, so none is missed. To stop: for up to LEAD seconds only what is below the server, by SIGTERM,
-then SIGTERM to the server, after SOFT seconds to everything else, after GRACE seconds SIGKILL to what is left. A
-second SIGTERM skips the waiting. Exits with the server's code, or 128 + its signal.
+Run as a script, by its path: `python -I -S subreaper.py PARENT LEAD SOFT GRACE COMMAND...`. Standard library only, so
+that a keeper needs 10 MB. PARENT is the supervisor's process id; the keeper gets SIGTERM when that process dies, even
+by SIGKILL. Orphans of the server (a worker starts its runs in their own sessions) become children of the keeper, so
+none is missed. Shutdown: SIGTERM to the server's descendants, after up to LEAD seconds to the server, after SOFT
+seconds to everything else, after GRACE seconds SIGKILL to the rest. A second SIGTERM skips the waiting. Exits with the
+server's code, or 128 + its signal.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import time
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SETTLE_SECONDS = 3.0  # for a server to report the end of its children
-STUCK_SECONDS = 30.0  # after SIGKILL; then the keeper ends all the same
+STUCK_SECONDS = 30.0  # after SIGKILL; then the keeper exits regardless
 WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT}
 
 
 def descendants(root: int) -> list[int]:
-    """Process ids below `root` that are alive, from /proc."""
+    """Live descendants of `root`, from /proc."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -44,7 +44,7 @@ def descendants(root: int) -> list[int]:
 
 
 def tell(pids: list[int], number: int) -> None:
-    """Signal processes; those that have ended meanwhile do not matter."""
+    """Signal processes, ignoring those that have ended."""
     for pid in pids:
         try:
             os.kill(pid, number)
@@ -53,11 +53,11 @@ def tell(pids: list[int], number: int) -> None:
 
 
 class Keeper:
-    """One server and everything below it."""
+    """One server and its descendants."""
 
     def __init__(self, command: list[str], lead: float, soft: float, grace: float) -> None:
         self.lead, self.soft, self.grace = lead, soft, grace
-        self.told: set[int] = set()  # to end, of those below the server
+        self.told: set[int] = set()  # descendants of the server that were sent SIGTERM
         self.code: int | None = None  # of the server, once it has ended
         own = os.getpid()
 
@@ -70,7 +70,7 @@ class Keeper:
         self.server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=tied)
 
     def reap(self) -> None:
-        """Take note of every child that has ended, adopted ones too."""
+        """Reap all ended children, adopted ones included."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -82,7 +82,7 @@ class Keeper:
                 self.code = os.waitstatus_to_exitcode(status)
 
     def run(self) -> int:
-        """Until the server ends or a signal says to end it."""
+        """Wait until the server ends or a signal arrives, then end the tree."""
         while self.code is None:
             told = signal.sigtimedwait(WATCHED, 5.0)
             self.reap()
@@ -93,23 +93,23 @@ class Keeper:
         return self.code if self.code >= 0 else 128 - self.code
 
     def others(self) -> list[int]:
-        """What is alive below the keeper, but for the server itself."""
+        """Live descendants of the keeper except the server."""
         return [pid for pid in descendants(os.getpid()) if pid != self.server.pid]
 
     def tell_others(self) -> None:
-        """SIGTERM, once to each: a second one would keep them from saving."""
+        """SIGTERM, once to each: a second one would interrupt their saving."""
         new = [pid for pid in self.others() if pid not in self.told]
         tell(new, signal.SIGTERM)
         self.told.update(new)
 
     def pause(self) -> bool:
-        """A moment, for things to happen; True = another signal says to hurry."""
+        """Sleep briefly; True = another signal asks to hurry."""
         told = signal.sigtimedwait(WATCHED, 0.1)
         self.reap()
         return told is not None and told.si_signo != signal.SIGCHLD
 
     def children_first(self) -> bool:
-        """End the server's children while it lives, which then reports their end; True = told to hurry."""
+        """End the server's children before the server, which then reports their end; True = asked to hurry."""
         deadline = time.monotonic() + self.lead
         settled = time.monotonic()
         while self.code is None and time.monotonic() < deadline:
@@ -123,7 +123,7 @@ class Keeper:
         return False
 
     def end(self) -> None:
-        """End what is left."""
+        """Terminate the remaining processes."""
         killed = self.children_first()
         started = time.monotonic()
         if self.code is None:
@@ -135,7 +135,7 @@ class Keeper:
             if killed or passed >= self.grace:
                 tell(descendants(os.getpid()), signal.SIGKILL)
                 killed = True
-            if passed >= self.grace + STUCK_SECONDS:  # in the kernel, as on a file system that is gone
+            if passed >= self.grace + STUCK_SECONDS:  # stuck in the kernel, as on an unreachable file system
                 break
             killed = self.pause() or killed
         self.reap()
@@ -144,7 +144,7 @@ class Keeper:
 
 
 def main() -> int:
-    """Read the arguments, tie this process to its parent, keep the server."""
+    """Parse the arguments, tie this process to its parent, keep the server."""
     parent, lead, soft, grace = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
     libc = ctypes.CDLL(None)

@@ -1,4 +1,4 @@
-"""Starts the servers, keeps them up, registers what runs on them, and ends them in order."""
+"""Supervisor: starts the servers, keeps them up, registers deployments, and stops everything in order."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = ["Supervisor"]
 log = logging.getLogger(__name__)
 
 STEP_SECONDS = 0.25
-STOP_SECONDS = 100.0  # for one server, whose keeper kills it earlier
+STOP_SECONDS = 100.0  # per server; its keeper kills it earlier
 REPAIR = signal.SIGUSR1
 
 
 class Stop(Exception):
-    """A signal said to end."""
+    """A stop signal arrived."""
 
 
 class Supervisor:
@@ -53,7 +53,7 @@ class Supervisor:
         mlflow_elsewhere: str = "",
         say: Callable[[str], None] = print,
     ) -> None:
-        """`address`: of the database, with its password; `options.database` is what may be shown of it."""
+        """`address`: database address with password; `options.database` is the version without it."""
         self.output, self.options, self._address = output, options, address
         self._mlflow_elsewhere, self._say = mlflow_elsewhere, say
         self.places = StatePaths(output)
@@ -69,9 +69,9 @@ class Supervisor:
     # -- from start to end --------------------------------------------------------------------------------------
 
     def run(self, ready: Callable[[State], None]) -> None:
-        """Start everything, call `ready`, and keep it up until a signal; then end everything.
+        """Start everything, call `ready`, and keep it up until a signal; then stop everything.
 
-        Raises: FolderBusy when another one runs; SettingsError, BackendError when something does not start.
+        Raises: FolderBusy if another supervisor runs; SettingsError, BackendError if a server does not start.
         """
         with self._lock():
             before = self._take_signals()
@@ -88,7 +88,7 @@ class Supervisor:
                     signal.signal(number, handler)
 
     def _lock(self) -> FolderLock:
-        """Not blocked by those who just look whether somebody holds it."""
+        """Acquire the lock, tolerating the brief holds of `is_running`."""
         self.places.folder.mkdir(parents=True, exist_ok=True)
         return _Patient(self.places.lock)
 
@@ -99,11 +99,11 @@ class Supervisor:
         def repair(number: int, frame: FrameType | None) -> None:
             self._repair = True
 
-        # SIGINT too: a shell starts background jobs with it ignored.
+        # SIGINT too: shells start background jobs with SIGINT ignored.
         before: dict[int, Any] = {
             int(number): signal.signal(number, stop)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # under nohup it stays ignored
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN  # stays ignored under nohup
         }
         before[REPAIR] = signal.signal(REPAIR, repair)
         return before
@@ -139,7 +139,7 @@ class Supervisor:
         )
 
     def _step(self) -> None:
-        """One round over everything. Raises: Stop."""
+        """One pass over all servers. Raises: Stop."""
         if self._stops:
             raise Stop
         now = time.time()
@@ -190,13 +190,13 @@ class Supervisor:
 
     @property
     def mlflow(self) -> str:
-        """The MLflow server that runs use."""
+        """Address of the MLflow server for runs."""
         return self._mlflow_elsewhere or mlflow_url(self.options)
 
     # -- the end ------------------------------------------------------------------------------------------------
 
     def _stop(self) -> None:
-        """End the registration, the worker with its runs, then the servers that these report to."""
+        """Stop the registration, the worker with its runs, then the servers that these report to."""
         self.state.phase = "stopping"
         self._write()
         if self._registration is not None and self._registration.poll() is None:
@@ -210,7 +210,7 @@ class Supervisor:
             deadline = time.monotonic() + STOP_SECONDS
             for server in group:
                 while not server.stop(time.time(), 0.2) and time.monotonic() < deadline:
-                    if self._stops > stops:  # once more: no waiting for runs to save
+                    if self._stops > stops:  # a second signal: do not wait for runs to save
                         stops = self._stops
                         for impatient in group:
                             impatient.signal(signal.SIGTERM)
@@ -226,7 +226,7 @@ class Supervisor:
 
 
 class _Patient(FolderLock):
-    """Tries for a second: whoever asks `is_running` holds the lock for a moment."""
+    """Lock with retries for a second, as `is_running` holds it briefly."""
 
     def __enter__(self) -> FolderLock:
         for _ in range(10):

@@ -21,7 +21,7 @@ def how_to_answer(settings: PipelineSettings, request: ApprovalRequest) -> str:
     evidence = Path(settings.output).resolve() / settings.name / "stages" / "promote" / request.key / "review"
     return (
         f"evidence  {evidence / 'report.html'}\n{answer_commands(request, where)}\n"
-        "Ctrl-C leaves it waiting; the same command goes on from here."
+        "Ctrl-C leaves it waiting; the same command continues from here."
     )
 
 

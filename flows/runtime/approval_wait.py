@@ -35,12 +35,12 @@ __all__ = ["run_with_approval"]
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0  # between two looks at whether somebody has answered
-GRACE_SECONDS = 120  # Prefect's own limit comes after ours, which says what it does
+POLL_SECONDS = 2.0  # polling interval for an answer
+GRACE_SECONDS = 120  # Prefect's own timeout comes after ours, whose message is clearer
 
 
 class Approval(RunInput):
-    """The form that the Prefect UI shows."""
+    """Approval form of the Prefect UI."""
 
     decision: Literal["approve", "reject"] = Field(description="approve moves the alias champion to this version")
     reviewer: str = Field(description="who decides; kept with the version", min_length=1)
@@ -50,14 +50,14 @@ class Approval(RunInput):
 def run_with_approval(
     settings: PipelineSettings, run_once: Callable[[], PipelineResult], say: Callable[[str], None]
 ) -> PipelineResult:
-    """Run the pipeline, wait where its promotion waits for a person, and give the result with the answer in it.
+    """Run the pipeline, wait for manual approval if its promotion needs one, and return the result with the decision.
 
-    Where another version has become champion meanwhile, the pipeline is run once more: its stages are finished, and the
+    If another version has become champion meanwhile, the pipeline runs once more: its stages are cached, and the
     challenger is compared with the new champion.
 
     Args:
-        run_once: runs the pipeline; `waiting` of its result is what has to be decided, if anything.
-        say: tells the person at the terminal.
+        run_once: runs the pipeline; `waiting` of its result is the pending approval, if any.
+        say: prints to the terminal.
     """
     tracking = Tracking(settings.tracking.uri, Path(settings.output), settings.experiment)
     result = _suspended_before(settings)
@@ -77,12 +77,12 @@ def run_with_approval(
 
 
 def _asked_by_another(request: ApprovalRequest) -> bool:
-    """Whether another run of a deployment waits for the same answer; then this one has nothing to add and ends."""
+    """True if another deployment run waits for the same approval; then this run ends."""
     return bool(deployment.id) and request.flow_run_id not in ("", str(flow_run.id))
 
 
 def _with_answer(result: PipelineResult, request: ApprovalRequest) -> PipelineResult:
-    """The result with the answer where it said that it waits."""
+    """Result with the decision in place of the pending approval."""
     rows = [{**row, "note": request.outcome} if row["stage"] == "promote" else row for row in result.rows]
     stages = dict(result.results)
     decision = "promoted" if request.state == "approved" else "rejected"
@@ -94,10 +94,10 @@ def _with_answer(result: PipelineResult, request: ApprovalRequest) -> PipelineRe
 
 
 def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult, back: bool) -> ApprovalRequest:
-    """Until the request is answered, by whomever. A run of a deployment ends here, and comes back later.
+    """Wait until the request is decided. A deployment run is suspended here and restarted later.
 
     Args:
-        back: it has come back: Prefect took the form in time, however late a worker was free for it.
+        back: the run was restarted: the form was submitted in time, even if a worker became free only later.
     """
     request = result.waiting
     assert request is not None
@@ -116,7 +116,7 @@ def _wait(settings: PipelineSettings, tracking: Tracking, result: PipelineResult
 
 
 def _key(request: ApprovalRequest) -> str:
-    """Prefect pauses once for each key: a comparison that is asked about again needs another one."""
+    """Pause key; Prefect pauses once per key, so a repeated request needs a new one."""
     return re.sub(r"[^0-9a-f]+", "-", f"{request.key}-{request.asked}".lower())
 
 
@@ -128,18 +128,18 @@ def _form(request: ApprovalRequest) -> type[Approval]:
 
 
 def _settle(tracking: Tracking, request: ApprovalRequest, form: Approval, *, in_time: bool = False) -> None:
-    """Take the form's answer, unless the request was answered otherwise."""
+    """Apply the form's decision, unless the request was decided elsewhere."""
     if not asked(tracking, request).is_waiting:
         return
     try:
         by = f"{form.reviewer} (Prefect form)"
         answer(tracking, request, approve=form.decision == "approve", by=by, note=form.note, in_time=in_time)
-    except SettingsError as error:  # too late, or somebody was faster: the tags say it
+    except SettingsError as error:  # too late, or already decided: see the tags
         logger.warning("%s", error)
 
 
 def _wait_here(tracking: Tracking, request: ApprovalRequest) -> None:
-    """Pause the flow run, so that its page shows the form, and look for an answer from elsewhere meanwhile."""
+    """Pause the flow run, so that its page shows the form, while polling for an answer from elsewhere."""
     watch = _Watch(tracking, request)
     form: Approval | None = None
     watch.start()
@@ -148,7 +148,7 @@ def _wait_here(tracking: Tracking, request: ApprovalRequest) -> None:
             limit = int(request.deadline - time.time()) + GRACE_SECONDS
             form = pause_flow_run(wait_for_input=_form(request), timeout=limit, poll_interval=2, key=_key(request))
         except Exception as error:
-            # The Prefect API is away, or refuses: the command line still answers.
+            # The Prefect API is unavailable or refuses: the command line still works.
             logger.warning("the Prefect page cannot take the answer (%s: %s)", type(error).__name__, error)
         if form is None:
             watch.answered.wait()
@@ -159,7 +159,7 @@ def _wait_here(tracking: Tracking, request: ApprovalRequest) -> None:
 
 
 class _Watch(threading.Thread):
-    """Looks for an answer in the tracking store and for the deadline; then lets the paused flow run go on."""
+    """Thread that polls the tracking store and the deadline, then resumes the paused flow run."""
 
     def __init__(self, tracking: Tracking, request: ApprovalRequest) -> None:
         super().__init__(name="approval", daemon=True)
@@ -169,11 +169,11 @@ class _Watch(threading.Thread):
         self._context = contextvars.copy_context()  # Prefect's settings
 
     def end(self) -> None:
-        """Stop looking."""
+        """Stop polling."""
         self._ended.set()
 
     def run(self) -> None:
-        """See the class."""
+        """Poll until decided, overdue or stopped."""
         while not self._ended.wait(POLL_SECONDS):
             try:
                 if time.time() > self.request.deadline:
@@ -193,7 +193,7 @@ class _Watch(threading.Thread):
 
 
 def resume(flow_run_id: str, *, approve: bool, by: str, note: str) -> None:
-    """Let a flow run that waits go on; its process reads the answer in the tracking store."""
+    """Resume a waiting flow run; its process reads the decision from the tracking store."""
     form = {"decision": "approve" if approve else "reject", "reviewer": by or "posttrain", "note": note}
     resume_flow_run(UUID(flow_run_id), run_input=form)
 
@@ -206,7 +206,7 @@ def _place(settings: PipelineSettings) -> Path:
 
 
 def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
-    """Keep what the run has found, so that it need not look again when it comes back, with newer code perhaps."""
+    """Store the pending result, so that the restarted run (possibly with newer code) need not recompute it."""
     path = _place(settings)
     path.parent.mkdir(parents=True, exist_ok=True)
     kept: dict[str, Any] = {
@@ -220,7 +220,7 @@ def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
 
 
 def _suspended_before(settings: PipelineSettings) -> PipelineResult | None:
-    """What this very flow run had found when it was suspended; None where it was not."""
+    """Stored result of this flow run from its suspension; None if it was not suspended."""
     path = _place(settings)
     if not flow_run.id or not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""A run as a picture: its stages, what they hand to each other, and what came out of each."""
+"""Figure of a run: stages, data flow between them, and results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
 
 
 def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
-    """Where the boxes stand: policies above, the reward model below and between, results on the right."""
+    """Box positions: policies above, the reward model below and between, results on the right."""
     places: dict[str, tuple[float, float]] = {}
     column = 0.0
     if "prepare_data" in present:
@@ -73,9 +73,9 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
 
 
 def _arrows(present: Collection[str], *, uses_reward_model: bool = True) -> list[tuple[str, str]]:
-    """(from, to), as `_run_stages` in flows/post_training.py hands a model or data on; data alone to who starts.
+    """Edges (from, to) as in `_run_stages` of flows/post_training.py; data only to stages without a predecessor.
 
-    uses_reward_model: a reward of the policy asks the reward model; only the analysis does otherwise.
+    uses_reward_model: True if the policy's reward uses the reward model; else only the analysis does.
     """
     trunk = [name for name in policy_stages() if name in present]
     arrows = list(itertools.pairwise(trunk))
@@ -90,7 +90,7 @@ def _arrows(present: Collection[str], *, uses_reward_model: bool = True) -> list
 
 
 def _lines(row: Mapping[str, Any]) -> str:
-    """Two short lines: what came out, and what it took."""
+    """Two short lines: result and duration."""
     first = ""
     if row.get("success") is not None:
         first = f"success {row['success']:.1%}"

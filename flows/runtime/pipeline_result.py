@@ -14,7 +14,7 @@ __all__ = ["PipelineResult"]
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """Results of the stages, the table that a person sees, and the approval that the run waits for, if any."""
+    """Results of the stages, rows of the final table, and the pending approval, if any."""
 
     results: dict[str, StageResult]
     rows: list[dict[str, Any]]  # of the table

@@ -25,20 +25,20 @@ PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
 def prefect_environment(output: Path | None = None) -> dict[str, str]:
-    """Environment variables under which Prefect works beside this project without a server of its own.
+    """Environment variables for running Prefect without a separate server.
 
     Args:
-        output: the output folder, which then also holds Prefect's database; None leaves the user's own place.
+        output: the output folder, which then also holds Prefect's database; None = the user's Prefect home.
     """
     values = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "DO_NOT_TRACK": "true",
-        # The first start of the embedded server makes its database; 20 s, the default, is tight on a busy machine.
+        # The first start of the embedded server creates its database; the default of 20 s is tight on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
         # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
-        # The thread that ships metrics warns where no flow is known; Prefect would warn of that on the terminal.
+        # The metric upload thread logs outside a flow context, of which Prefect would warn on the terminal.
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
     if output is not None and not {"PREFECT_API_URL", "PREFECT_PROFILE"} & os.environ.keys():
@@ -47,7 +47,7 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
 
 
 def prepare_prefect(output: Path | None = None) -> None:
-    """Set them, where the user has not. Has no effect on a Prefect that was imported before."""
+    """Set the variables that the user has not set. No effect once Prefect is imported."""
     for name, value in prefect_environment(output).items():
         os.environ.setdefault(name, value)
     if output is not None:
@@ -78,7 +78,7 @@ def prefect_defaults() -> Iterator[None]:
 
 
 def _setting(variable: str) -> Any:
-    """Prefect's setting behind an environment variable; None for a variable that is none of its settings."""
+    """Prefect setting of an environment variable; None if there is none."""
     import prefect.settings
 
     return getattr(prefect.settings, variable, None)
@@ -94,10 +94,10 @@ def _is_given(setting: Any, given: dict[str, Any]) -> bool:
 
 
 def own_session() -> Callable[..., subprocess.Popen[Any]]:
-    """`Popen` into a session of its own; the child gets SIGTERM when the thread that started it is gone (Linux)."""
+    """`Popen` in a new session; the child gets SIGTERM when the thread that started it ends (Linux)."""
     try:
         prctl = ctypes.CDLL(None).prctl
-    except (AttributeError, OSError, TypeError):  # another system: a child of a killed run stays
+    except (AttributeError, OSError, TypeError):  # not Linux: children of a killed run survive
         return functools.partial(subprocess.Popen, start_new_session=True)
     return functools.partial(
         subprocess.Popen, start_new_session=True, preexec_fn=functools.partial(prctl, PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -105,12 +105,12 @@ def own_session() -> Callable[..., subprocess.Popen[Any]]:
 
 
 def start_embedded_server() -> None:
-    """Start Prefect's embedded server, where no other one is set, out of reach of this terminal's Ctrl-C.
+    """Start Prefect's embedded server in its own session, unless another server is configured.
 
-    Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then has nobody to tell
-    that it was stopped, and its client goes on asking for minutes. In a session of its own it lives until we end, and
-    on Linux no longer, however we end.
-    Raises: BackendError when it does not answer in time.
+    Prefect starts it in our process group, where Ctrl-C ends it together with the run: the run then cannot report that
+    it was stopped, and its client retries for minutes. In its own session it lives until we end, and on Linux no
+    longer, even if we are killed.
+    Raises: BackendError if it does not answer in time.
     """
     from prefect.settings import get_current_settings
 
@@ -127,7 +127,7 @@ def start_embedded_server() -> None:
     except KeyboardInterrupt:  # or SIGTERM
         server.stop()
         raise
-    except Exception as error:  # RuntimeError, or whatever its client raises while the server is busy with its start
+    except Exception as error:  # RuntimeError, or any client error while the server is starting
         server.stop()
         limit = settings.server.ephemeral.startup_timeout_seconds
         raise BackendError(

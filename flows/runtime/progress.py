@@ -1,4 +1,4 @@
-"""What a person sees while a pipeline runs: a bar for every stage, or plain lines where there is no terminal."""
+"""Terminal progress of a pipeline: one bar per stage, or plain lines without a terminal."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 __all__ = ["Display"]
 
 LOGGERS = ("rl_core", "tasks", "flows")
-LINE_SECONDS = 10.0  # between two plain lines of one stage
+LINE_SECONDS = 10.0  # between plain lines of a stage
 
 
 class _Warnings(logging.Handler):
-    """Prints warnings of our own packages above the bars; a quiet run shows them too."""
+    """Log handler that prints warnings of this project above the bars, in quiet runs too."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -54,7 +54,7 @@ class Display:
             self._progress.start()
         for name in LOGGERS:
             logging.getLogger(name).addHandler(self._warnings)
-            logging.getLogger(name).setLevel(logging.INFO)  # Prefect's page shows these; the terminal, warnings alone
+            logging.getLogger(name).setLevel(logging.INFO)  # shown on Prefect's page; the terminal shows only warnings
         return self
 
     def __exit__(
@@ -66,7 +66,7 @@ class Display:
             logging.getLogger(name).removeHandler(self._warnings)
 
     def __call__(self, stage: str, done: int, total: int, message: str = "") -> None:
-        """Show how far a stage is."""
+        """Update the progress of a stage."""
         if self.quiet:
             return
         if not self.live:
@@ -79,7 +79,7 @@ class Display:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """While something is waited for that is no stage: seconds on a terminal that would be empty otherwise."""
+        """Context that shows elapsed seconds while waiting outside a stage."""
         task = self._progress.add_task(what, total=None, message="") if self.live else None
         try:
             yield
@@ -88,7 +88,7 @@ class Display:
                 self._progress.remove_task(task)
 
     def _finish_others(self, stage: str) -> None:
-        """Stages run one after the other: a clock that goes on for an ended one would mislead."""
+        """Stop the clocks of other stages, as stages run one after the other."""
         for name, task in self._tasks.items():
             if name != stage:
                 self._progress.stop_task(task)
@@ -101,10 +101,5 @@ class Display:
         self.console.print(f"{stage.replace('_', ' ')}: {done}/{total} {message}".rstrip(), highlight=False)
 
     def announce(self, text: str) -> None:
-        """Print what a person has to know, however quiet the run is, as lines that can be copied."""
+        """Print important text, in quiet runs too, as unwrapped lines."""
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    def say(self, text: str) -> None:
-        """Print a line above the bars."""
-        if not self.quiet:
-            self.console.print(text, highlight=False)

@@ -1,4 +1,4 @@
-"""`posttrain doctor --repair`: runs that were killed without a word are drained, marked, and offered for resume."""
+"""`posttrain doctor --repair`: pending records of killed runs are uploaded, the runs marked and offered for resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def repair(output: Path, uri: str | None = None) -> list[str]:
-    """Mark what is dead in MLflow and Prefect, reject approvals that are overdue; returns what was done, as lines."""
+    """Mark dead runs in MLflow and Prefect, reject overdue approvals; returns a report as lines."""
     output = output.resolve()
     tracking = Tracking(uri, output)
     local = default_uri(output)
@@ -57,9 +57,9 @@ def _line(run: DeadRun, output: Path) -> str:
 
 
 def crash_flow_runs(ids: Iterable[str]) -> int:
-    """Mark flow runs whose process is gone, and their open task runs, as Crashed; returns how many were.
+    """Mark flow runs without a live process, and their open task runs, as Crashed; returns their number.
 
-    Only what Prefect still takes for running. A Prefect API that does not answer is no reason to fail.
+    Only runs that Prefect considers running. An unreachable Prefect API is logged, not raised.
     """
     wanted = sorted({flow_run_id for flow_run_id in ids if flow_run_id})
     if not wanted:
@@ -75,7 +75,7 @@ def crash_flow_runs(ids: Iterable[str]) -> int:
             for flow_run_id in wanted:
                 try:
                     state = client.read_flow_run(UUID(flow_run_id)).state
-                except (ObjectNotFound, ValueError):  # of another Prefect server, or no id
+                except (ObjectNotFound, ValueError):  # of another Prefect server, or not an id
                     continue
                 if state is not None and (state.is_running() or state.is_pending() or state.is_cancelling()):
                     client.set_flow_run_state(UUID(flow_run_id), Crashed(message=message), force=True)

@@ -1,4 +1,4 @@
-"""SIGTERM outside a training loop, which saves and stops by itself: unwinds like Ctrl-C and closes what is open."""
+"""SIGTERM outside a training loop (which saves and stops by itself): unwinds the stack like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import NoReturn
 
 __all__ = ["Terminated", "asked", "unwind_on_sigterm"]
 
-# Set by the first SIGTERM. Not every one ends what it interrupts: a destructor, a callback from C or a bare `except`
-# may swallow the exception, and imports are full of those. Then the next stage, or a loop's next iteration, stops.
+# Set by the first SIGTERM. Its exception may be swallowed by a destructor, a callback from C or a bare `except`, all
+# frequent in imports; then the next stage, or the next iteration of a loop, stops.
 asked = threading.Event()
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived. As Ctrl-C it is no Exception: imports and start-ups catch those, and would go on."""
+    """SIGTERM arrived. Not an Exception, as KeyboardInterrupt: imports and start-up code would catch it."""
 
 
 def unwind_on_sigterm() -> None:
-    """From now on SIGTERM raises Terminated wherever the main thread is."""
+    """Install a handler: SIGTERM raises Terminated in the main thread."""
     asked.clear()
 
     def stop(signum: int, frame: FrameType | None) -> NoReturn:
@@ -28,5 +28,5 @@ def unwind_on_sigterm() -> None:
 
     try:
         signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not the main thread: whoever started it handles signals
+    except ValueError:  # not the main thread, where signals cannot be handled
         return

@@ -1,4 +1,4 @@
-"""What a run comes to: the rows of its table, its metrics on the parent run, its description in MLflow."""
+"""Summary of a run: result table, metrics of the parent run, description in MLflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["describe", "headline", "parent_metrics", "result_rows", "result_tabl
 
 
 def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
-    """One row a stage, in order: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}."""
+    """Rows by stage: {stage, success, low, high, reward, tokens_per_second, seconds, cached, url, note}."""
     evaluated = pipeline_run.results["evaluate"].summary["models"] if "evaluate" in pipeline_run.results else {}
     rows = []
     for name, result in pipeline_run.results.items():
@@ -48,7 +48,7 @@ _ACCURACY = {"accuracy": "", "low": "_low", "high": "_high"}
 
 
 def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping[str, Any], width: int | None) -> str:
-    """The rows as text, with where to look next."""
+    """Result table as text, with links."""
     table = Table(title=None, pad_edge=False)
     for name, justify in (
         ("stage", "left"), ("success (95% interval)", "right"), ("reward", "right"), ("tokens/s", "right"),
@@ -89,7 +89,7 @@ def _rate(row: Mapping[str, Any]) -> str:
 
 
 def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
-    """The few numbers by which parent runs are compared in the runs table."""
+    """Metrics of the parent run for comparison in the runs table."""
     cost = pipeline_run.tracking.cost
     metrics: dict[str, float] = {
         "pipeline/seconds": pipeline_run.seconds,
@@ -110,14 +110,14 @@ def parent_metrics(pipeline_run: PipelineRun) -> dict[str, float]:
 
 
 def headline(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The run in a few words: the success of what it trained, and what the gate said."""
+    """One-line summary: success of the trained models, and the gate's decision."""
     parts = [f"{row['stage']} {_rate(row)}" for row in rows if row.get("success") is not None]
     parts += [str(row["note"]) for row in rows if row["stage"] == "promote"]
     return "; ".join(parts or [str(row["note"]) for row in rows[-1:]])[:250]
 
 
 def describe(pipeline_run: PipelineRun, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The parent run's description in MLflow: markdown that tells what came out."""
+    """Markdown description of the parent run in MLflow."""
     lines = ["| stage | success (95% interval) | reward | seconds | result |", "|---|---|---|---|---|"]
     for row in rows:
         stage = str(row["stage"]).replace("_", " ")

@@ -1,4 +1,4 @@
-"""Trajectory analysis: what models did on the same episodes, with intervals, pictures and a report."""
+"""Trajectory analysis: comparison of models on the same episodes, with intervals, figures and a report."""
 
 from rl_core.analysis.runner import AnalysisResult, analyze
 from rl_core.analysis.trajectories import read_trajectories, write_trajectories

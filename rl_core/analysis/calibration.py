@@ -1,4 +1,4 @@
-"""Whether a reward model's scores mean what they claim: reliability, ranking, correlation with true success.
+"""Reward model calibration: reliability, ranking, correlation with true success.
 
 Suffixes: N scored trajectories, B pairs of them.
 """
@@ -18,24 +18,24 @@ from rl_core.errors import DataError
 
 __all__ = ["Bin", "Calibration", "calibrate", "correlation", "ranking", "reliability"]
 
-BINS = 10  # at most; fewer while there are fewer than PAIRS_OF_BIN pairs for each
+BINS = 10  # maximum; fewer if there are fewer than PAIRS_OF_BIN pairs per bin
 PAIRS_OF_BIN = 15
-PAIRS_OF_EPISODE = 64  # at most, so that one episode sampled many times does not decide the result
+PAIRS_OF_EPISODE = 64  # maximum, so that one episode with many samples does not dominate the result
 
 
 class Bin(NamedTuple):
-    """Pairs of which the model is about equally sure."""
+    """Pairs of similar confidence."""
 
     confidence: float  # mean, in [0.5, 1]
-    right: Rate  # share of them that it ranks rightly (a tie is half right)
+    right: Rate  # share ranked correctly (a tie counts half)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A reward model on trajectories whose true success is known.
+    """Calibration of a reward model on trajectories with known success.
 
-    Bradley-Terry scores have no zero: only differences on the same episode make a claim, p(a beats b) =
-    sigmoid(s_a - s_b). So pairs of a success and a failure at the same episode are what calibration is measured on.
+    Bradley-Terry scores are defined up to an offset: only differences on the same episode are meaningful,
+    p(a beats b) = sigmoid(s_a - s_b). Calibration is therefore measured on (success, failure) pairs of one episode.
     """
 
     scores: list[float]  # [N]
@@ -43,12 +43,12 @@ class Calibration:
     bins: list[Bin]  # [] without pairs
     ece: float | None  # expected calibration error; None without pairs
     accuracy: Rate | None  # of all pairs
-    correlation: float | None  # of score and success; None where one of them never varies
-    auc: float | None  # chance that a random success outscores a random failure, whatever their episodes
+    correlation: float | None  # of score and success; None if either is constant
+    auc: float | None  # P(random success outscores random failure), over all episodes
     pairs: int
 
     def metrics(self) -> dict[str, float]:
-        """Scalars for tracking; what could not be measured is left out."""
+        """Scalars for tracking, without undefined ones."""
         values = {
             "ece": self.ece,
             "accuracy": self.accuracy.rate if self.accuracy else None,
@@ -60,7 +60,7 @@ class Calibration:
         return {name: value for name, value in values.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict, without the single scores."""
+        """Plain dict, without the individual scores."""
         row = {name: value for name, value in asdict(self).items() if name not in ("scores", "successes", "bins")}
         row["accuracy"] = self.accuracy._asdict() if self.accuracy else None
         row["bins"] = [{"confidence": b.confidence, "right": b.right._asdict()} for b in self.bins]
@@ -68,11 +68,11 @@ class Calibration:
 
 
 def calibrate(scores: Sequence[float], successes: Sequence[bool], episodes: Sequence[Hashable]) -> Calibration:
-    """Everything about one reward model.
+    """Calibration of one reward model.
 
     Args:
-        scores: [N], raw. successes: [N], true. episodes: [N], what pairs are made within.
-    Raises: DataError if lengths differ, there is nothing, or a score is not finite.
+        scores: [N], raw. successes: [N], true. episodes: [N], within which pairs are formed.
+    Raises: DataError if lengths differ, the input is empty, or a score is not finite.
     """
     if not len(scores) == len(successes) == len(episodes) or not len(scores):
         raise DataError(f"calibrate: {len(scores)} scores, {len(successes)} successes, {len(episodes)} episodes")
@@ -100,10 +100,10 @@ def calibrate(scores: Sequence[float], successes: Sequence[bool], episodes: Sequ
 
 
 def reliability(margins_B: ArrayLike, num_bins: int) -> tuple[list[Bin], float]:
-    """Reliability bins and the expected calibration error, from margins (score of the success - of the failure).
+    """Reliability bins and expected calibration error, from margins (score of the success - of the failure).
 
-    The model is sure with c = sigmoid(|margin|) of the order that it gives; bins of equal width over [0.5, 1], empty
-    ones left out. ECE = sum over bins of n_b / B |mean c - share of right orders|. A tie is half right.
+    Confidence in the predicted order is c = sigmoid(|margin|); equal-width bins over [0.5, 1], empty ones omitted.
+    ECE = sum over bins of n_b / B |mean c - accuracy|. A tie counts half.
     Returns: bins in order of confidence; ECE in [0, 1].
     Raises: DataError without margins.
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 3.
@@ -128,7 +128,7 @@ def reliability(margins_B: ArrayLike, num_bins: int) -> tuple[list[Bin], float]:
 
 
 def correlation(values_N: ArrayLike, flags_N: ArrayLike) -> float | None:
-    """Point-biserial correlation: Pearson's, of numbers with a yes or no. None where one of them never varies."""
+    """Point-biserial correlation (Pearson's with a binary variable); None if either is constant."""
     values, flags = np.asarray(values_N, dtype=np.float64), np.asarray(flags_N, dtype=np.float64)
     a, b = values - values.mean(), flags - flags.mean()
     scale = float(np.sqrt((a @ a) * (b @ b)))
@@ -138,7 +138,7 @@ def correlation(values_N: ArrayLike, flags_N: ArrayLike) -> float | None:
 def ranking(successes_N: ArrayLike, failures_N: ArrayLike) -> float | None:
     """P(score of a random success > that of a random failure), ties half: the area under the ROC curve.
 
-    Returns: None where there is no success or no failure.
+    Returns: None without a success or without a failure.
     Source: Mann and Whitney 1947, doi:10.1214/aoms/1177730491.
     """
     high, low = np.asarray(successes_N, dtype=np.float64), np.sort(np.asarray(failures_N, dtype=np.float64))
@@ -149,7 +149,7 @@ def ranking(successes_N: ArrayLike, failures_N: ArrayLike) -> float | None:
 
 
 def _margins(scores: Sequence[float], successes: Sequence[bool], episodes: Sequence[Hashable]) -> list[float]:
-    """Score of the success minus score of the failure, of the pairs at the same episode."""
+    """Score of the success minus score of the failure, for pairs on the same episode."""
     groups: dict[Hashable, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
     for score, success, episode in zip(scores, successes, episodes, strict=True):
         groups[episode][bool(success)].append(float(score))

@@ -1,6 +1,6 @@
-"""What all pictures share: colours, a figure that saves itself, axes with titles and units. matplotlib comes on demand.
+"""Shared plotting helpers: colours, figures saved on exit, axes with titles and units. matplotlib is imported lazily.
 
-A model has one colour in every picture of an analysis: that of its place among the models.
+A model has the same colour in every figure of an analysis, by its index.
 """
 
 from __future__ import annotations
@@ -14,24 +14,36 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLORS", "FAINT", "INK", "MUTED", "canvas", "color_of", "finish", "legend", "shades", "short", "tall"]
+__all__ = [
+    "COLORS",
+    "FAINT",
+    "INK",
+    "MUTED",
+    "canvas",
+    "color_of",
+    "label_axes",
+    "legend",
+    "shades",
+    "short",
+    "add_headroom",
+]
 
-# Okabe and Ito's palette: eight colours told apart by readers with any colour vision.
+# Okabe-Ito palette: eight colours distinguishable with any colour vision.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#7F7F7F", "#B8A900")
 INK, MUTED, FAINT = "#222831", "#5A6570", "#D9DEE4"
 
 
 def color_of(index: int) -> str:
-    """The colour of the model in that place."""
+    """Colour of the model with that index."""
     return COLORS[index % len(COLORS)]
 
 
 def shades(color: str, count: int) -> list[str]:
-    """`count` shades of one colour, light to dark: for an order (levels) within one model."""
+    """`count` shades of one colour, light to dark, for ordered categories (levels) of one model."""
     base = [int(color[place : place + 2], 16) for place in (1, 3, 5)]
     mixed = []
     for number in range(count):
-        share = (number + 1) / (count + 1)  # of the way from nearly white over the colour to nearly black
+        share = (number + 1) / (count + 1)  # position between near-white, the colour, and near-black
         goal, weight = (255, 1.1 - 2.2 * share) if share < 0.5 else (0, 1.3 * (share - 0.5))
         weight = min(0.75, max(0.0, weight))
         mixed.append("#" + "".join(f"{round(value + (goal - value) * weight):02X}" for value in base))
@@ -40,7 +52,7 @@ def shades(color: str, count: int) -> list[str]:
 
 @contextmanager
 def canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
-    """A figure that is saved on leaving; drawn without pyplot, so without global state or a display."""
+    """Figure saved on exit; created without pyplot, hence without global state or a display."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -48,18 +60,18 @@ def canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
     style: Any = {
         "font.size": 9.5, "axes.edgecolor": "#8A94A0", "axes.labelcolor": INK, "text.color": INK,
         "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False,
-        "text.parse_math": False,  # a '$' in a tool's or model's name is a dollar
+        "text.parse_math": False,  # '$' in tool or model names is literal
     }  # fmt: skip
     with matplotlib.rc_context(style):
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         yield figure
-        # A fixed software tag: the same numbers give the same bytes.
+        # A fixed software tag makes the bytes reproducible.
         figure.savefig(path, dpi=140, metadata={"Software": "posttrain"})
 
 
-def finish(axes: Axes, title: str, x_label: str, y_label: str, grid: str) -> None:
-    """Title, units and a grid along one axis."""
+def label_axes(axes: Axes, title: str, x_label: str, y_label: str, grid: str) -> None:
+    """Set title, axis labels and a grid along one axis."""
     if title:
         axes.set_title(short(title, 70), loc="left", fontsize=11, fontweight="bold", pad=9)
     axes.set_xlabel(x_label)
@@ -70,19 +82,19 @@ def finish(axes: Axes, title: str, x_label: str, y_label: str, grid: str) -> Non
 
 
 def legend(figure: Figure, axes: Axes, models: int) -> None:
-    """One legend below the panels, so that it never covers data."""
+    """Add one legend below the panels, so that it never covers data."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, [short(label, 30) for label in labels], loc="outside lower center", ncols=min(4, models),
                   frameon=False, fontsize=9)  # fmt: skip
 
 
-def tall(axes: Axes, share: float = 0.1) -> None:
-    """Room above the data, for labels that must not lie on it."""
+def add_headroom(axes: Axes, share: float = 0.1) -> None:
+    """Add space above the data for labels."""
     low, high = axes.get_ylim()
     axes.set_ylim(low, high + share * (high - low))
 
 
 def short(text: str, width: int = 24) -> str:
-    """Text that can be drawn: lone surrogates and control characters replaced, length capped."""
+    """Drawable text: lone surrogates and control characters replaced, length capped."""
     shown = "".join(c if c.isprintable() else "?" for c in text.encode("utf-8", "replace").decode("utf-8"))
     return shown if len(shown) <= width else shown[: width - 1] + "…"

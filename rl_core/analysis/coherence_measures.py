@@ -1,4 +1,4 @@
-"""What coherence is made of: a band for the likeness of neighbouring turns, repeated actions, answers taken back."""
+"""Coherence measures: similarity band of consecutive turns, repeated actions, retracted answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["band_score", "contradictions", "repetitions"]
 
 
 def band_score(cosine: float, low: float, high: float) -> float:
-    """1 inside [low, high], falling linearly to 0 at -1 and at +1."""
+    """Score 1 inside [low, high], falling linearly to 0 at -1 and at +1."""
     cosine = min(1.0, max(-1.0, cosine))  # rounding
     if cosine < low:
         return (cosine + 1) / (low + 1)
@@ -21,7 +21,7 @@ def band_score(cosine: float, low: float, high: float) -> float:
 
 
 def repetitions(trajectory: Trajectory) -> int:
-    """Turns whose action, up to case and blanks, was written before in the same part of the episode."""
+    """Number of turns that repeat an action (ignoring case and white space) within the same part of the episode."""
     count = 0
     for part in _parts(trajectory):
         actions = [" ".join(turn.action.lower().split()) for turn in part]
@@ -30,10 +30,9 @@ def repetitions(trajectory: Trajectory) -> int:
 
 
 def contradictions(trajectory: Trajectory) -> int:
-    """Stated answers that differ from the one stated before them in the same part of the episode.
+    """Number of answers that differ from the previous one in the same part of the episode.
 
-    An answer is what an environment may read as one: a line 'answer X', or '#### X', in an action or in a draft before
-    its last line.
+    Any line 'answer X' or '#### X' of an action counts as an answer, drafts before its last line included.
     """
     count = 0
     for part in _parts(trajectory):
@@ -44,9 +43,9 @@ def contradictions(trajectory: Trajectory) -> int:
 
 
 def _answers(action: str) -> Iterator[str]:
-    if ANSWER_WORD not in action and "####" not in action:  # nearly every call of a tool
+    if ANSWER_WORD not in action and "####" not in action:  # fast path: nearly every tool call
         return
-    for line in action.rpartition("</think>")[2].splitlines():  # what is merely thought is not stated
+    for line in action.rpartition("</think>")[2].splitlines():  # thoughts do not count
         answer = read_answer(line)
         stated = answer if answer is not None else final_of_solution(line)
         if stated:
@@ -54,7 +53,7 @@ def _answers(action: str) -> Iterator[str]:
 
 
 def _parts(trajectory: Trajectory) -> list[list[Turn]]:
-    """The turns up to each answer that the environment took before it asked on; the next question may want another."""
+    """Turns split after each answer accepted by the environment, since the next question may have another answer."""
     parts: list[list[Turn]] = [[]]
     for turn in trajectory.turns:
         parts[-1].append(turn)

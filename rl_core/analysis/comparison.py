@@ -1,4 +1,4 @@
-"""Two models on the same episodes: paired differences with intervals, per level and kind, and where one fell behind."""
+"""Paired comparison of two models: differences with intervals, by level and kind, and the worst regressions."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ REGRESSIONS = 10  # episodes listed
 
 @dataclass(frozen=True, slots=True)
 class PairedRow:
-    """The difference of success rates on one group of episodes."""
+    """Difference of success rates on one group of episodes."""
 
     name: str  # all, a level or a kind
     success: Difference
     episodes: int
-    wins: int  # episodes that the second model solves more often
+    wins: int  # episodes with a higher success rate of the second model
     losses: int
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The second model minus the first, on the episodes that both played."""
+    """Second model minus first, on their common episodes."""
 
     first: str
     second: str
@@ -41,11 +41,11 @@ class Comparison:
     p_value: float  # exact sign test of wins against losses
     regressions: list[EpisodeRef]  # offsets and outcomes in the order (first, second)
     improvements: list[EpisodeRef]
-    only_first: int  # episodes that the second did not play, or played with another prompt or target
+    only_first: int  # episodes missing for the second, or with another prompt or target
     only_second: int
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
+        """Plain dict."""
 
         def row(paired: PairedRow) -> dict[str, Any]:
             return {**asdict(paired), "success": paired.success._asdict()}
@@ -71,12 +71,12 @@ class Comparison:
 def compare_models(
     index: EpisodeIndex, names: list[str], first: int, second: int, *, samples: int, seed: int, confidence: float = 0.95
 ) -> Comparison:
-    """Compare two models of the index.
+    """Paired comparison of two models of the index.
 
     Args:
-        names: of the models in the index, by number. first, second: numbers; differences are second minus first.
+        names: model names by index. first, second: indices; differences are second minus first.
         samples, seed, confidence: of the bootstrap over episodes.
-    Raises: DataError where the two have no episode in common.
+    Raises: DataError if the two have no episode in common.
     """
 
     def row(name: str, pairs: PairCounts) -> PairedRow:
@@ -89,7 +89,7 @@ def compare_models(
     if not total:
         raise DataError(
             f"models '{names[first]}' and '{names[second]}' have no episode in common (environment, level, seed, "
-            "prompt and target must agree); play both on the same held-out episodes"
+            "prompt and target must agree); evaluate both on the same held-out episodes"
         )
     pairs = total["all"]
     summed = row("all", pairs)
@@ -109,9 +109,9 @@ def compare_models(
 
 
 def _mean_difference(pairs: PairCounts, confidence: float) -> Difference:
-    """Mean difference of rewards with the normal interval mean +- z s / sqrt(n), s the spread between episodes.
+    """Mean difference of rewards with the normal interval mean +- z s / sqrt(n), s the std over episodes.
 
-    Rewards take any value, so a bootstrap would have to hold them all; this needs their sum and sum of squares alone.
+    Rewards are continuous, so a bootstrap would have to hold them all; this needs only their sum and sum of squares.
     """
     n = pairs.episodes
     mean = pairs.reward_sum / n

@@ -1,7 +1,7 @@
-"""The outcomes of every episode under every model, on disk: pairing in memory that does not grow with their number.
+"""Episode outcomes of all models on disk, for pairing in constant memory.
 
-It is SQLite's private temporary database, which spills to a file of the temporary folder and goes with the process.
-Queries return sums over episodes, never the episodes themselves.
+A private temporary SQLite database, which spills to a temporary file and is deleted with the process. Queries return
+sums over episodes, never all episodes.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ CREATE TABLE episode (
     PRIMARY KEY (place, seed, model)
 ) WITHOUT ROWID
 """
-_BATCH = 2000  # rows written by one statement
+_BATCH = 2000  # rows per INSERT
 _JOIN = """
 FROM episode a JOIN episode b USING (place, seed)
 WHERE a.model = ? AND b.model = ? AND a.digest = b.digest
 """
 Group = Literal["all", "level", "kind"]
-_ALIASES = "abcdefgh"  # names of the joined tables; as many models as can be compared at once
-MAX_GROUPS = 1000  # levels or kinds; a file with more has put something else into these fields
+_ALIASES = "abcdefgh"  # aliases of the joined tables; limits the number of models
+MAX_GROUPS = 1000  # maximum distinct levels or kinds; more indicate a malformed file
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRef:
-    """One episode and where each model's first trajectory of it starts in that model's file."""
+    """One episode, with the byte offset of each model's first trajectory of it."""
 
     environment: str
     level: str
     kind: str
     seed: int
-    offsets: tuple[int, ...]  # in the order of the models asked for
-    success: tuple[float, ...]  # share of the samples that succeeded, in that order
+    offsets: tuple[int, ...]  # in the order of the requested models
+    success: tuple[float, ...]  # success rate over the samples, in that order
     reward: tuple[float, ...]  # mean over the samples
 
 
 @dataclass(frozen=True, slots=True)
 class PairCounts:
-    """How two models' outcomes on the same episodes differ: distinct differences of success (b - a), and how often."""
+    """Histogram of paired success differences (b - a) of two models."""
 
     values: list[float]
     counts: list[int]
@@ -67,16 +67,16 @@ class PairCounts:
 
     @property
     def episodes(self) -> int:
-        """Episodes compared."""
+        """Number of episodes compared."""
         return sum(self.counts)
 
 
 class EpisodeIndex:
-    """Add trajectories model by model, then ask. Use as a context manager."""
+    """Index of episode outcomes: add trajectories model by model, then query. A context manager."""
 
     def __init__(self) -> None:
         self._db = sqlite3.connect("", isolation_level=None)
-        # It is a scratch pad: no journal, no fsync; 32 MB of pages in memory.
+        # Scratch data: no journal, no fsync; 32 MB page cache.
         for pragma in ("journal_mode = OFF", "synchronous = OFF", "cache_size = -32000"):
             self._db.execute(f"PRAGMA {pragma}")
         self._db.execute(_SCHEMA)
@@ -92,12 +92,12 @@ class EpisodeIndex:
         self._db.close()
 
     def add(self, model: int, trajectory: Trajectory, offset: int) -> None:
-        """Count one trajectory of one model; `offset` is where its line starts."""
+        """Add one trajectory of one model; `offset`: start of its line in bytes."""
         place = self._places.setdefault((trajectory.environment, trajectory.level), len(self._places))
         kind = self._kinds.setdefault(trajectory.kind, len(self._kinds))
         if max(place, kind) >= MAX_GROUPS:
             raise DataError(
-                f"more than {MAX_GROUPS} different levels or kinds of question; is something else in there?"
+                f"more than {MAX_GROUPS} different levels or kinds of question; check the fields 'level' and 'kind'"
             )
         digest = zlib.crc32(f"{trajectory.prompt}\0{trajectory.target}".encode("utf-8", "surrogatepass"))
         self._pending.append(
@@ -107,7 +107,7 @@ class EpisodeIndex:
             self.flush()
 
     def flush(self) -> None:
-        """Write what was added; every question asks for it first."""
+        """Write pending rows; called by every query."""
         self._db.executemany(
             """INSERT INTO episode VALUES (?, ?, ?, ?, ?, 1, ?, ?, ?)
             ON CONFLICT DO UPDATE SET samples = samples + 1, successes = successes + excluded.successes,
@@ -117,12 +117,12 @@ class EpisodeIndex:
         self._pending.clear()
 
     def label(self, place: int) -> str:
-        """The level, with its environment where there are several."""
+        """Level, with its environment if there are several."""
         environment, level = list(self._places)[place]
         return level if len({name for name, _ in self._places}) == 1 else f"{environment}/{level}"
 
     def names(self, by: Group) -> dict[int, str]:
-        """Number -> shown name of the levels or kinds, sorted as first seen; {0: 'all'} for all."""
+        """Id -> display name of the levels or kinds, in order of first appearance; {0: 'all'} for all."""
         if by == "all":
             return {0: "all"}
         if by == "level":
@@ -130,7 +130,7 @@ class EpisodeIndex:
         return {number: kind for kind, number in self._kinds.items()}
 
     def rates(self, model: int, by: Group = "all") -> dict[str, Rate]:
-        """Success with its interval, of all episodes of a model, or by level or kind."""
+        """Success rate of a model with its interval, overall or by level or kind."""
         self.flush()
         rows = self._db.execute(
             f"""SELECT {_column(by)}, COUNT(*), SUM(samples), SUM(successes), SUM(successes * successes),
@@ -141,7 +141,7 @@ class EpisodeIndex:
         return {names[row[0]]: rate_from_sums(*row[1:]) for row in rows}
 
     def pass_at_ks(self, model: int) -> dict[int, float]:
-        """pass@k for k = 1, 2, 4, ... and the fewest samples that an episode has."""
+        """pass@k for k = 1, 2, 4, ... up to the fewest samples of an episode."""
         self.flush()
         rows = self._db.execute(
             "SELECT samples, successes, COUNT(*) FROM episode WHERE model = ? GROUP BY 1, 2", (model,)
@@ -152,12 +152,12 @@ class EpisodeIndex:
         return {k: sum(pass_at_k(n, c, k) * count for n, c, count in rows) / total for k in ks}
 
     def episodes(self, model: int) -> int:
-        """Distinct episodes of a model."""
+        """Number of distinct episodes of a model."""
         self.flush()
         return int(self._db.execute("SELECT COUNT(*) FROM episode WHERE model = ?", (model,)).fetchone()[0])
 
     def pairs(self, a: int, b: int, by: Group = "all") -> dict[str, PairCounts]:
-        """Differences b - a on the episodes that both models played, overall or by level or kind."""
+        """Differences b - a on common episodes, overall or by level or kind."""
         self.flush()
         rows = self._db.execute(
             f"""SELECT {_column(by, "a.")}, 1.0 * b.successes / b.samples - 1.0 * a.successes / a.samples, COUNT(*),
@@ -176,9 +176,9 @@ class EpisodeIndex:
         return found
 
     def changed(self, models: Sequence[int], *, worse: bool, limit: int) -> list[EpisodeRef]:
-        """Episodes that all these models played and on which the last does worse (or better) than the first.
+        """Common episodes on which the last model is worse (or better) than the first.
 
-        The largest difference of success comes first, then that of reward.
+        Sorted by the difference of success, then of reward, largest first.
         """
         sign = 1 if worse else -1
         last = _ALIASES[len(models) - 1]
@@ -187,11 +187,11 @@ class EpisodeIndex:
         return self._refs(models, f"AND {success} < 0", f"{success}, {reward}, ", limit)
 
     def shared(self, models: Sequence[int], limit: int) -> list[EpisodeRef]:
-        """Episodes that all these models played, scattered over levels and seeds, always the same ones."""
+        """Common episodes in a fixed pseudo-random order."""
         return self._refs(models, "", "", limit)
 
     def _refs(self, models: Sequence[int], where: str, order: str, limit: int) -> list[EpisodeRef]:
-        """Rows of the join of several models' episodes; ties in a scattered but fixed order."""
+        """Joined rows of several models' episodes; ties in a fixed pseudo-random order."""
         self.flush()
         names = _ALIASES[: len(models)]
         joins = " ".join(

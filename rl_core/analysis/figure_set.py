@@ -1,4 +1,4 @@
-"""Which pictures an analysis fills, in which order, and what each shows."""
+"""Figures of an analysis, in order, with captions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["draw"]
 def draw(
     analysis: Analysis, curves: Mapping[str, TrainingCurves], out: Path, curriculum: Sequence[str] = ()
 ) -> list[tuple[Path, str]]:
-    """All pictures that the data can fill, with their captions."""
+    """Draw all figures for which there is data; returns (path, caption)."""
     models = analysis.models
     colors = {model.name: color_of(index) for index, model in enumerate(models)}
     drawn: list[tuple[Path, str]] = []
@@ -45,7 +45,12 @@ def draw(
     if rows:
         title = f"Paired difference to {models[0].name}"
         path = differences(out / "differences.png", rows, title)
-        drawn.append((path, "Difference on the same episodes; right of the line is better, a hollow dot is undecided."))
+        drawn.append(
+            (
+                path,
+                "Paired differences; right of the line is better, hollow dots: not significant.",
+            )
+        )
     panels = {
         label: {m.name: m.summary.distributions[name].reservoir.items for m in models}
         for name, label in (("reward", "reward"), ("action_tokens", "sampled tokens"), ("turns", "turns"))
@@ -54,14 +59,14 @@ def draw(
     drawn.append((path, "Reward and length of the trajectories."))
     if any(len(m.pass_at_k) > 1 for m in models):
         path = pass_at_k(out / "pass_at_k.png", {m.name: m.pass_at_k for m in models})
-        drawn.append((path, "pass@k: chance that at least one of k samples of an episode succeeds."))
+        drawn.append((path, "pass@k: probability that at least one of k samples of an episode succeeds."))
     drawn += _draw_tools(models, out)
     if any(len(m.summary.rewards) > 1 for m in models):
         parts = {
             m.name: {
                 name: moments.mean
                 for name, moments in m.summary.rewards.items()
-                if not name.startswith("weighted/")  # what a part adds to the total stands on another scale
+                if not name.startswith("weighted/")  # weighted contributions have another scale
             }
             for m in models
         }
@@ -75,12 +80,12 @@ def draw(
 
 
 def _draw_probes(analysis: Analysis, out: Path) -> list[tuple[Path, str]]:
-    """What the models said about texts."""
+    """Draw entropy, KL and reward model calibration."""
     drawn = []
     probes = {m.name: m.probe for m in analysis.models if m.probe is not None and m.probe.entropy_by_turn}
     if probes:
         path = entropy_and_kl(out / "entropy_and_kl.png", probes, analysis.models[0].name)
-        drawn.append((path, "How unsure each model is, and how far it moved from the first, on its own episodes."))
+        drawn.append((path, "Entropy of each model and its KL from the first, on its own episodes."))
     if analysis.probes.reward_model is not None:
         path = calibration(out / "reward_model.png", analysis.probes.reward_model)
         drawn.append((path, "The reward model against true success, on the evaluated episodes of all models."))
@@ -88,10 +93,10 @@ def _draw_probes(analysis: Analysis, out: Path) -> list[tuple[Path, str]]:
 
 
 def _draw_tools(models: Sequence[ModelResult], out: Path) -> list[tuple[Path, str]]:
-    """Heat maps of tool calls and of misuse."""
+    """Draw heat maps of tool calls and misuse."""
     drawn = []
     wanted = (
-        ("tools", "calls", "How often each tool is called", "calls per episode", 2),
+        ("tools", "calls", "Tool calls", "calls per episode", 2),
         ("misuse", "errors", "Misuse", "errors per 100 episodes", 1),
     )
     for name, attribute, title, label, digits in wanted:

@@ -1,4 +1,4 @@
-"""Pictures of what models did, as PNG files. Each function takes plain numbers, writes one file, returns its path."""
+"""Figures of evaluation results as PNG files. Each function takes plain numbers, writes one file, returns its path."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from rl_core.analysis.canvas import INK, canvas, color_of, finish, legend, short
+from rl_core.analysis.canvas import INK, canvas, color_of, label_axes, legend, short
 from rl_core.analysis.statistics import Difference, Rate
 
 __all__ = ["differences", "distributions", "pass_at_k", "reward_parts", "success_by_group", "tool_heat_map"]
 
 
 def success_by_group(path: Path, rates: Mapping[str, Mapping[str, Rate]], title: str) -> Path:
-    """Bars of success with 95% intervals: one cluster for each group (level or kind), one bar for each model."""
+    """Success rates with 95% intervals: one cluster of bars per group (level or kind), one bar per model."""
     groups = list(dict.fromkeys(group for by_group in rates.values() for group in by_group))
     width = 0.8 / len(rates)
     with canvas(path, (max(6.4, 1.6 + 0.55 * len(groups) * max(2, len(rates))), 4.2)) as figure:
@@ -24,7 +24,7 @@ def success_by_group(path: Path, rates: Mapping[str, Mapping[str, Rate]], title:
             shown = [(place, by_group[group]) for place, group in enumerate(groups) if group in by_group]
             places = [place + (index - (len(rates) - 1) / 2) * width for place, _ in shown]
             values = [100 * rate.rate for _, rate in shown]
-            # Rounding may put a bound past the rate by 1e-16, and an error bar of negative length is refused.
+            # Rounding may put a bound past the rate by 1e-16, and matplotlib refuses negative error bars.
             lows = [max(0.0, 100 * (rate.rate - rate.low)) for _, rate in shown]
             highs = [max(0.0, 100 * (rate.high - rate.rate)) for _, rate in shown]
             axes.bar(places, values, width * 0.92, color=color_of(index), label=model, zorder=2)
@@ -37,15 +37,15 @@ def success_by_group(path: Path, rates: Mapping[str, Mapping[str, Rate]], title:
         axes.set_xticks(range(len(groups)), [short(group) for group in groups], rotation=0 if len(groups) < 7 else 25)
         axes.set_ylim(0, 112)
         axes.set_yticks(range(0, 101, 20))
-        finish(axes, title, "", "success, % of episodes (bars: 95% interval)", grid="y")
+        label_axes(axes, title, "", "success, % of episodes (bars: 95% interval)", grid="y")
         legend(figure, axes, len(rates))
     return path
 
 
 def differences(path: Path, rows: Sequence[tuple[str, Difference, int, str]], title: str) -> Path:
-    """Paired differences of success in percentage points, each with its interval, beside the line of no difference.
+    """Paired differences of success in percentage points, with intervals and a zero line.
 
-    A full dot: the interval leaves 0 out; a hollow one: undecided.
+    Filled dot: the interval excludes 0; hollow: not significant.
     rows: (label, difference of shares, episodes compared, colour of the model), top to bottom.
     """
     with canvas(path, (7.2, 1.5 + 0.36 * len(rows))) as figure:
@@ -64,12 +64,12 @@ def differences(path: Path, rows: Sequence[tuple[str, Difference, int, str]], ti
         axes.set_ylim(len(rows) - 0.5, -0.5)
         reach = max([1.0, *(abs(100 * bound) for _, d, _, _ in rows for bound in (d.low, d.high))]) * 1.1
         axes.set_xlim(-reach if any(d.low < 0 for _, d, _, _ in rows) else -0.08 * reach, reach)
-        finish(axes, title, "difference of success, percentage points (bars: 95% interval)", "", grid="x")
+        label_axes(axes, title, "difference of success, percentage points (bars: 95% interval)", "", grid="x")
     return path
 
 
 def distributions(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Path:
-    """Histograms, one panel for each quantity (its name is the x label), one outline for each model."""
+    """Histograms, one panel per quantity (its name is the x label), one outline per model."""
     with canvas(path, (4.1 * len(panels), 3.7)) as figure:
         for axes, (name, by_model) in zip(
             figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
@@ -78,18 +78,18 @@ def distributions(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]
             for index, (model, values) in enumerate(by_model.items()):
                 if not len(values):
                     continue
-                # Values beyond the last edge (the tail's half per cent) share the last bin.
+                # Values beyond the last edge (the top 0.5%) go to the last bin.
                 shares = np.histogram(np.clip(values, edges[0], edges[-1]), edges)[0] * 100 / len(values)
                 color = color_of(index)
                 axes.stairs(shares, edges, color=color, linewidth=1.8, label=model, zorder=3)
                 axes.stairs(shares, edges, color=color, fill=True, alpha=0.13, zorder=2)
                 axes.axvline(float(np.mean(values)), color=color, linestyle=(0, (2, 2)), linewidth=1.2, zorder=1)
-            finish(axes, "", f"{name} (dashed: mean)", "", grid="y")
+            label_axes(axes, "", f"{name} (dashed: mean)", "", grid="y")
             axes.set_ylim(bottom=0)
             if _whole(edges):
                 axes.xaxis.get_major_locator().set_params(integer=True)
         figure.axes[0].set_ylabel("share of trajectories, %")
-        figure.suptitle("How rewards and lengths are distributed", x=0.01, ha="left", fontsize=12, fontweight="bold")
+        figure.suptitle("Distributions of rewards and lengths", x=0.01, ha="left", fontsize=12, fontweight="bold")
         legend(figure, figure.axes[0], len(next(iter(panels.values()))))
     return path
 
@@ -97,9 +97,9 @@ def distributions(path: Path, panels: Mapping[str, Mapping[str, Sequence[float]]
 def tool_heat_map(
     path: Path, models: Mapping[str, Mapping[str, Mapping[str, float]]], title: str, label: str, digits: int = 1
 ) -> Path:
-    """One table of coloured cells for each model: tools across, levels down.
+    """Heat map per model: tools as columns, levels as rows.
 
-    models: model -> level -> tool -> value; label: what the value is, for the colour bar.
+    models: model -> level -> tool -> value; label: of the colour bar.
     """
     levels = list(dict.fromkeys(level for table in models.values() for level in table))
     tools = list(dict.fromkeys(tool for table in models.values() for row in table.values() for tool in row))
@@ -126,7 +126,7 @@ def tool_heat_map(
 
 
 def reward_parts(path: Path, parts: Mapping[str, Mapping[str, float]]) -> Path:
-    """Mean of each raw reward component, one cluster for each component, one bar for each model.
+    """Mean of each raw reward component: one cluster of bars per component, one bar per model.
 
     parts: model -> component -> mean.
     """
@@ -143,13 +143,13 @@ def reward_parts(path: Path, parts: Mapping[str, Mapping[str, float]]) -> Path:
         axes.set_yticks(range(len(names)), [short(name) for name in names])
         axes.invert_yaxis()
         axes.margins(x=0.12)
-        finish(axes, "Reward components", "mean over trajectories, before weighing", "", grid="x")
+        label_axes(axes, "Reward components", "mean over trajectories, before weighting", "", grid="x")
         legend(figure, axes, len(parts))
     return path
 
 
 def pass_at_k(path: Path, curves: Mapping[str, Mapping[int, float]]) -> Path:
-    """Chance that at least one of k samples succeeds, over k, one line for each model."""
+    """pass@k over k, one line per model."""
     with canvas(path, (5.6, 4.0)) as figure:
         axes = figure.add_subplot()
         for index, (model, by_k) in enumerate(curves.items()):
@@ -164,13 +164,13 @@ def pass_at_k(path: Path, curves: Mapping[str, Mapping[int, float]]) -> Path:
         axes.set_xticks(shown, [str(k) for k in shown])
         axes.minorticks_off()
         axes.set_ylim(-3, 104)
-        finish(axes, "pass@k", "k, samples of one episode", "solved by at least one, % of episodes", grid="y")
+        label_axes(axes, "pass@k", "k, samples of one episode", "solved by at least one, % of episodes", grid="y")
         legend(figure, axes, len(curves))
     return path
 
 
 def _bins(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Bin edges: one bin for each whole number where they are few, else 30 even ones up to the 99.5th percentile."""
+    """Bin edges: one bin per integer if they are few, else 30 equal-width bins up to the 99.5th percentile."""
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return np.array([0.0, 1.0])
@@ -183,5 +183,5 @@ def _bins(values: Sequence[float]) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def _whole(edges: np.ndarray[Any, np.dtype[np.float64]]) -> bool:
-    """Whether every bin is one whole number."""
+    """True if every bin is one integer."""
     return bool(np.all(edges - np.floor(edges) == 0.5)) and bool(np.all(np.diff(edges) == 1))

@@ -1,4 +1,4 @@
-"""How the report names its measures, and what they mean."""
+"""Labels and definitions of the report's measures."""
 
 __all__ = ["GLOSSARY", "MEASURES"]
 
@@ -15,11 +15,11 @@ MEASURES = (
     ("trajectories_with_misuse", "Episodes with misuse", "{:.1%}"),
     ("loop_rate", "Episodes with a loop", "{:.1%}"),
     ("exploration_efficiency", "Exploration efficiency", "{:.3f}"),
-    ("coherent_rate", "Nothing repeated or taken back", "{:.1%}"),
+    ("coherent_rate", "No repetition or retraction", "{:.1%}"),
     ("coherence", "Coherence", "{:.3f}"),
     ("distinct_2", "Diversity (distinct-2)", "{:.3f}"),
     ("strategy_entropy", "Strategy entropy (nats)", "{:.2f}"),
-    ("nll_per_token", "Surprise of own tokens (nats)", "{:.3f}"),
+    ("nll_per_token", "NLL of own tokens (nats)", "{:.3f}"),
     ("entropy", "Entropy (nats per token)", "{:.3f}"),
     ("kl_to_first", "KL from the first model (nats per token)", "{:.3f}"),
     ("perplexity", "Perplexity of held-out demonstrations", "{:.3f}"),
@@ -28,56 +28,56 @@ MEASURES = (
 GLOSSARY = (
     (
         "Interval",
-        "Success: Wilson 95%, at the effective sample size where an episode was sampled several times. Differences: "
+        "Success: Wilson 95%, at the effective sample size if episodes were sampled several times. Differences: "
         "paired bootstrap over episodes, 95%; of rewards: normal, 95%.",
     ),
     (
         "pass@k",
-        "Chance that at least one of k samples of an episode succeeds: 1 - C(n-c, k) / C(n, k) for c successes of n "
-        "samples, mean over episodes.",
+        "Probability that at least one of k samples of an episode succeeds: 1 - C(n-c, k) / C(n, k) for c successes of "
+        "n samples, mean over episodes.",
     ),
     (
         "Looked with a tool",
-        "Share of episodes in which a tool showed the policy something before it answered: reasoning in pixel space. "
-        "Tools of an environment without images do not count; where only files are given, every tool does.",
+        "Share of episodes with a tool observation before the answer: reasoning in pixel space. Tools of environments "
+        "without images do not count; if only files are given, every tool counts.",
     ),
     ("Misuse", "An action that parses as neither call nor answer, names no tool, or whose tool failed."),
     (
         "Loop",
-        "A block of tool steps (the same actions leading to the same observations) that is at once repeated.",
+        "A block of tool steps (same actions, same observations) that is immediately repeated.",
     ),
     (
         "Exploration efficiency",
-        "Distinct useful observations over steps; 1 = no step was wasted on an error or on what was known already.",
+        "Distinct useful observations over steps; 1 = no step was wasted on an error or a known observation.",
     ),
     (
-        "Nothing repeated or taken back",
-        "Episodes without an action written before and without an answer that differs from the one stated before it.",
+        "No repetition or retraction",
+        "Share of episodes without a repeated action and without an answer that differs from the previous one.",
     ),
     (
         "Coherence",
-        "Mean score of the reward component of that name, with its defaults, in the states of the first model: cosines "
-        "of neighbouring turns within a band, less 0.5 for every action repeated and every answer taken back.",
+        "Mean score of the reward component of that name, with default settings, on the first model's hidden states: "
+        "cosine similarity of consecutive turns within a band, minus 0.5 per repeated action and per retracted answer.",
     ),
     (
         "Diversity",
-        "distinct-2: distinct pairs of neighbouring words over all pairs, in the actions of up to 1,000 episodes of "
-        "each model. Strategy entropy: of the sequences of tools used.",
+        "distinct-2: distinct word bigrams over all bigrams, in the actions of up to 1,000 episodes of each model. "
+        "Strategy entropy: of the distribution of tool sequences.",
     ),
     (
         "Entropy and KL",
-        "Before every token that a model sampled, over its own episodes, teacher-forced on the tokens as sampled, "
+        "At every sampled token, over the model's own episodes, teacher-forced on the sampled tokens, "
         "exact over the vocabulary at temperature 1: H = -sum p log p; KL(model || first) = sum p (log p - log q).",
     ),
     (
         "Perplexity",
-        "exp of the mean nats per assistant token of held-out demonstrations; it compares models with one tokenizer.",
+        "exp of the mean nats per assistant token of held-out demonstrations; comparable within one tokenizer.",
     ),
     (
         "Reward model",
-        "Its scores have no zero, so calibration is measured on pairs of a success and a failure at the same episode: "
-        "it is sure with sigmoid(|difference of scores|). Calibration error: mean gap between how sure it is and how "
-        "often it is right, over up to ten bins. AUC: chance that any success outscores any failure.",
+        "Scores are defined up to an offset, so calibration is measured on pairs of a success and a failure on one "
+        "episode, with confidence sigmoid(|difference of scores|). Calibration error: mean gap between confidence and "
+        "accuracy, over up to ten bins. AUC: probability that a random success outscores a random failure.",
     ),
     ("Turning point", "The first turn in which a model acts differently from the first model."),
 )

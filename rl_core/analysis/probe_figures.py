@@ -1,4 +1,4 @@
-"""Pictures of what models said about texts: the reward model's calibration, entropy and KL along the turns."""
+"""Figures of teacher-forced measurements: reward model calibration, entropy and KL by turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rl_core.analysis.calibration import Calibration
-from rl_core.analysis.canvas import COLORS, FAINT, INK, MUTED, canvas, color_of, finish, legend
+from rl_core.analysis.canvas import COLORS, FAINT, INK, MUTED, canvas, color_of, label_axes, legend
 from rl_core.analysis.probe_results import ModelProbe
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ __all__ = ["calibration", "entropy_and_kl"]
 
 
 def calibration(path: Path, found: Calibration) -> Path:
-    """Reliability of the reward model's preferences, and its scores of successes and failures."""
+    """Reliability diagram of the reward model, and its score distributions for successes and failures."""
     with canvas(path, (10.4 if found.bins else 5.4, 4.2)) as figure:
         panels = figure.subplots(1, 2 if found.bins else 1, squeeze=False)[0]
         if found.bins:
@@ -35,13 +35,13 @@ def calibration(path: Path, found: Calibration) -> Path:
                 axes.stairs(shares, edges, color=color, fill=True, alpha=0.15, zorder=2)
         title = "Scores" if found.auc is None else f"Scores: AUC {found.auc:.3f}"
         title += "" if found.correlation is None else f", correlation with success {found.correlation:.2f}"
-        finish(axes, title, "score of the reward model", "% of the successes, of the failures", grid="y")
+        label_axes(axes, title, "score of the reward model", "% of successes, of failures", grid="y")
         axes.legend(frameon=False, fontsize=9, loc="best")
     return path
 
 
 def _reliability(axes: Axes, found: Calibration) -> None:
-    """Dots on the diagonal: it is as often right as it is sure."""
+    """Reliability diagram; on the diagonal, accuracy equals confidence."""
     axes.plot([50, 100], [50, 100], color=MUTED, linestyle=(0, (4, 3)), linewidth=1.2, zorder=1)
     places = [100 * b.confidence for b in found.bins]
     values = [100 * b.right.rate for b in found.bins]
@@ -56,14 +56,12 @@ def _reliability(axes: Axes, found: Calibration) -> None:
     axes.set_xlim(48, 102)
     axes.set_ylim(floor, 103)
     title = f"Reliability: calibration error {found.ece:.3f}, {found.pairs:,} pairs"
-    finish(
-        axes, title, "how sure it is of its order of a pair, % (below: pairs)", "it is right, % (bars: 95%)", grid="y"
-    )
+    label_axes(axes, title, "confidence in the order of a pair, % (below: pairs)", "accuracy, % (bars: 95%)", grid="y")
     axes.grid(axis="x", color=FAINT, linewidth=0.5, zorder=0)
 
 
 def entropy_and_kl(path: Path, probes: Mapping[str, ModelProbe], first: str) -> Path:
-    """Entropy of each model and its KL from the first one, turn by turn, over its own trajectories."""
+    """Entropy of each model and its KL from the first, by turn, over its own trajectories."""
     has_kl = any(probe.kl_by_turn for probe in probes.values())
     with canvas(path, (9.2 if has_kl else 4.8, 3.8)) as figure:
         panels = figure.subplots(1, 2 if has_kl else 1, squeeze=False)[0]
@@ -72,11 +70,11 @@ def entropy_and_kl(path: Path, probes: Mapping[str, ModelProbe], first: str) -> 
                 axes.plot(
                     range(1, len(values) + 1), values, "o-", color=color_of(index), linewidth=2, label=name, zorder=3
                 )
-        finish(panels[0], "Entropy", "turn", "nats per sampled token", grid="y")
+        label_axes(panels[0], "Entropy", "turn", "nats per sampled token", grid="y")
         if has_kl:
-            finish(panels[1], f"KL from {first}", "turn", "nats per sampled token", grid="y")
+            label_axes(panels[1], f"KL from {first}", "turn", "nats per sampled token", grid="y")
         for axes in panels:
-            axes.set_ylim(0, 1.06 * max(axes.get_ylim()[1], 1e-3))  # KL is 0 throughout where nothing was learned
+            axes.set_ylim(0, 1.06 * max(axes.get_ylim()[1], 1e-3))  # KL is 0 everywhere for an unchanged model
             axes.xaxis.get_major_locator().set_params(integer=True)
         legend(figure, panels[0], len(probes))
     return path

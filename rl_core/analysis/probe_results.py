@@ -1,4 +1,4 @@
-"""What models say about texts, as plain numbers: filled in by `rl_core.probe`, read by results and pictures."""
+"""Results of teacher-forced measurements, written by `rl_core.probe`, read by results and figures."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["ModelProbe", "Probes"]
 
 @dataclass(frozen=True)
 class ModelProbe:
-    """One model, teacher-forced. What could not be measured is None."""
+    """Teacher-forced measurements of one model; None = not measured."""
 
     perplexity: float | None = None  # exp of the mean nats per token of held-out demonstrations
-    demonstrations: int = 0  # how many of them
+    demonstrations: int = 0  # number of these
     entropy: float | None = None  # nats per sampled token, over the model's own trajectories
     kl_to_first: float | None = None  # KL(model || first model), nats per sampled token, over the same trajectories
-    coherence: float | None = None  # mean score of the reward component `coherence`, in the first model's states
-    trajectories: int = 0  # how many of its own were read
+    coherence: float | None = None  # mean score of the reward component `coherence`, on the first model's hidden states
+    trajectories: int = 0  # number of own trajectories read
     entropy_by_turn: list[float] = field(default_factory=list)
     kl_by_turn: list[float] = field(default_factory=list)
 
@@ -29,13 +29,13 @@ class ModelProbe:
         return {name: float(value) for name in names if (value := getattr(self, name)) is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dict."""
+        """Plain dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Probes:
-    """All that was measured with models at hand."""
+    """All measurements made with the models themselves."""
 
     models: dict[str, ModelProbe] = field(default_factory=dict)
     reward_model: Calibration | None = None

@@ -1,6 +1,6 @@
-"""The HTML report: one file without links to anything outside it, readable in light and dark.
+"""Self-contained HTML report, with light and dark colour schemes.
 
-Trajectories hold what a policy wrote, so every text passes `_text`, and the page forbids scripts and loading.
+Trajectories hold model output, so every text is escaped by `_text`, and the page's CSP forbids scripts and loading.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str = "Trajectory analysis") -> str:
-    """The page.
+    """HTML page.
 
     Args:
-        figures: PNG files and what each shows, in order; their bytes are put into the page.
+        figures: (PNG file, caption) in order; the images are embedded.
     """
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
@@ -57,7 +57,7 @@ def render(analysis: Analysis, figures: Sequence[tuple[Path, str]], title: str =
 
 
 def _text(value: object, limit: int = MAX_TEXT) -> str:
-    """Text made safe for HTML: markup escaped, control characters and lone surrogates replaced, length capped."""
+    """HTML-safe text: markup escaped, control characters and lone surrogates replaced, length capped."""
     text = str(value)
     if len(text) > limit:
         text = f"{text[:limit]}… ({len(text) - limit:,} more characters)"
@@ -76,7 +76,7 @@ def _points(difference: Difference, scale: float = 100, digits: int = 1) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]], label: str = "", text_columns: int = 1) -> str:
-    """A table of cells that are HTML already; the first `text_columns` are text, the others numbers."""
+    """Table of HTML cells; the first `text_columns` columns are text, the others numbers."""
 
     def cell(tag: str, column: int, content: str) -> str:
         return f"<{tag}{' class=text' if column < text_columns else ''}>{content}</{tag}>"
@@ -101,7 +101,7 @@ def _headline(analysis: Analysis) -> str:
             verdict = "better than" if d.low > 0 else "worse than" if d.high < 0 else "not clearly different from"
             text += (
                 f". It is <b>{verdict} {_text(pair.first)}</b>: {100 * d.difference:+.1f} points [{100 * d.low:+.1f}, "
-                f"{100 * d.high:+.1f}] on the {pair.total.episodes:,} episodes that both played"
+                f"{100 * d.high:+.1f}] on the {pair.total.episodes:,} common episodes"
             )
     return f"<p class='lead'>{text}.</p>"
 
@@ -128,7 +128,7 @@ def _overview(models: Sequence[ModelResult]) -> str:
 
 
 def _named(index: int, name: str) -> str:
-    """A model's name behind a dot in its colour."""
+    """Model name with a dot in its colour."""
     return f"<span class='dot' style='background:{color_of(index)}'></span>{_text(name)}"
 
 
@@ -145,7 +145,7 @@ def _reward_model(analysis: Analysis) -> str:
         f"{len(found.scores):,}", f"{found.pairs:,}", accuracy, number(found.ece), number(found.auc),
         number(found.correlation),
     ]  # fmt: skip
-    head = ["Episodes scored", "Pairs", "Ranked rightly", "Calibration error", "AUC", "Correlation with success"]
+    head = ["Episodes scored", "Pairs", "Ranked correctly", "Calibration error", "AUC", "Correlation with success"]
     return f"<section><h2>Reward model against true success</h2>{_table(head, [row], text_columns=0)}</section>"
 
 
@@ -161,19 +161,19 @@ def _comparisons(comparisons: Sequence[Comparison]) -> str:
             f"{total.episodes:,}", f"{total.wins:,}", f"{total.losses:,}", p_value,
         ])  # fmt: skip
     head = ["Difference", "Success, points", "Reward", "Episodes", "Better on", "Worse on", "Sign test p"]
-    return f"<section><h2>The same episodes, paired</h2>{_table(head, rows)}</section>"
+    return f"<section><h2>Paired comparison</h2>{_table(head, rows)}</section>"
 
 
 def _pictures(figures: Sequence[tuple[Path, str]]) -> str:
     shown = ""
     for path, caption in figures:
         data = path.read_bytes()
-        width = int.from_bytes(data[16:20], "big") // 1.5  # PNG header; one scale for all, so one size of type
+        width = int.from_bytes(data[16:20], "big") // 1.5  # PNG header; one scale for all figures, hence one font size
         shown += (
             f"<figure><img alt='{_text(caption)}' width='{width:.0f}' "
             f"src='data:image/png;base64,{base64.b64encode(data).decode()}'><figcaption>{_text(caption)}</figcaption></figure>"
         )
-    return f"<section><h2>Pictures</h2>{shown}</section>" if shown else ""
+    return f"<section><h2>Figures</h2>{shown}</section>" if shown else ""
 
 
 def _rates(title: str, models: Sequence[tuple[str, dict[str, Rate]]], head: str) -> str:

@@ -1,4 +1,4 @@
-"""The style sheet of the report. It is Python text, so that every way of installing brings it along."""
+"""Style sheet of the report, as Python text so that it is part of every installation."""
 
 __all__ = ["STYLE"]
 

@@ -1,4 +1,4 @@
-"""What an analysis found, as plain data: the report, analysis.json and analysis.csv are written from it."""
+"""Results of an analysis as plain data, the source of the report, analysis.json and analysis.csv."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Analysis", "Case", "ModelResult", "metrics_of", "write_csv", "write_
 
 @dataclass
 class ModelResult:
-    """One model: what was counted of its trajectories, and its success by episode."""
+    """One model: summary of its trajectories, and its success rates."""
 
     name: str
     summary: Summary
@@ -30,10 +30,10 @@ class ModelResult:
     by_kind: dict[str, Rate]
     pass_at_k: dict[int, float]
     episodes: int
-    probe: ModelProbe | None = None  # None = no model was at hand
+    probe: ModelProbe | None = None  # None = model not available
 
     def metrics(self) -> dict[str, float]:
-        """Scalars over all trajectories, and what the model itself was asked."""
+        """Scalars over all trajectories, and those of the probe."""
         return self.summary.metrics() | (self.probe.metrics() if self.probe else {})
 
 
@@ -45,19 +45,19 @@ class Case:
     trajectories: list[Trajectory]  # in the order of the models
     turning_points: list[
         int | None
-    ]  # where each one leaves the first model's path; None = never (always so for itself)
+    ]  # turning point of each against the first model; None = none (always for the first itself)
     image: bytes | None = None  # PNG
 
     @property
     def first_turning_point(self) -> int | None:
-        """The earliest of them: where the first model is left by any other."""
+        """Earliest turning point of any other model."""
         found = [turn for turn in self.turning_points if turn is not None]
         return min(found) if found else None
 
 
 @dataclass
 class Analysis:
-    """Everything that was found."""
+    """All results of an analysis."""
 
     models: list[ModelResult]
     comparisons: list[Comparison]
@@ -100,7 +100,7 @@ def metrics_of(analysis: Analysis, prefix: str = "analysis") -> dict[str, float]
 
 
 def summary_rows(analysis: Analysis) -> list[dict[str, Any]]:
-    """One row for each model, for tables."""
+    """One row per model, for tables."""
     return [
         {
             "model": model.name,
@@ -117,7 +117,7 @@ def summary_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def write_json(path: Path, analysis: Analysis) -> Path:
-    """analysis.json: everything but the trajectories of the cases, which are in the report."""
+    """Write analysis.json: everything but the trajectories of the cases, which are in the report."""
     row = {
         "models": [
             {
@@ -152,7 +152,7 @@ def write_json(path: Path, analysis: Analysis) -> Path:
 
 
 def write_csv(path: Path, analysis: Analysis) -> Path:
-    """analysis.csv: one value a row; its group is all, level, kind, tool, or `minus MODEL` for a paired difference."""
+    """Write analysis.csv, one value per row; group: all, level, kind, tool, or `minus MODEL` for paired differences."""
     with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "group", "name", "metric", "value", "low", "high", "n"])
@@ -182,10 +182,10 @@ def write_csv(path: Path, analysis: Analysis) -> Path:
 
 
 def _cell(text: str) -> str:
-    """Text that a spreadsheet does not run as a formula: tool names are what a policy wrote."""
+    """Text protected against formula injection in spreadsheets, as tool names are model output."""
     return "'" + text if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 def _slug(name: str) -> str:
-    """A name as it may stand in a metric's name."""
+    """Name converted to a valid part of a metric name."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "_", name).strip("_") or "unnamed"

@@ -1,6 +1,6 @@
-"""The whole analysis: read the trajectories of several models once, count, pair, draw, report.
+"""Trajectory analysis of several models: one pass over the files, then statistics, figures and report.
 
-Memory does not grow with their number: counts and reservoirs are bounded, outcomes by episode are on disk.
+Memory is constant in the number of trajectories: counters and reservoirs are bounded, episode outcomes are on disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_core.analysis.comparison import Comparison, compare_models
 from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef
@@ -25,28 +25,37 @@ from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets,
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
 
+if TYPE_CHECKING:
+    import pandas as pd
+
 __all__ = ["AnalysisResult", "ImageOf", "analyze"]
 
 logger = logging.getLogger(__name__)
 
 ImageOf = Callable[[str, int], bytes | None]  # (level, seed) -> PNG of the episode's hidden image
-MAX_MODELS = 8  # colours that can be told apart
+MAX_MODELS = 8  # distinguishable colours
 
 
 @dataclass
 class AnalysisResult:
-    """What an analysis gave."""
+    """Output of an analysis."""
 
     metrics: dict[str, float]  # `analysis/...`, for tracking
     files: list[Path]  # written, report first
-    summary: list[dict[str, Any]]  # one row for each model
+    summary: list[dict[str, Any]]  # one row per model
     comparisons: list[Comparison]
-    notes: list[str]  # what a reader of the numbers has to know
+    notes: list[str]  # caveats for the reader
 
     @property
     def report(self) -> Path:
-        """The HTML page."""
+        """Path of the HTML page."""
         return self.files[0]
+
+    def frame(self) -> pd.DataFrame:
+        """The summary as a table indexed by model; the whole analysis: `rl_core.read_analysis(out)`."""
+        import pandas as pd
+
+        return pd.DataFrame.from_records(self.summary).set_index("model")
 
 
 def analyze(
@@ -62,16 +71,16 @@ def analyze(
     title: str = "Trajectory analysis",
     seed: int = 0,
 ) -> AnalysisResult:
-    """Analyse the trajectories of one or several models and write report.html, analysis.json, analysis.csv and PNGs.
+    """Analyse the trajectories of one or more models; writes report.html, analysis.json, analysis.csv and PNGs.
 
     Args:
-        models: name -> trajectories.jsonl, the oldest model first: differences are later minus earlier.
-        out: folder to write into; made when everything was read, so bad input leaves nothing behind.
-        training: name -> metrics.jsonl of a training stage, for its curves.
-        probes: what was measured with the models at hand; see `rl_core.probe`.
+        models: name -> trajectories.jsonl, oldest model first: differences are later minus earlier.
+        out: output folder, created after all input was read, so that bad input leaves nothing behind.
+        training: name -> metrics.jsonl of a training stage, for the curves.
+        probes: measurements made with the models; see `rl_core.probe`.
         curriculum: names of the stages of the policy's curriculum.
-        image_of: renders an episode's hidden image for the report. image_tools: tools that look at it; None = all.
-    Raises: DataError for unreadable files (file, line, reason), and for models without a common episode.
+        image_of: renders an episode's hidden image for the report. image_tools: tools that reveal it; None = all.
+    Raises: DataError for unreadable files (file, line, reason), and for models without common episodes.
     """
     if not models or len(models) > MAX_MODELS:
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
@@ -110,7 +119,7 @@ def analyze(
 def _count(
     index: EpisodeIndex, number: int, name: str, path: Path, image_tools: Collection[str] | None, seed: int
 ) -> ModelResult:
-    """Read one model's file into its summary and the index."""
+    """Summary of one model's file, which is also added to the index."""
     summary = Summary(image_tools, seed)
     for offset, trajectory in read_with_offsets(path):
         summary.add(trajectory)
@@ -127,7 +136,7 @@ def _count(
 
 
 def _choose(index: EpisodeIndex, models: int, limit: int) -> list[EpisodeRef]:
-    """Episodes to show: where the last model is worse than the first, where it is better, then others, a third each."""
+    """Episodes for the report, a third each: last model worse than the first, better, others."""
     if not limit:
         return []
     everyone = range(models)
@@ -148,7 +157,7 @@ def _case(episode: EpisodeRef, paths: Sequence[Path], image_of: ImageOf | None) 
     if image_of is not None:
         try:
             image = image_of(episode.level, episode.seed)
-        except Exception:  # a picture is an extra: whatever a user's renderer raises must not cost the analysis
+        except Exception:  # images are optional: an error in a user's renderer must not fail the analysis
             logger.warning("no image of %s/%d", episode.level, episode.seed, exc_info=True)
     turning_points = [None, *(turning_point(trajectories[0], other) for other in trajectories[1:])]
     return Case(episode, trajectories, turning_points, image)
@@ -157,13 +166,13 @@ def _case(episode: EpisodeRef, paths: Sequence[Path], image_of: ImageOf | None) 
 def _notes(comparisons: Sequence[Comparison], curves: Mapping[str, TrainingCurves]) -> list[str]:
     notes = [
         f"'{pair.first}' and '{pair.second}' did not play the same episodes: they are compared on the "
-        f"{pair.total.episodes:,} that both played ({pair.only_first:,} only '{pair.first}', {pair.only_second:,} only "
+        f"{pair.total.episodes:,} common ones ({pair.only_first:,} only '{pair.first}', {pair.only_second:,} only "
         f"'{pair.second}'); the other tables count each model's own episodes."
         for pair in comparisons
         if pair.only_first or pair.only_second
     ]
     return notes + [
-        f"{run.skipped:,} unreadable rows of the training metrics of '{name}' were left out."
+        f"{run.skipped:,} unreadable rows of the training metrics of '{name}' were skipped."
         for name, run in curves.items()
         if run.skipped
     ]

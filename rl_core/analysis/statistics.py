@@ -1,4 +1,4 @@
-"""Statistics of evaluation results: intervals, paired differences, pass@k, loops, diversity. Pure functions of numbers.
+"""Statistics of evaluation results: intervals, paired differences, pass@k, loops, diversity. Pure functions.
 
 Suffixes on arrays: E episodes, K samples of one episode, U distinct values.
 """
@@ -35,11 +35,11 @@ __all__ = [
     "wilson_interval",
 ]
 
-_CHUNK = 2_000_000  # multinomial cells held at once, so that a bootstrap needs at most 16 MB
+_CHUNK = 2_000_000  # multinomial cells per chunk; limits a bootstrap to 16 MB
 
 
 class Rate(NamedTuple):
-    """A share with its interval; `n` counts what it is a share of."""
+    """A proportion with its interval; `n` = denominator."""
 
     rate: float
     low: float
@@ -48,7 +48,7 @@ class Rate(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A difference of means or shares with its interval."""
+    """A difference of means or proportions with its interval."""
 
     difference: float
     low: float
@@ -56,7 +56,7 @@ class Difference(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """A block of `period` steps, from step `start` on, that occurs `repeats` times in a row."""
+    """A block of `period` steps from step `start`, occurring `repeats` times in a row."""
 
     start: int
     period: int
@@ -64,14 +64,14 @@ class Loop(NamedTuple):
 
 
 def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tuple[float, float]:
-    """Score interval of a binomial share.
+    """Wilson score interval of a binomial proportion.
 
     (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes/n, z the normal quantile.
     Args:
-        successes: how many of n; a fraction where n is an effective sample size.
-        n: trials; 0 gives (0, 1), since nothing is known.
+        successes: of n trials; fractional if n is an effective sample size.
+        n: trials; 0 gives (0, 1).
         confidence: coverage, in (0, 1).
-    Returns: (low, high) within [0, 1]; never a point, also at 0 or n successes.
+    Returns: (low, high) within [0, 1], of positive width also at 0 or n successes.
     Raises: DataError if successes lie outside [0, n] or the confidence outside (0, 1).
     Source: Wilson 1927, doi:10.2307/2276774; Brown, Cai, DasGupta 2001, doi:10.1214/ss/1009213286.
     """
@@ -85,18 +85,18 @@ def wilson_interval(successes: float, n: float, confidence: float = 0.95) -> tup
     center = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    # At 0 or n successes one bound is exactly 0 or 1; rounding would leave 1e-17 there.
+    # At 0 or n successes one bound is exactly 0 or 1, up to rounding of 1e-17.
     low = 0.0 if successes == 0 else max(0.0, (center - half) / scale)
     high = 1.0 if successes == n else min(1.0, (center + half) / scale)
     return low, high
 
 
 def rate_from_sums(episodes: int, n: int, c: int, cc: float, nn: float, cn: float, confidence: float = 0.95) -> Rate:
-    """Share of successes over episodes that were each sampled several times, from sums over the episodes.
+    """Success rate over episodes with several samples each, from sums over the episodes.
 
-    Samples of one episode are alike, so the interval is Wilson's at the effective sample size
-    n_eff = p(1-p) / Var(p), Var(p) = sum_i (c_i - p n_i)^2 / n^2 (ratio estimator over clusters). With one sample an
-    episode n_eff = n, Wilson's own; with perfectly alike samples n_eff = the number of episodes.
+    Samples of one episode are correlated, so the interval is Wilson's at the effective sample size
+    n_eff = p(1-p) / Var(p), Var(p) = sum_i (c_i - p n_i)^2 / n^2 (ratio estimator over clusters). With one sample per
+    episode n_eff = n, Wilson's own; with identical samples within episodes n_eff = the number of episodes.
     Args:
         episodes: clusters. n, c: sums of samples n_i and successes c_i. cc, nn, cn: sums of c_i^2, n_i^2, c_i n_i.
     Returns: Rate whose `n` is the number of samples.
@@ -106,7 +106,7 @@ def rate_from_sums(episodes: int, n: int, c: int, cc: float, nn: float, cn: floa
         return Rate(0.0, 0.0, 1.0, 0)
     p = c / n
     spread = cc - 2 * p * cn + p * p * nn
-    # At p = 0 or 1 the spread says nothing; episodes are then the number of independent looks that is safe to claim.
+    # At p = 0 or 1 the variance estimate is 0; the number of episodes is then a conservative n_eff.
     n_eff = float(episodes) if c in (0, n) or spread <= 0 else min(float(n), p * (1 - p) * n * n / spread)
     low, high = wilson_interval(p * n_eff, n_eff, confidence)
     return Rate(p, low, high, n)
@@ -130,10 +130,10 @@ def clustered_rate(successes_E: ArrayLike, samples_E: ArrayLike, confidence: flo
 
 
 def rate_difference(after: Rate, before: Rate) -> Difference:
-    """Share of `after` minus share of `before`, of two independent samples, with the interval of both intervals.
+    """Difference `after` - `before` of two independent proportions, with Newcombe's hybrid score interval.
 
-    d - sqrt((p1 - l1)^2 + (u2 - p2)^2), d + sqrt((u1 - p1)^2 + (p2 - l2)^2), p and (l, u) the shares and their own
-    (Wilson) intervals: it keeps their confidence, also for few episodes and shares near 0 or 1.
+    d - sqrt((p1 - l1)^2 + (u2 - p2)^2), d + sqrt((u1 - p1)^2 + (p2 - l2)^2), p and (l, u) the proportions and their
+    Wilson intervals; keeps its coverage for few episodes and proportions near 0 or 1.
     Source: Newcombe 1998, Statistics in Medicine 17:873-890, method 10.
     """
     difference = after.rate - before.rate
@@ -145,15 +145,15 @@ def rate_difference(after: Rate, before: Rate) -> Difference:
 def bootstrap_mean(
     values_U: ArrayLike, counts_U: ArrayLike, *, samples: int, seed: int, confidence: float = 0.95
 ) -> Difference:
-    """Percentile bootstrap interval of a mean, from distinct values and how often each occurs.
+    """Percentile bootstrap interval of a mean, from distinct values and their counts.
 
-    Drawing N items with replacement from N items that take U distinct values is one multinomial draw of N over the U
-    values, so this is the ordinary bootstrap in memory that does not grow with N.
+    Resampling N items with U distinct values is one multinomial draw of N over the U values, so this is the ordinary
+    bootstrap in memory independent of N.
     Args:
-        values_U: float [U]. counts_U: int [U], at least one in all.
+        values_U: float [U]. counts_U: int [U], sum at least 1.
         samples: resamples. seed: of the generator. confidence: coverage, in (0, 1).
-    Returns: Difference(mean, low, high). It is a point where all values are equal: the bootstrap sees no spread then.
-    Raises: DataError if shapes differ, nothing is counted or a value is not finite.
+    Returns: Difference(mean, low, high), of zero width if all values are equal.
+    Raises: DataError if shapes differ, counts are empty or a value is not finite.
     Source: Efron 1979, doi:10.1214/aos/1176344552 (section 3: the multinomial form).
     """
     values, counts = np.asarray(values_U, dtype=np.float64), np.asarray(counts_U, dtype=np.int64)
@@ -180,13 +180,13 @@ def bootstrap_mean(
 def paired_bootstrap(
     a: ArrayLike, b: ArrayLike, samples: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Difference:
-    """Mean of a minus mean of b on the same episodes, with a bootstrap interval over episodes.
+    """Paired difference mean(a) - mean(b) on the same episodes, with a bootstrap interval over episodes.
 
     Args:
-        a, b: float [E] or [E, K]: outcome of each episode (or of its K samples) under either model, in one order.
-            Samples of an episode are averaged first, since episodes are what is drawn independently.
+        a, b: float [E] or [E, K]: outcome of each episode (or of its K samples) under each model, in the same order.
+            Samples of an episode are averaged first, since only episodes are independent.
     Returns: Difference(mean(a) - mean(b), low, high).
-    Raises: DataError if the numbers of episodes differ, or there is none.
+    Raises: DataError if the numbers of episodes differ or are 0.
     Source: Efron 1979; Koehn 2004, aclanthology.org/W04-3250 (paired form).
     """
     a_E, b_E = (np.asarray(x, dtype=np.float64) for x in (a, b))
@@ -198,16 +198,16 @@ def paired_bootstrap(
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided exact p-value of `wins` against `losses` among pairs that differ (ties left out).
+    """Two-sided exact sign test of `wins` against `losses` (ties excluded): the p-value.
 
-    2 P(X <= min(wins, losses)), X ~ Binomial(wins + losses, 1/2), at most 1. For successes it is McNemar's exact test.
+    2 P(X <= min(wins, losses)), X ~ Binomial(wins + losses, 1/2), at most 1; for binary outcomes McNemar's exact test.
     Raises: DataError for negative counts.
     Source: McNemar 1947, doi:10.1007/BF02295996.
     """
     if min(wins, losses) < 0:
         raise DataError(f"sign_test: counts {wins} and {losses} must not be negative")
     n, k = wins + losses, min(wins, losses)
-    # Terms from C(n, k) / 2^n downwards, C(n, i-1) = C(n, i) i / (n-i+1), until they no longer count.
+    # Terms from C(n, k) / 2^n downwards, C(n, i-1) = C(n, i) i / (n-i+1), until negligible.
     term = math.exp(math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) - n * math.log(2))
     total = 0.0
     for i in range(k, -1, -1):
@@ -219,7 +219,7 @@ def sign_test(wins: int, losses: int) -> float:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of the chance that at least one of k samples succeeds, from c successes of n samples.
+    """Unbiased estimate of the probability that at least one of k samples succeeds, from c successes of n samples.
 
     1 - C(n-c, k) / C(n, k)
     Raises: DataError unless 1 <= k <= n and 0 <= c <= n.
@@ -231,7 +231,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def mean_pass_at_k(samples_E: Iterable[int], successes_E: Iterable[int], k: int) -> float | None:
-    """Mean of `pass_at_k` over the episodes with at least k samples; None where there is none."""
+    """Mean of `pass_at_k` over the episodes with at least k samples; None without any."""
     groups = Counter((n, c) for n, c in zip(samples_E, successes_E, strict=True) if n >= k)
     total = sum(groups.values())
     return sum(pass_at_k(n, c, k) * count for (n, c), count in groups.items()) / total if total else None
@@ -245,9 +245,9 @@ def entropy(counts: Iterable[float]) -> float:
 
 
 def distinct_n(texts: Iterable[str], n: int) -> float:
-    """Distinct word n-grams over all word n-grams of the texts (n-grams do not cross texts); 0 where there is none.
+    """Distinct word n-grams over all word n-grams of the texts (n-grams do not cross texts); 0 without any.
 
-    It falls with the amount of text: compare samples of one size.
+    It decreases with the amount of text: compare samples of equal size.
     Source: Li et al. 2016, arXiv:1510.03055, section 5.1 (distinct-1, distinct-2).
     """
     seen: set[tuple[str, ...]] = set()
@@ -261,13 +261,13 @@ def distinct_n(texts: Iterable[str], n: int) -> float:
 
 
 def find_loop(steps: Sequence[Hashable], min_repeats: int = 2) -> Loop | None:
-    """The cycle that covers most steps: a block that is at once repeated, `min_repeats` times or more in all.
+    """Cycle covering the most steps: a block occurring at least `min_repeats` times in a row.
 
-    A step is a state-action pair, e.g. (canonical action, state that it led to): going back and forth between two
-    states is a cycle of period 2 although neighbouring steps differ. Ties go to the shorter period, then the earlier.
+    A step is a state-action pair, e.g. (canonical action, resulting state): oscillation between two states is a cycle
+    of period 2. Ties go to the shorter period, then the earlier start.
     Args:
         steps: T hashable steps. min_repeats: occurrences of the block in a row, at least 2.
-    Returns: Loop, whose `repeats` counts whole blocks; None where nothing repeats.
+    Returns: Loop, with `repeats` in whole blocks; None without a cycle.
     """
     if min_repeats < 2:
         raise DataError(f"find_loop: min_repeats {min_repeats} must be at least 2")

@@ -1,4 +1,4 @@
-"""What is counted of each trajectory, in memory that does not grow with their number."""
+"""Streaming statistics of trajectories, in constant memory."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rl_core.types import StopReason, Trajectory
 
 __all__ = ["OTHER", "LevelTools", "Moments", "Reservoir", "Summary"]
 
-MAX_NAMES = 256  # distinct tools or strategies counted by name; later ones share OTHER, which bounds memory
+MAX_NAMES = 256  # distinct tools or strategies counted by name; further ones count as OTHER, which bounds memory
 OTHER = "(other)"
 NO_CALL = "(no tool)"  # misuse by text that names no tool
-RESERVOIR = 5000  # values kept of each distribution: a quantile is off by about 0.7 percentage points at most (1 sd)
-KEPT_ACTIONS = 1000  # trajectories whose actions count for distinct-n, the same number for every model
+RESERVOIR = 5000  # reservoir size per distribution: quantile error at most about 0.7 percentage points (1 sd)
+KEPT_ACTIONS = 1000  # trajectories used for distinct-n, the same number for every model
 
 
 @dataclass
 class Moments:
-    """Count, mean, spread and extremes of a stream (Welford 1962, doi:10.2307/1266577)."""
+    """Count, mean, variance and extremes of a stream (Welford 1962, doi:10.2307/1266577)."""
 
     n: int = 0
     mean: float = 0.0
-    squares: float = 0.0  # sum of squared distances from the mean
+    squares: float = 0.0  # sum of squared deviations from the mean
     low: float = math.inf
     high: float = -math.inf
 
@@ -48,7 +48,7 @@ class Moments:
 
 
 class Reservoir:
-    """A uniform sample of bounded size of a stream of any length.
+    """Uniform sample of bounded size from a stream of any length.
 
     Source: Vitter 1985, doi:10.1145/3147.3165 (algorithm R).
     """
@@ -60,7 +60,7 @@ class Reservoir:
         self.items: list[Any] = []
 
     def add(self, item: Any) -> None:
-        """Offer one item."""
+        """Add one item."""
         self._seen += 1
         if len(self.items) < self._size:
             self.items.append(item)
@@ -69,14 +69,14 @@ class Reservoir:
 
 
 class Distribution:
-    """Moments of all values of a stream, and a reservoir of them for quantiles and pictures."""
+    """Moments of a stream, and a reservoir for quantiles and figures."""
 
     def __init__(self, seed: int) -> None:
         self.moments = Moments()
         self.reservoir = Reservoir(RESERVOIR, seed)
 
     def add(self, value: float) -> None:
-        """Count one value."""
+        """Add one value."""
         self.moments.add(value)
         self.reservoir.add(value)
 
@@ -97,14 +97,14 @@ class LevelTools:
 
     trajectories: int = 0
     calls: Counter[str] = field(default_factory=Counter)  # by tool
-    errors: Counter[str] = field(default_factory=Counter)  # misuse by tool; NO_CALL where the text named none
+    errors: Counter[str] = field(default_factory=Counter)  # misuse by tool; NO_CALL if the text named none
 
 
 class Summary:
-    """Counts of one model's trajectories. `add` each of them, then read `metrics` and the parts."""
+    """Counts over one model's trajectories: `add` each, then read `metrics` and the attributes."""
 
     def __init__(self, image_tools: Collection[str] | None = None, seed: int = 0) -> None:
-        """`image_tools`: tools that look at the hidden image; None = every tool does."""
+        """`image_tools`: tools that reveal the hidden image; None = all."""
         self._image_tools = image_tools
         self.tools: dict[tuple[str, str], LevelTools] = {}  # by (environment, level)
         names = ("reward", "turns", "action_tokens", "completion_tokens", "tool_calls", "exploration")
@@ -119,11 +119,11 @@ class Summary:
 
     @property
     def trajectories(self) -> int:
-        """How many were added."""
+        """Number of trajectories added."""
         return self._counts["trajectories"]
 
     def add(self, trajectory: Trajectory) -> None:
-        """Count one trajectory."""
+        """Add one trajectory."""
         counts, turns = self._counts, trajectory.turns
         calls = [turn for turn in turns if turn.tool_call is not None]
         errors = sum(turn.is_error for turn in turns)
@@ -137,7 +137,7 @@ class Summary:
         counts["action_tokens"] += trajectory.num_action_tokens
         self._nll -= trajectory.mean_logprob * trajectory.num_action_tokens
         self.stop_reasons[_bounded(self.stop_reasons, trajectory.stop_reason)] += 1
-        # What a turn did besides answering: calls and misuse. Answers end an episode and cannot explore.
+        # Steps other than answers: calls and misuse. Answers end an episode and explore nothing.
         steps, useful = [], set()
         for turn in turns:
             if turn.tool_call is not None or turn.is_error:
@@ -197,7 +197,7 @@ class Summary:
         }
 
     def to_json(self) -> dict[str, Any]:
-        """Everything counted, for analysis.json."""
+        """All counts, for analysis.json."""
         return {
             "metrics": self.metrics(),
             "distributions": {name: distribution.to_json() for name, distribution in self.distributions.items()},
@@ -220,12 +220,12 @@ class Summary:
         }
 
     def tool_names(self) -> list[str]:
-        """Tools called at any level, the most called first."""
+        """Tools called at any level, most frequent first."""
         total: Counter[str] = sum((tools.calls for tools in self.tools.values()), Counter())
         return [name for name, _ in total.most_common()]
 
     def _looked(self, trajectory: Trajectory) -> bool:
-        """Whether a tool showed a part of the image before the answer."""
+        """True if a tool revealed a part of the image before the answer."""
         return trajectory.answer is not None and any(
             turn.tool_call is not None
             and not turn.is_error

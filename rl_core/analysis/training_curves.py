@@ -1,4 +1,4 @@
-"""Training curves from a run's metrics.jsonl: chosen metrics, in memory that does not grow with the run's length."""
+"""Training curves of selected metrics from a run's metrics.jsonl, in constant memory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from rl_core.errors import DataError
 
 __all__ = ["Curve", "TrainingCurves", "read_training"]
 
-MAX_POINTS = 2000  # points kept of a curve; neighbours are averaged beyond
+MAX_POINTS = 2000  # points per curve; beyond, neighbours are averaged
 
 
 @dataclass
 class Curve:
-    """One metric over steps, thinned by averaging neighbours whenever it outgrows MAX_POINTS."""
+    """One metric over steps, downsampled by averaging neighbours when it exceeds MAX_POINTS."""
 
     steps: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
-    stride: int = 1  # rows averaged into one point
+    stride: int = 1  # rows averaged per point
     _pending: list[tuple[float, float]] = field(default_factory=list)
 
     def add(self, step: float, value: float) -> None:
@@ -35,7 +35,7 @@ class Curve:
             self.stride *= 2
 
     def flush(self) -> None:
-        """Turn the rows that wait into a point."""
+        """Convert pending rows to a point."""
         if self._pending:
             self.steps.append(self._pending[-1][0])
             self.values.append(sum(value for _, value in self._pending) / len(self._pending))
@@ -44,27 +44,23 @@ class Curve:
 
 @dataclass
 class TrainingCurves:
-    """The curves of one run, and where its curriculum stages began or were rolled back."""
+    """Curves of one run, with the starts and rollbacks of its curriculum stages."""
 
     curves: dict[str, Curve]
-    stages: list[tuple[float, int]]  # (step, number of the stage that began there)
-    skipped: int  # rows that were torn or no metrics
-    rollbacks: list[float] = field(default_factory=list)  # steps at which the curriculum was rolled back
+    stages: list[tuple[float, int]]  # (first step, stage number)
+    skipped: int  # truncated or invalid rows
+    rollbacks: list[float] = field(default_factory=list)  # steps of curriculum rollbacks
 
     def named(self, *names: str) -> Curve | None:
-        """The curve of the first of these names that the run logged."""
+        """Curve of the first of `names` that the run logged."""
         return next((self.curves[name] for name in names if name in self.curves), None)
-
-    def starting_with(self, prefix: str) -> dict[str, Curve]:
-        """The curves of a family of metrics, by what follows the prefix."""
-        return {name.removeprefix(prefix): curve for name, curve in self.curves.items() if name.startswith(prefix)}
 
 
 def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str, ...] = ()) -> TrainingCurves:
-    """Read the wanted metrics (and those that start with one of `prefixes`) of a metrics.jsonl.
+    """Curves of the metrics `names`, and of those that start with one of `prefixes`, from a metrics.jsonl.
 
-    A row is {"step": 3, "metrics": {"train/loss": 0.5}}. A run may be live or dead: rows that are torn are skipped and
-    counted. Steps that a resumed run logged a second time are left out.
+    A row is {"step": 3, "metrics": {"train/loss": 0.5}}. Truncated rows of a live or killed run are skipped and
+    counted; steps logged again by a resumed run are dropped.
     Raises: DataError if the file cannot be read.
     """
     path = Path(path)
@@ -72,7 +68,7 @@ def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str,
     latest: dict[str, float] = {}
     stages: list[tuple[float, int]] = []
     rollbacks: list[float] = []
-    rolled_back = 0.0  # times so far
+    rolled_back = 0.0  # rollbacks so far
     skipped = 0
     try:
         with path.open("rb") as file:
@@ -107,7 +103,7 @@ def _row(line: bytes) -> tuple[float, dict[str, float]] | None:
         step, metrics = row["step"], row["metrics"]
         if isinstance(step, bool) or not isinstance(step, int | float) or not math.isfinite(step):
             return None
-        # JSON NaN is what a diverging run may have logged: it leaves a gap.
+        # NaN of a diverging run leaves a gap.
         kept = {
             name: float(value)
             for name, value in metrics.items()

@@ -1,4 +1,4 @@
-"""Pictures of one training run: its curves, its reward's parts, and its curriculum over time."""
+"""Figure of one training run: curves, reward components, curriculum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rl_core.analysis.canvas import COLORS, MUTED, canvas, finish, shades, short, tall
+from rl_core.analysis.canvas import COLORS, MUTED, add_headroom, canvas, label_axes, shades, short
 from rl_core.analysis.statistics import moving_average
 from rl_core.analysis.training_curves import Curve, TrainingCurves
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PREFIXES", "WANTED", "training"]
 
-# Each panel: title, label of the y axis, and metrics of which the first that a run logged is drawn.
+# Panels: title, y label, and candidate metrics, of which the first that was logged is drawn.
 PANELS = (
     ("Success", "share of rollouts", ("train/success_rate", "success_rate")),
     ("Reward", "mean reward", ("reward/mean",)),
@@ -29,19 +29,19 @@ PANELS = (
     ("Misuse of tools", "share of turns", ("tool/misuse_rate",)),
     ("Gradient norm", "before clipping", ("train/grad_norm",)),
 )
-SHARES = frozenset({"Success", "Held-out accuracy"})  # drawn on the whole scale from 0 to 1
+SHARES = frozenset({"Success", "Held-out accuracy"})  # drawn on the full scale from 0 to 1
 LEVELS, PARTS = "train/success_rate_by_level/", "reward/weighted/"
-PREFIXES = (LEVELS, PARTS)  # of metrics drawn together in one panel
+PREFIXES = (LEVELS, PARTS)  # metrics drawn together in one panel
 WANTED = frozenset({name for _, _, names in PANELS for name in names} | {"curriculum/stage", "curriculum/rollbacks"})
 
 
 def training(
     path: Path, run: TrainingCurves, name: str, color: str = COLORS[6], curriculum: Sequence[str] = ()
 ) -> Path | None:
-    """Curves of one training run, with bands for its curriculum stages and dashed lines where it was rolled back.
+    """Curves of one training run, with bands for curriculum stages and dashed lines at rollbacks.
 
-    color: of the model that it trained, as in the other pictures. curriculum: names of its stages.
-    Returns: None where it logged nothing to draw.
+    color: of the trained model, as in the other figures. curriculum: names of its stages.
+    Returns: None if none of the metrics was logged.
     """
     panels = [
         (title, unit, curve)
@@ -70,10 +70,10 @@ def training(
             _curve(axes, curve, color)
             if title in SHARES:
                 axes.set_ylim(0, 1.02)
-            finish(axes, title, "", unit, grid="y")
+            label_axes(axes, title, "", unit, grid="y")
         for axes, (title, unit, curves) in zip(grid[len(panels) :], groups, strict=False):
             _group(axes, curves, color if title == "Success by level" else None)
-            finish(axes, f"{title} (moving average)", "", unit, grid="y")
+            label_axes(axes, f"{title} (moving average)", "", unit, grid="y")
         if has_curriculum:
             _staircase(grid[total - 1], run, last, curriculum)
         for axes in grid[:total]:
@@ -102,7 +102,7 @@ def _curve(axes: Axes, curve: Curve, color: str) -> None:
 
 
 def _group(axes: Axes, curves: dict[str, Curve], color: str | None) -> None:
-    """Several metrics in one panel: shades of the model's colour for an order, else colours of their own."""
+    """Draw several metrics in one panel: shades of the model's colour if ordered, else distinct colours."""
     colors = shades(color, len(curves)) if color else [COLORS[(2 + n) % len(COLORS)] for n in range(len(curves))]
     for (label, curve), line in zip(curves.items(), colors, strict=True):
         smooth = moving_average(curve.values, _window(curve))
@@ -113,20 +113,20 @@ def _group(axes: Axes, curves: dict[str, Curve], color: str | None) -> None:
 
 
 def _staircase(axes: Axes, run: TrainingCurves, last: float, names: Sequence[str]) -> None:
-    """The curriculum's stage over time."""
+    """Draw the curriculum stage over time."""
     steps, stages = [step for step, _ in run.stages], [stage for _, stage in run.stages]
     axes.stairs(stages, [*steps, max(last, steps[-1] + 1)], baseline=None, color=COLORS[4], linewidth=2.2)
     shown = sorted(set(stages))
     axes.set_yticks(shown, [f"{short(names[n], 14)}  {n}" if 0 <= n < len(names) else str(n) for n in shown])
     axes.set_ylim(min(stages) - 0.4, max(stages) + 0.4)
-    finish(axes, "Curriculum", "", "stage", grid="y")
+    label_axes(axes, "Curriculum", "", "stage", grid="y")
 
 
 def _bands(axes: Axes, stages: Sequence[tuple[float, int]], last: float) -> None:
-    """Alternating shades behind the curves, the stage's number above the data."""
+    """Draw alternating background bands with the stage number above the data."""
     if len(stages) < 2:
         return
-    tall(axes)
+    add_headroom(axes)
     ends = [step for step, _ in stages[1:]] + [last]
     for (start, stage), end in zip(stages, ends, strict=True):
         axes.axvspan(start, end, color="#56B4E9", alpha=0.05 if stage % 2 else 0.17, linewidth=0, zorder=0)

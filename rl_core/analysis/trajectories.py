@@ -1,4 +1,4 @@
-"""Reading and writing trajectories.jsonl, one trajectory at a time, and where two trajectories part."""
+"""Streaming reader and writer of trajectories.jsonl, and turning points between trajectories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
     "write_trajectories",
 ]
 
-MAX_LINE = 64 * 2**20  # bytes; a longer line is no trajectory, and reading it would break the promise of bounded memory
+MAX_LINE = 64 * 2**20  # bytes; a longer line is not a trajectory, and refusing it bounds memory
 _OPENINGS = {
     b"\x1f\x8b": "is gzip-compressed; unpack it first (gunzip)",
     b"\xff\xfe": "is UTF-16; save it as UTF-8",
@@ -33,13 +33,13 @@ _OPENINGS = {
     b"[": "starts with '[' as a JSON array does; one JSON object per line is expected",
 }
 _KINDS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
-# Exact types that need no second look, which is what nearly every value has; a float may still be infinite.
+# Exact types accepted without further checks, which cover nearly all values; a float may still be infinite.
 _QUICK: dict[str, set[type]] = {"str": {str}, "int": {int}, "float": {int}, "bool": {bool}}
-_encode = json.JSONEncoder(sort_keys=True, default=str).encode  # made once; json.dumps would make one at every call
+_encode = json.JSONEncoder(sort_keys=True, default=str).encode  # created once; json.dumps would create one per call
 
 
 def _table(kind: type) -> dict[str, tuple[set[type], str]]:
-    """Field -> types that need no second look, kind."""
+    """Field -> (types accepted without further checks, kind)."""
     table = {}
     for field in dataclasses.fields(kind):
         name = str(field.type).removesuffix(" | None")
@@ -57,9 +57,9 @@ _REQUIRED = [
 
 
 def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
-    """Write one line for each trajectory and return how many; the bytes are on disk when it returns.
+    """Write one line per trajectory, fsynced; returns their number.
 
-    Raises: DataError for a number that JSON cannot hold (NaN, infinity).
+    Raises: DataError for a number that JSON cannot represent (NaN, infinity).
     """
     count = 0
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
@@ -79,17 +79,17 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
 
 
 def read_trajectories(path: Path | str) -> Iterator[Trajectory]:
-    """The trajectories of a file, one at a time.
+    """Trajectories of a file, one at a time.
 
-    Raises: DataError naming file, line and reason, when the line is reached: a file that is missing, a folder, empty,
-        compressed or no JSONL; a line that is torn, no JSON, no object, or has missing, unknown or mistyped fields.
+    Raises: DataError with file, line and reason, when the line is reached: the file is missing, a folder, empty,
+        compressed or not JSONL; the line is truncated, not a JSON object, or has missing, unknown or mistyped fields.
     """
     for _, trajectory in read_with_offsets(path):
         yield trajectory
 
 
 def read_with_offsets(path: Path | str) -> Iterator[tuple[int, Trajectory]]:
-    """As `read_trajectories`, with the byte at which each line starts."""
+    """As `read_trajectories`, with the byte offset of each line."""
     path = Path(path)
     found = 0
     with _open(path) as file:
@@ -107,36 +107,36 @@ def read_with_offsets(path: Path | str) -> Iterator[tuple[int, Trajectory]]:
 
 
 def read_trajectory_at(path: Path | str, offset: int) -> Trajectory:
-    """The trajectory whose line starts at a byte that `read_with_offsets` gave."""
+    """Trajectory at a byte offset from `read_with_offsets`."""
     with _open(Path(path)) as file:
         file.seek(offset)
         return _parse(file.readline(MAX_LINE).removeprefix(b"\xef\xbb\xbf"), Path(path), None)
 
 
 def action_key(turn: Turn) -> Hashable:
-    """An action in a form that is equal for actions that do the same, however they are written.
+    """Canonical form of an action, equal for equivalent actions.
 
-    A tool call counts by its name and arguments; other text without case and surplus white space.
+    A tool call is compared by name and arguments; other text ignoring case and extra white space.
     """
     call = turn.tool_call
     if call is not None:
         try:
             return call.name, frozenset(call.arguments.items())
-        except TypeError:  # a list or an object among the arguments
+        except TypeError:  # unhashable arguments (list or object)
             return _encode([call.name, call.arguments])
     return " ".join(turn.action.split()).casefold()
 
 
 def state_key(turn: Turn) -> str:
-    """The state that an action led to, as far as the policy sees it: its observation."""
+    """State after an action as seen by the policy: its observation."""
     return "" if turn.observation is None else " ".join(turn.observation.split()).casefold()
 
 
 def turning_point(a: Trajectory, b: Trajectory) -> int | None:
-    """Index of the first turn in which two trajectories of one episode differ; None where they never do.
+    """Index of the first turn in which two trajectories of one episode differ; None if they do not.
 
-    A turn differs by its action (`action_key`); where one trajectory goes on after the other's end, the turning point
-    is the first turn that only one of them has.
+    Turns are compared by their actions (`action_key`); if one trajectory is a prefix of the other, the turning point is
+    the first turn of the longer one after it.
     """
     for index, (turn_a, turn_b) in enumerate(zip(a.turns, b.turns, strict=False)):
         if action_key(turn_a) != action_key(turn_b):
@@ -148,11 +148,9 @@ def _open(path: Path) -> Any:
     try:
         return path.open("rb")
     except FileNotFoundError:
-        raise DataError(
-            f"{path}: there is no such file; trajectories.jsonl is written by the evaluation stage"
-        ) from None
+        raise DataError(f"{path}: no such file; trajectories.jsonl is written by the evaluation stage") from None
     except IsADirectoryError:
-        raise DataError(f"{path}: this is a folder; name the trajectories.jsonl in it") from None
+        raise DataError(f"{path}: is a folder; name the trajectories.jsonl in it") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -174,7 +172,7 @@ def _parse(line: bytes, path: Path, number: int | None) -> Trajectory:
                 f"{place}: the last line is cut off after {len(line)} bytes; was the writer killed?"
             ) from None
         what = f"{error.msg}, character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else str(error)
-        raise DataError(f"{place}: this is not JSON ({what}); mend or remove the line") from None
+        raise DataError(f"{place}: this is not JSON ({what}); fix or remove the line") from None
     try:
         return _trajectory(row)
     except DataError as error:
@@ -190,7 +188,7 @@ def _trajectory(row: Any) -> Trajectory:
         raise DataError(f"found {_name(row)}, expected an object with the fields of a trajectory")
     missing = [name for name in _REQUIRED if name not in row]
     if missing:
-        raise DataError(f"field '{missing[0]}' is missing, so this is no line of a trajectories.jsonl")
+        raise DataError(f"field '{missing[0]}' is missing; this is not a line of a trajectories.jsonl")
     _check_fields(row, _FIELDS, "")
     if not -(2**63) <= row["seed"] < 2**63:
         raise DataError("field 'seed': the number does not fit into 64 bits")
@@ -199,6 +197,8 @@ def _trajectory(row: Any) -> Trajectory:
     rewards = row.get("rewards", {})
     if not isinstance(rewards, dict) or not all(_is(value, "float") for value in rewards.values()):
         raise DataError("field 'rewards': expected an object of numbers")
+    if not isinstance(columns := row.get("row", {}), dict):
+        raise DataError(f"field 'row': found {_name(columns)}, expected an object")
     return Trajectory(**{**row, "turns": [_turn(turn, f"turns[{index}]") for index, turn in enumerate(turns)]})
 
 
@@ -234,9 +234,9 @@ def _check_fields(row: dict[str, Any], fields: dict[str, tuple[set[type], str]],
 
 
 def _is(value: Any, kind: str) -> bool:
-    if isinstance(value, bool) and kind != "bool":  # True is an int to Python, but no number to us
+    if isinstance(value, bool) and kind != "bool":  # bool is a subclass of int, but not a number here
         return False
-    # 1e999 is legal JSON and reads as infinity
+    # 1e999 is valid JSON and parses as infinity
     return isinstance(value, _KINDS[kind]) and not (isinstance(value, float) and not math.isfinite(value))
 
 

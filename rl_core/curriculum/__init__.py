@@ -1,1 +1,1 @@
-"""Curriculum: which levels the policy practises, and when it moves on."""
+"""Curriculum: stages of level mixes, exit conditions, rollback, and snapshots of stage entries."""

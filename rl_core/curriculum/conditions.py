@@ -1,4 +1,4 @@
-"""Exit conditions: a moving average or a slope against a threshold, once its window is full, for long enough."""
+"""Exit conditions: moving average or slope of a metric against a threshold, with a full window and a patience."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class ConditionStatus:
-    """Where one condition stands."""
+    """Status of one condition."""
 
     condition: ExitCondition
-    value: float | None  # mean or slope of what the window holds so far; None = nothing, or no slope yet
+    value: float | None  # mean or slope over the window so far; None = not enough observations
     filled: float  # share of the window that is filled; 1.0 = full
     holds: bool  # the window is full and the comparison true
-    streak: int = 0  # iterations in a row, up to this one, in which it held
+    streak: int = 0  # consecutive iterations, up to this one, in which it held
 
     @property
     def is_met(self) -> bool:
-        """Whether it has held for its patience."""
+        """True = it has held for its patience."""
         return self.streak >= self.condition.patience
 
     @property
     def label(self) -> str:
-        """What is compared: success_rate, or slope of success_rate."""
+        """The compared quantity: success_rate, or slope of success_rate."""
         return ("slope of " if self.condition.statistic == "slope" else "") + self.condition.metric
 
     def __str__(self) -> str:
@@ -48,7 +48,7 @@ class ConditionStatus:
 
 
 def metric_name(name: str) -> str:
-    """Full name of a metric as settings give it: `success_rate` is short for `train/success_rate`."""
+    """Full name of a metric in settings: `success_rate` is short for `train/success_rate`."""
     return name if "/" in name else f"train/{name}"
 
 
@@ -56,8 +56,8 @@ def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ())
     """The metric's full name.
 
     Args:
-        known: names of metrics that may come later, though they were not observed yet.
-    Raises: SettingsError when the metric was never observed and is not known: nothing could ever be said about it.
+        known: names of metrics that may be observed later.
+    Raises: SettingsError when the metric was never observed and is not known.
     """
     name, observed = metric_name(metric), history.names
     candidates = {*observed, *known}
@@ -69,12 +69,12 @@ def check_metric(metric: str, history: MetricHistory, known: Iterable[str] = ())
 def check_condition(
     condition: ExitCondition, history: MetricHistory, known: Iterable[str] = (), *, streak: int = 0
 ) -> ConditionStatus:
-    """Where the condition stands.
+    """Status of a condition after one more iteration.
 
     Args:
-        history: of the current stage alone, so that what was learned on easier levels counts for nothing.
+        history: of the current stage alone, so that metrics on easier levels do not count.
         known: see `check_metric`.
-        streak: iterations in a row, up to the one before this, in which the condition held.
+        streak: consecutive iterations, up to the previous one, in which the condition held.
     Raises: SettingsError when the condition could never hold.
     """
     name = check_metric(condition.metric, history, known)

@@ -1,4 +1,4 @@
-"""The curriculum: stages of level mixes, left when the policy is ready, begun again when it has lost what it could."""
+"""Curriculum: stages of level mixes with exit conditions, and rollback when performance is lost."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ __all__ = ["END", "CurriculumManager"]
 
 logger = logging.getLogger(__name__)
 
-END = "(end)"  # where leaving the last stage leads
+END = "(end)"  # target of leaving the last stage
 
-# advance: on to the next stage; rollback: begun again; unwatched: fallen after its last rollback, and goes on; stop: so
-# it ends.
+# advance: to the next stage; rollback: a stage is restarted from its entry; after the last rollback allowed, another
+# drop is either ignored from then on (unwatched) or ends the curriculum (stop).
 Kind = Literal["advance", "rollback", "unwatched", "stop"]
 
 
 class CurriculumManager:
-    """Draws levels, watches the metrics of the present stage, and moves on.
+    """Draws levels, evaluates the exit conditions and rollback of the current stage, and moves between stages.
 
     A stage is left when all (or any) of its exit conditions hold, not before min_iterations, and at max_iterations
     whatever the metrics say. Windows are filled within the stage: its history starts empty. Leaving the last stage, or
-    `early_stop` holding there, finishes the curriculum (`finished`). Where a rollback is set, a stage whose watched
-    metric has fallen too far is begun again, or the one before it (see `rollback`).
+    `early_stop` holding there, finishes the curriculum (`finished`). With a rollback configured, a stage whose watched
+    metric dropped too far is restarted from its entry, or from that of the stage before it (see `rollback`).
     """
 
     def __init__(
@@ -56,42 +56,42 @@ class CurriculumManager:
         self.index = 0
         self.iteration = 0  # iterations observed in all
         self.stage_iterations = 0  # of these, in the present stage
-        self.finished: str | None = None  # why there is nothing left to practise
+        self.finished: str | None = None  # reason for the end; None = not finished
         self.history: list[dict[str, Any]] = []  # moves: kind, iteration, from, to, why, metrics
-        self.on_move: Callable[[list[dict[str, Any]]], None] | None = None  # told the history after each move
+        self.on_move: Callable[[list[dict[str, Any]]], None] | None = None  # called with the history after each move
         self.watch = RollbackWatch([stage.rollback or rollback for stage in self.stages])
-        self._streaks: list[int] = []  # of the conditions that are watched now: iterations in a row that each held
+        self._streaks: list[int] = []  # consecutive iterations in which each current condition held
         conditions = [condition for stage in self.stages for condition in stage.exit_conditions]
         windows = [condition.window for condition in [*conditions, *([early_stop] if early_stop else [])]]
         self._window = MetricHistory(limit=max([*windows, self.watch.longest_window]))
 
     @property
     def stage(self) -> CurriculumStage:
-        """The present stage."""
+        """The current stage."""
         return self.stages[self.index]
 
     @property
     def is_last(self) -> bool:
-        """Whether no stage follows."""
+        """True = no stage follows."""
         return self.index == len(self.stages) - 1
 
     def draw_level(self, rng: np.random.Generator) -> str:
-        """One level, with the probabilities of the present stage's mix."""
+        """One level, with the probabilities of the current stage's mix."""
         names = list(self.stage.levels)
         weights = np.array([self.stage.levels[name] for name in names], dtype=np.float64)
         return names[int(rng.choice(len(names), p=weights / weights.sum()))]
 
     @property
     def restorable(self) -> set[int]:
-        """Stages whose state at entry has to be kept."""
+        """Stages whose snapshots a rollback may need."""
         return self.watch.reachable(self.index)
 
     def observe(self, metrics: Mapping[str, float], *, known: Iterable[str] = ()) -> int | None:
-        """Take in one iteration's metrics; move on when the stage is done, back when too much was lost.
+        """Add one iteration's metrics; advance when the stage is done, roll back when performance dropped.
 
         Args:
             known: metrics that other iterations have (a level that was not drawn in this one).
-        Returns: the index of a stage whose state at entry has to be restored now; None = none.
+        Returns: the index of the stage whose entry has to be restored now; None = none.
         Raises: SettingsError when a condition names a metric that does not exist.
         """
         if self.finished is not None:
@@ -103,13 +103,13 @@ class CurriculumManager:
             self.watch.cooldown -= 1
             return None
         names = [*metrics, *known]
-        target = self._fall_back(names)
+        target = self._check_rollback(names)
         if target is None:
             self._advance(metrics, names)
         return target
 
     def metrics(self) -> dict[str, float]:
-        """Where the curriculum stands, named `curriculum/...`; averages are those that the next move depends on."""
+        """Progress of the curriculum as `curriculum/...`; averages are those that the next move depends on."""
         values = {
             "curriculum/stage": float(self.index),
             "curriculum/stage_iterations": float(self.stage_iterations),
@@ -125,11 +125,11 @@ class CurriculumManager:
         return values | self.watch.metrics(self.index, self._window)
 
     def history_json(self) -> list[dict[str, Any]]:
-        """Every move and rollback: at which iteration, from and to which stage, why, and the values at that moment."""
+        """Moves and rollbacks: kind, iteration, source and target stage, reason, and the metrics at that moment."""
         return [dict(move) for move in self.history]
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later moves depend on."""
+        """State that later moves depend on."""
         return {
             "stages": [stage.name for stage in self.stages],
             "index": self.index,
@@ -157,42 +157,42 @@ class CurriculumManager:
         self.watch.load_state_dict(state["rollback"])
 
     def _conditions(self) -> list[ExitCondition]:
-        """Those of the present stage; early_stop after them, in the last one."""
+        """Exit conditions of the current stage; in the last one followed by early_stop."""
         last = [self.early_stop] if self.is_last and self.early_stop is not None else []
         return [*self.stage.exit_conditions, *last]
 
-    def _fall_back(self, names: Sequence[str]) -> int | None:
-        """Index of the stage to restore, where the watch says so."""
-        verdict = self.watch.judge(self.index, self._window, names)
-        if verdict is None:
+    def _check_rollback(self, names: Sequence[str]) -> int | None:
+        """Index of the stage to restore if the rollback watch decides so; None = none."""
+        decision = self.watch.check(self.index, self._window, names)
+        if decision is None:
             return None
         here = self.stage.name
-        if verdict.action == "unwatched":
-            self._record("unwatched", here, here, verdict.why, verdict.metrics)
+        if decision.action == "unwatched":
+            self._record("unwatched", here, here, decision.why, decision.metrics)
             return None
-        if verdict.action == "stop":
-            self._record("stop", here, END, verdict.why, verdict.metrics)
-            self.finished = f"curriculum stopped in stage '{here}': {verdict.why}"
-            return verdict.target
-        self._record("rollback", here, self.stages[verdict.target].name, verdict.why, verdict.metrics)
-        self.index = verdict.target
-        self._begin()
-        return verdict.target
+        if decision.action == "stop":
+            self._record("stop", here, END, decision.why, decision.metrics)
+            self.finished = f"curriculum stopped in stage '{here}': {decision.why}"
+            return decision.target
+        self._record("rollback", here, self.stages[decision.target].name, decision.why, decision.metrics)
+        self.index = decision.target
+        self._restart_windows()
+        return decision.target
 
     def _advance(self, metrics: Mapping[str, float], names: Sequence[str]) -> None:
-        """Leave the stage when its conditions say so."""
-        statuses = self._judge(metrics, names)
+        """Leave the stage when its exit conditions hold."""
+        statuses = self._condition_statuses(metrics, names)
         count = len(self.stage.exit_conditions)
-        why = self._why_leave(statuses[:count])
+        why = self._exit_reason(statuses[:count])
         if why is not None:
             statuses = statuses[:count]
         elif len(statuses) > count and statuses[-1].is_met:
             statuses, why = statuses[-1:], f"early_stop: {statuses[-1]}"
         if why is not None:
-            self._leave(why, statuses)
+            self._leave_stage(why, statuses)
 
-    def _judge(self, metrics: Mapping[str, float], names: Sequence[str]) -> list[ConditionStatus]:
-        """Where every condition stands. A streak waits while its metric is not observed (a level not drawn)."""
+    def _condition_statuses(self, metrics: Mapping[str, float], names: Sequence[str]) -> list[ConditionStatus]:
+        """Status of every condition. A streak pauses while its metric is not observed (a level not drawn)."""
         conditions = self._conditions()
         streaks = self._streaks or [0] * len(conditions)
         statuses = [
@@ -204,7 +204,7 @@ class CurriculumManager:
         self._streaks = [status.streak for status in statuses]
         return statuses
 
-    def _why_leave(self, statuses: Sequence[ConditionStatus]) -> str | None:
+    def _exit_reason(self, statuses: Sequence[ConditionStatus]) -> str | None:
         stage = self.stage
         if stage.max_iterations is not None and self.stage_iterations >= stage.max_iterations:
             return f"max_iterations: {stage.max_iterations} reached"
@@ -214,7 +214,7 @@ class CurriculumManager:
         enough = len(met) == len(statuses) if stage.require == "all" else bool(met)
         return "; ".join(str(status) for status in met) if enough else None
 
-    def _leave(self, why: str, statuses: Sequence[ConditionStatus]) -> None:
+    def _leave_stage(self, why: str, statuses: Sequence[ConditionStatus]) -> None:
         values = {status.label: status.value for status in statuses}
         target = END if self.is_last else self.stages[self.index + 1].name
         self._record("advance", self.stage.name, target, why, values)
@@ -223,10 +223,10 @@ class CurriculumManager:
             return
         self.index += 1
         self.watch.enter(self.index, self._window)
-        self._begin()
+        self._restart_windows()
 
-    def _begin(self) -> None:
-        """Windows and patience are filled within the stage."""
+    def _restart_windows(self) -> None:
+        """Windows and patience start empty in every stage."""
         self.stage_iterations = 0
         self._streaks = []
         self._window.clear()

@@ -1,8 +1,8 @@
-"""When a stage of the curriculum has lost what it could do: its level at entry, the fall below it, the cool-down.
+"""Rollback watch: detects a drop of a metric below its reference level at the entry of a curriculum stage.
 
-What keeps it from going back and forth: the fall has to be larger than a margin and last for a patience; a stage that
-is begun again is held against the level of its first entry, not against the fallen one; after a rollback nothing is
-judged for a cool-down; and each stage causes a bounded number of rollbacks in all, however often it is entered.
+Safeguards against oscillation: the drop has to exceed a margin for a patience; a restarted stage is compared with the
+level of its first entry, not with the dropped one; a rollback is followed by a cool-down; and each stage causes a
+bounded number of rollbacks in total, however often it is entered.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ __all__ = ["RollbackWatch", "RollbackDecision"]
 
 @dataclass(frozen=True, slots=True)
 class RollbackDecision:
-    """What has to happen because the present stage has lost what it could do."""
+    """Reaction to a drop in the current stage."""
 
     action: Literal["rollback", "unwatched", "stop"]
-    target: int  # stage whose entry is restored; for `unwatched` the present one, and nothing is restored
+    target: int  # stage whose entry is restored; for `unwatched` the current one, and nothing is restored
     why: str
     metrics: dict[str, float]  # the watched metric now, and its level at entry
 
 
 class RollbackWatch:
-    """Watches one metric of the present stage against its level at entry."""
+    """Compares one metric of the current stage with its level at entry."""
 
     def __init__(self, settings: Sequence[RollbackSettings | None]) -> None:
-        """`settings`: of each stage of the curriculum; None = it is not watched."""
+        """`settings`: of each curriculum stage; None = not watched."""
         self.settings = tuple(settings)
-        self.levels: dict[int, float] = {}  # by stage: the level at the entry that would be restored
+        self.levels: dict[int, float] = {}  # by stage: reference level at the entry that would be restored
         self.rollbacks = [0] * len(self.settings)  # that each stage caused
-        self.unwatched: list[int] = []  # stages that went on after their last rollback
-        self.below = 0  # iterations in a row that the present stage was too far below its level
-        self.cooldown = 0  # iterations that are not judged any more
+        self.unwatched: list[int] = []  # stages that continued after their last rollback
+        self.below = 0  # consecutive iterations in which the current stage was too far below its level
+        self.cooldown = 0  # remaining iterations without a check
 
     @property
     def longest_window(self) -> int:
@@ -46,7 +46,7 @@ class RollbackWatch:
         return max((settings.window for settings in self.settings if settings is not None), default=1)
 
     def reachable(self, index: int) -> set[int]:
-        """Stages whose entry may still have to be restored, as seen from the stage at `index`."""
+        """Stages whose entry may still have to be restored, seen from the stage at `index`."""
         own, following = self.settings[index], self.settings[index + 1] if index + 1 < len(self.settings) else None
         is_needed = own is not None and (own.max_rollbacks > 0 or own.on_exhausted == "stop")
         places = {index} if is_needed or _goes_to_previous(following) else set()
@@ -56,7 +56,7 @@ class RollbackWatch:
         return places
 
     def enter(self, index: int, before: MetricHistory) -> None:
-        """Another stage begins, for a later one with a new level. `before`: the history of the stage that was left."""
+        """Enter a later stage, with a new reference level. `before`: the history of the stage that was left."""
         self.below = 0
         self.levels.pop(index, None)
         settings = self.settings[index]
@@ -68,11 +68,11 @@ class RollbackWatch:
             assert level is not None
             self.levels[index] = level
 
-    def judge(self, index: int, history: MetricHistory, known: Iterable[str] = ()) -> RollbackDecision | None:
-        """Take in one iteration of the stage at `index`; what has to happen, None = nothing.
+    def check(self, index: int, history: MetricHistory, known: Iterable[str] = ()) -> RollbackDecision | None:
+        """Check one iteration of the stage at `index`; None = no drop.
 
         Args:
-            history: of this stage since it was entered or begun again.
+            history: of this stage since it was entered or restarted.
         Raises: SettingsError when the watched metric does not exist.
         """
         settings = self.settings[index]
@@ -107,7 +107,7 @@ class RollbackWatch:
         return RollbackDecision("unwatched", index, f"{why}, {after}: going on", metrics)
 
     def metrics(self, index: int, history: MetricHistory) -> dict[str, float]:
-        """What a page shows; {} for a curriculum that is never rolled back. `history`: as for `judge`."""
+        """Scalars for tracking; {} for a curriculum without rollbacks. `history`: as for `check`."""
         if not any(self.settings):
             return {}
         values = {
@@ -125,7 +125,7 @@ class RollbackWatch:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later verdicts depend on."""
+        """State that later decisions depend on."""
         return {
             "levels": [[index, level] for index, level in sorted(self.levels.items())],
             "rollbacks": list(self.rollbacks),

@@ -75,12 +75,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def read_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def read_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     """Rows of a file with their line number (JSON Lines) or row number (Parquet), from 1.
 
     Lines are split at line feeds only; blank lines are skipped.
     Args:
-        columns: the columns to read; a Parquet file may hold others of any type.
+        columns: the columns to read; a Parquet file may hold others of any type. None = all.
     Raises: DataError, before the first row, if the file as a whole is invalid.
     """
     head = _inspect(path)
@@ -182,7 +182,7 @@ def _refuse_nonfinite(value: object, place: str) -> None:
             _refuse_nonfinite(item, f"{place}[{index}]")
 
 
-def _parquet_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+def _parquet_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -191,8 +191,8 @@ def _parquet_rows(path: Path, columns: Collection[str]) -> Iterator[tuple[int, d
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            known = [name for name in file.schema_arrow.names if name in columns]
-            if file.metadata.num_rows and not known:
+            known = [name for name in file.schema_arrow.names if columns is None or name in columns]
+            if columns is not None and file.metadata.num_rows and not known:
                 raise DataError(f"{path}: has none of the columns {', '.join(sorted(columns))}")
             for batch in file.iter_batches(batch_size=1024, columns=known):
                 for row in range(batch.num_rows):

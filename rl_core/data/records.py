@@ -1,9 +1,11 @@
-"""Demonstrations, preferences and questions, read from JSONL or Parquet and validated row by row."""
+"""Demonstrations, preferences, prompts and questions, validated row by row: JSONL, Parquet, or lists."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,20 @@ from typing import Any
 from rl_core.data.files import BadRow, describe, file_digest, read_rows
 from rl_core.errors import DataError, RecordsError, SettingsError
 
-__all__ = ["RowProblem", "Records", "Row", "read_demonstrations", "read_preferences", "read_questions", "report"]
+__all__ = [
+    "RowProblem",
+    "Records",
+    "Row",
+    "RowSource",
+    "read_demonstrations",
+    "read_preferences",
+    "read_prompts",
+    "read_questions",
+    "report",
+]
 
 Row = dict[str, Any]
+RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in memory
 
 _ROLES = ("system", "user", "assistant", "tool")
 _OPTIONAL = ("level", "kind", "seed")
@@ -27,12 +40,13 @@ class RowProblem:
     """One unusable row."""
 
     file: str
-    line: int  # line of a JSONL file, row of a Parquet file; both from 1
+    line: int  # line of a JSONL file, row of a Parquet file; both from 1. 0 = `file` already names the row
     field: str  # "" = the row as a whole
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.field + ': ' if self.field else ''}{self.reason}"
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{place}: {self.field + ': ' if self.field else ''}{self.reason}"
 
 
 @dataclass(slots=True)
@@ -48,7 +62,7 @@ class Records:
 
 
 def read_demonstrations(
-    path: str | Path,
+    path: RowSource,
     *,
     on_bad_row: str = "stop",
     max_rows: int | None = None,
@@ -69,7 +83,7 @@ def read_demonstrations(
 
 
 def read_preferences(
-    path: str | Path,
+    path: RowSource,
     *,
     on_bad_row: str = "stop",
     max_rows: int | None = None,
@@ -84,8 +98,16 @@ def read_preferences(
     return _read(path, columns, _preference, on_bad_row, max_rows, token_length, context)
 
 
+def read_prompts(path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None) -> Records:
+    """Rows {"prompt": text or a list of messages, ...}, every other column kept; in memory also plain texts.
+
+    Arguments and errors are those of `read_demonstrations`.
+    """
+    return _read(path, None, _prompt, on_bad_row, max_rows, None, None)
+
+
 def read_questions(
-    path: str | Path,
+    path: RowSource,
     *,
     on_bad_row: str = "stop",
     max_rows: int | None = None,
@@ -111,8 +133,8 @@ def read_questions(
 
 
 def _read(
-    path: str | Path,
-    columns: tuple[str, ...],
+    source: RowSource,
+    columns: tuple[str, ...] | None,
     schema: Callable[[Row], Row],
     on_bad_row: str,
     max_rows: int | None,
@@ -121,9 +143,9 @@ def _read(
 ) -> Records:
     if on_bad_row not in ("stop", "skip"):
         raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
-    path = Path(path)
+    name = str(source) if isinstance(source, str | Path) else "data"
     records = Records(rows=[], num_rows=0, num_skipped=0, problems=[], digest="")
-    for line, raw in read_rows(path, columns):
+    for file, line, raw in _raw_rows(source, columns):
         if max_rows is not None and records.num_rows >= max_rows:
             break
         records.num_rows += 1
@@ -134,16 +156,38 @@ def _read(
             if token_length is not None and context is not None:
                 _check_length(row, token_length, context)
         except BadRow as bad:
-            records.problems.append(RowProblem(str(path), line, bad.field, bad.reason))
+            records.problems.append(RowProblem(file, line, bad.field, bad.reason))
             continue
         records.rows.append(row)
         records.lines.append(line)
     if not records.num_rows:
-        raise DataError(f"{path}: holds no row")
+        raise DataError(f"{name}: holds no row")
     records.num_skipped = len(records.problems)
-    report(str(path), records.problems, records.num_rows, on_bad_row)
-    records.digest = file_digest(path)
+    report(name, records.problems, records.num_rows, on_bad_row)
+    records.digest = _digest(source, records.rows)
     return records
+
+
+def _raw_rows(source: RowSource, columns: tuple[str, ...] | None) -> Iterator[tuple[str, int, Row | BadRow]]:
+    """(file, line, row) of every row; rows in memory are named data[0], data[1], ..., with line 0."""
+    if isinstance(source, str | Path):
+        for line, raw in read_rows(Path(source), columns):
+            yield str(source), line, raw
+        return
+    if isinstance(source, Mapping) or not isinstance(source, Sequence):
+        raise DataError(f"data: expected a JSONL or Parquet file or a list of rows, found {type(source).__name__}")
+    for index, row in enumerate(source):
+        if isinstance(row, str):
+            row = {"prompt": row}
+        bad = BadRow("", f"must be an object, found {describe(row)}")
+        yield f"data[{index}]", 0, dict(row) if isinstance(row, Mapping) else bad
+
+
+def _digest(source: RowSource, rows: Sequence[Row]) -> str:
+    """SHA-256 of a file's bytes, or of rows in memory as JSON."""
+    if isinstance(source, str | Path):
+        return file_digest(Path(source))
+    return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_row: str) -> None:
@@ -161,7 +205,7 @@ def report(source: str, problems: Sequence[RowProblem], num_rows: int, on_bad_ro
         raise RecordsError(f"{count}:{listed}\nFix them, or skip them with on_bad_row: skip")
     if len(problems) == num_rows:
         raise RecordsError(f"{count}, so none is left:{listed}")
-    _logger.warning("%s and are left out:%s", count, listed)
+    _logger.warning("%s and are skipped:%s", count, listed)
 
 
 def _check_length(row: Row, token_length: Callable[[Row], int], context: int) -> None:
@@ -216,14 +260,22 @@ def _demonstration(row: Row) -> Row:
 def _messages(row: Row) -> list[dict[str, str]]:
     if "messages" not in row:
         raise BadRow("messages", "is missing, and so are prompt and completion")
-    found = row["messages"]
+    messages = _checked_messages(row["messages"], "messages")
+    if messages[-1]["role"] != "assistant":
+        raise BadRow(
+            f"messages[{len(messages) - 1}].role", f"must be assistant at the end, found '{messages[-1]['role']}'"
+        )
+    return messages
+
+
+def _checked_messages(found: object, name: str) -> list[dict[str, str]]:
     if not isinstance(found, list):
-        raise BadRow("messages", f"must be a list of objects, found {describe(found)}")
+        raise BadRow(name, f"must be a list of objects, found {describe(found)}")
     if not found:
-        raise BadRow("messages", "is empty")
+        raise BadRow(name, "is empty")
     messages = []
     for index, message in enumerate(found):
-        place = f"messages[{index}]"
+        place = f"{name}[{index}]"
         if not isinstance(message, dict):
             raise BadRow(place, f"must be an object with role and content, found {describe(message)}")
         role = _text(message, "role", f"{place}.role")
@@ -231,9 +283,16 @@ def _messages(row: Row) -> list[dict[str, str]]:
             raise BadRow(f"{place}.role", f"must be one of {', '.join(_ROLES)}, found {describe(role)}")
         content = _text(message, "content", f"{place}.content", may_be_empty=role == "tool")
         messages.append({"role": role, "content": content})
-    if messages[-1]["role"] != "assistant":
-        raise BadRow(f"messages[{len(messages) - 1}].role", f"must be assistant at the end, found '{role}'")
     return messages
+
+
+def _prompt(row: Row) -> Row:
+    if not isinstance(row.get("prompt"), list):
+        return {**row, "prompt": _text(row, "prompt")}
+    messages = _checked_messages(row["prompt"], "prompt")
+    if messages[-1]["role"] == "assistant":
+        raise BadRow(f"prompt[{len(messages) - 1}].role", "is assistant, but the policy is to write what comes next")
+    return {**row, "prompt": messages}
 
 
 def _preference(row: Row) -> Row:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from rl_core.environments.environment import Demonstration, Environment, Episode, Step
 from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import SettingsError, nearest
+from rl_core.settings.values import fits, words
 
 __all__ = ["SHIPPED", "Demonstration", "Environment", "Episode", "Step", "Tool", "Toolset", "make"]
 
@@ -48,8 +48,8 @@ def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None 
             if takes_any and key != "data":
                 continue
             raise SettingsError(f"options.{key}: environment '{name}' has no such option; {nearest(key, parameters)}")
-        if not _fits(value, hints.get(key, Any)):
-            raise SettingsError(f"options.{key}: {value!r} is not {_words(hints[key])}")
+        if not fits(value, hints.get(key, Any)):
+            raise SettingsError(f"options.{key}: {value!r} is not {words(hints[key])}")
     for key, parameter in parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and key not in options:
@@ -74,30 +74,3 @@ def _find(name: str) -> type[Environment]:
         missing = ", ".join(sorted(cls.__abstractmethods__))
         raise SettingsError(f"name: environment '{name}' does not define {missing}")
     return cls
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """True if a config value matches a type hint; hints that a config cannot express always match."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, argument) for argument in arguments)
-    if origin is typing.Literal:
-        return any(type(value) is type(choice) and value == choice for choice in arguments)
-    if origin in (list, tuple):
-        items = [argument for argument in arguments if argument is not Ellipsis]
-        return isinstance(value, list | tuple) and all(_fits(item, items[0] if items else Any) for item in value)
-    if origin is dict or origin is Mapping:
-        return isinstance(value, Mapping) and all(
-            _fits(key, arguments[0]) and _fits(item, arguments[1]) for key, item in value.items()
-        )
-    if hint in (int, float):  # bool is a subclass of int but no number in a config; an int is accepted as float
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
-    if hint is None or hint is type(None):
-        return value is None
-    return isinstance(value, hint) if hint in (str, bool) else True
-
-
-def _words(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
-    return hint.__name__ if isinstance(hint, type) else str(hint)

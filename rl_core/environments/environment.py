@@ -53,7 +53,7 @@ class Demonstration:
 
 
 class Episode(ABC):
-    """One single-use episode; `kind`, `prompt` and `target` describe it for analysis."""
+    """One single-use episode; `kind`, `prompt`, `target` and `row` describe it for analysis."""
 
     def __init__(self, seed: int, level: str) -> None:
         self.seed = seed
@@ -61,6 +61,7 @@ class Episode(ABC):
         self.kind = ""
         self.prompt = ""
         self.target = ""
+        self.row: dict[str, Any] = {}  # columns of the data row behind the episode, for reward functions
         self._ended = False
 
     @property
@@ -99,6 +100,8 @@ class Environment(ABC):
     # per episode at a time, with a time limit (settings: sampling.max_concurrent_steps, sampling.step_timeout_s).
     # False = they only compute, for milliseconds: called directly on the decoding thread.
     blocking: bool = True
+    # False = episodes end without a notion of success (`Step.success` stays None), so no success rate is reported.
+    knows_success: bool = True
 
     def __init__(self, data: Path | None = None) -> None:
         """`data`: folder prepared by the data stage; unused by environments that generate their episodes."""

@@ -36,7 +36,7 @@ def group_advantages(rewards_PG: torch.Tensor, *, method: GroupMethod = "grpo") 
     """
     _check_rewards(rewards_PG)
     if method not in ("grpo", "dr_grpo", "rloo"):
-        raise DataError(f"method: '{method}' is none of grpo, dr_grpo, rloo")
+        raise DataError(f"method: '{method}' must be grpo, dr_grpo or rloo")
     size = rewards_PG.shape[1]
     if size == 1:
         return torch.zeros_like(rewards_PG)

@@ -76,7 +76,7 @@ def kl_penalty(
     """
     check_inputs(loss_mask_BT, logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
     if estimator not in _ESTIMATORS:
-        raise DataError(f"estimator: '{estimator}' is none of {', '.join(_ESTIMATORS)}")
+        raise DataError(f"estimator: '{estimator}' must be one of {', '.join(_ESTIMATORS)}")
     count = check_count("num_loss_tokens", num_loss_tokens)
     kl_BT = _ESTIMATORS[estimator](fill_masked(logprobs_BT, loss_mask_BT), fill_masked(ref_logprobs_BT, loss_mask_BT))
     kl = kl_BT.sum() / count  # log-probs are 0 outside the mask, hence every estimator too

@@ -1,1 +1,1 @@
-"""Rewards: components by name, weighed into one number per rollout."""
+"""Rewards: named components, their weighted sum, the reward-hacking monitor, and the rollout log."""

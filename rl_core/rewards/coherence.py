@@ -1,4 +1,4 @@
-"""Reward component: each turn follows from the one before it, and none takes back or repeats what was said.
+"""Reward component: coherence of consecutive turns, without repetition and contradiction.
 
 H hidden, N states.
 """
@@ -23,8 +23,8 @@ __all__ = ["CoherenceReward"]
 class CoherenceReward(Component):
     """Mean band score of consecutive turns - repetition (repeated turns) - contradiction (answers taken back).
 
-    The states are the policy's own, averaged over each turn. A single turn has nothing to follow from: it scores 1, so
-    that turns for their own sake earn nothing.
+    The states are the policy's own, averaged over each turn. A single turn has no predecessor and scores 1, so that
+    additional turns earn nothing by themselves.
     Metrics: similarity and in_band (over pairs of turns), repetitions and contradictions (means over rollouts).
     """
 

@@ -1,4 +1,4 @@
-"""What every component of the reward is."""
+"""Base class of reward components."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Component", "describe"]
 
 
 class Component(ABC):
-    """Called with the rollouts of an iteration, gives one number for each; None = it could not score that one.
+    """Scores the rollouts of an iteration: one number for each; None = it could not score that one.
 
-    `metrics` says more about the last call; `reward/<component>/` goes before the names.
+    `metrics` holds further scalars of the last call, logged as `reward/<component>/<name>`.
     """
 
-    needs_states: ClassVar[bool] = False  # True = it is given the policy's states, one entry for each rollout
+    needs_states: ClassVar[bool] = False  # True = it is called with the policy's states, one entry per rollout
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
@@ -28,7 +28,7 @@ class Component(ABC):
         """Score them. Raises: RewardError."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs; most components keep nothing."""
+        """State that a resumed run needs; empty for most components."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 most have nothing to load
@@ -36,7 +36,7 @@ class Component(ABC):
 
 
 def describe(rollout: Rollout) -> str:
-    """Which sample it is, in words."""
+    """Environment, level, seed and sample of a rollout, for messages."""
     trajectory = rollout.trajectory
     return (
         f"environment '{trajectory.environment}', level '{trajectory.level}', seed {trajectory.seed}, "

@@ -1,4 +1,4 @@
-"""Reward component: what the policy could not foresee. A small forward model predicts the state after each action.
+"""Reward component: curiosity, the error of a small forward model that predicts the state after each action.
 
 H hidden size of the policy, N transitions.
 """
@@ -26,9 +26,9 @@ class CuriosityReward(Component):
     """Prediction error of the state after an action, averaged over an episode's transitions, over its running scale.
 
     error = mean_H (f(state, action) - next state)^2 with layer-normed states; f is trained on each batch after the
-    batch was scored, so that the reward falls on what comes again. It is divided by the root mean square of all errors
-    so far, which stays near the size of the first ones. The mean, not the sum: more turns alone earn nothing. A turn
-    after which nothing came back is no transition; an episode without any earns 0.
+    batch is scored, so that repeated transitions earn less and less. The error is divided by the root mean square of
+    all errors so far, which stays near the size of the first ones. The mean, not the sum: more turns alone earn
+    nothing. A turn without an observation is no transition; an episode without transitions earns 0.
     Metrics: error (mean over transitions, before training), scale, transitions (of the batch).
     Source: Pathak et al. 2017, arXiv:1705.05363 (forward error as reward); Burda et al. 2018, arXiv:1810.12894 (scale).
     """
@@ -36,7 +36,7 @@ class CuriosityReward(Component):
     needs_states: ClassVar[bool] = True
 
     def __init__(self, settings: CuriositySettings, seed: int) -> None:
-        """Nothing is made before the first states tell their width."""
+        """The forward model is built when the first states come in, whose width it needs."""
         super().__init__()
         self.settings = settings
         self.seed = seed

@@ -1,4 +1,4 @@
-"""Reward component: turns that the environment can read."""
+"""Reward component: share of well-formed turns."""
 
 from __future__ import annotations
 

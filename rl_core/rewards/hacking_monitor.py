@@ -1,4 +1,4 @@
-"""Watching for a reward that is being hacked: does it still go with true success?"""
+"""Reward-hacking monitor: correlation of the reward and its components with true success, and an alarm."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Iteration:
-    """What is kept of one iteration."""
+    """Statistics of one iteration."""
 
     reward: float  # mean of the total
     success: float  # rate
     total: RunningNorm  # of the total, for its deviation
-    split: dict[str, tuple[RunningNorm, RunningNorm]] = field(default_factory=dict)  # part -> of failures, of successes
+    split: dict[str, tuple[RunningNorm, RunningNorm]] = field(
+        default_factory=dict
+    )  # component -> of failures, of successes
 
 
 class HackingMonitor:
-    """Correlations and the alarm, over the last `window` iterations of the present phase.
+    """Correlations and alarm over the last `window` iterations of the current phase.
 
-    reward/correlation/<part>: point-biserial correlation of a raw part (and of the `total`) with success, over all
-    rollouts of the window; left out while all succeeded, all failed, or the part never differed.
+    reward/correlation/<component>: point-biserial correlation of a raw component (and of the `total`) with success, in
+    all rollouts of the window; absent while all succeeded, all failed, or the component never differed.
     reward/alarm: 1 when over a full window the fitted line of the mean total rises by more than margin times the
-    total's standard deviation, while that of the success rate falls by more than margin; else 0. It is logged as a
-    warning when it begins.
-    Another phase (a stage of the curriculum: other levels, other weights) starts with an empty window.
+    total's standard deviation, while that of the success rate falls by more than margin; else 0. A warning is logged
+    when it changes to 1.
+    Another phase (a curriculum stage with other levels and weights) starts with an empty window.
     """
 
     def __init__(self, window: int, margin: float) -> None:
@@ -46,7 +48,7 @@ class HackingMonitor:
         self._past: deque[_Iteration] = deque(maxlen=window)
 
     def observe(self, rollouts: Sequence[Rollout], parts: Sequence[str], phase: str = "") -> dict[str, float]:
-        """Take in the scored rollouts of one iteration; masked ones do not count."""
+        """Add the scored rollouts of one iteration, without masked ones, and return the metrics."""
         if phase != self.phase:
             self.phase, self.alarmed = phase, False
             self._past.clear()
@@ -128,7 +130,7 @@ def point_biserial(failed: RunningNorm, won: RunningNorm) -> float | None:
 
 
 def rise(values: Sequence[float]) -> float:
-    """How far the least-squares line through the values rises from the first to the last; 0 for fewer than two."""
+    """Rise of the least-squares line through the values, from the first to the last; 0 for fewer than two."""
     last = len(values) - 1
     if last < 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""The score of a reward model as a reward, normalised by what it has scored so far."""
+"""Reward component: score of a reward model, normalised over the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Scorer = Callable[[Sequence[Sequence[int]]], Sequence[float]]  # token ids of wh
 class LearnedReward(Component):
     """A reward model's score of each rollout's tokens, shifted and scaled to mean 0 and deviation 1 over the run.
 
-    Bradley-Terry scores have no natural zero or unit; normalised, the weight means the same for every reward model.
-    Metrics: score (mean, as the model gave it), running_mean, running_std.
+    Bradley-Terry scores have no natural zero or unit; normalised, a weight means the same for every reward model.
+    Metrics: score (mean of the raw scores), running_mean, running_std.
     """
 
     def __init__(self, scorer: Scorer) -> None:
@@ -32,9 +32,13 @@ class LearnedReward(Component):
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
         """Raises RewardError when the model gives another number of scores, or one that is not finite."""
-        scores = [float(s) for s in self.scorer([[*r.prompt_ids, *r.completion_ids] for r in rollouts])]
-        if len(scores) != len(rollouts):
-            raise RewardError(f"the reward model gave {len(scores)} scores for {len(rollouts)} rollouts")
+        rows = [(*r.prompt_ids, *r.completion_ids) for r in rollouts]
+        different = list(dict.fromkeys(rows))  # a policy that is sure of itself plays the same again and again
+        found = [float(s) for s in self.scorer([list(row) for row in different])]
+        if len(found) != len(different):
+            raise RewardError(f"the reward model gave {len(found)} scores for {len(different)} different rollouts")
+        score_of = dict(zip(different, found, strict=True))
+        scores = [score_of[row] for row in rows]
         for index, score in enumerate(scores):
             if not math.isfinite(score):  # before it spoils the running mean
                 raise RewardError(f"the reward model scored rollout {index} with {score}")

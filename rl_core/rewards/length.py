@@ -1,4 +1,4 @@
-"""Reward component: what the policy wrote beyond what is free costs."""
+"""Reward component: cost of sampled tokens beyond a free length."""
 
 from __future__ import annotations
 

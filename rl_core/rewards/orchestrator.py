@@ -1,4 +1,4 @@
-"""The reward that training uses: a weighted sum of named components."""
+"""Reward orchestration: components scored, normalised, clipped and weighted into one total per rollout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["COMPONENTS", "WEIGHTED", "RewardFunction", "RewardOrchestrator"]
 
 logger = logging.getLogger(__name__)
 
-WEIGHTED = "weighted/"  # goes before a component's name in `trajectory.rewards`, for what it adds to the total
+WEIGHTED = "weighted/"  # prefix of a component's name in `trajectory.rewards`, for its contribution to the total
 
 COMPONENTS: dict[str, str] = {
     "task": "what the environment gave, for the final answer above all",
@@ -42,7 +42,7 @@ COMPONENTS: dict[str, str] = {
 
 
 class RewardOrchestrator:
-    """Scores rollouts with every component, normalises, clips and weighs the parts, and watches what comes of it.
+    """Scores rollouts: the only place that sets `Trajectory.reward` once an episode has been played.
 
     A component is a name from COMPONENTS or an import path 'package.module:function' of a function that takes a list of
     Trajectory and gives as many numbers.
@@ -55,15 +55,21 @@ class RewardOrchestrator:
         scorer: Scorer | None = None,
         options: RewardSettings | None = None,
         seed: int = 0,
+        functions: Mapping[str, RewardFunction] | None = None,
     ) -> None:
-        """`scorer`: what the component `learned` asks; `seed`: of what components draw.
+        """Build the components.
 
+        Args:
+            scorer: the reward model behind the component `learned`.
+            seed: of the components' random numbers.
+            functions: user-defined components by name, beside those named by import path.
         Raises: SettingsError for an unknown name, a function that cannot be imported, or `learned` without a scorer.
         """
         if not weights:
             raise SettingsError("rewards: names no component; task: 1.0 is what the environment gives")
         self.options = options if options is not None else RewardSettings()
         self.seed = seed
+        self._functions = dict(functions or {})
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
         self.components: dict[str, Component] = {name: self._component(name, scorer) for name in self._base}
@@ -72,11 +78,11 @@ class RewardOrchestrator:
 
     @property
     def needs_states(self) -> bool:
-        """Whether `score` has to be given `embed`."""
+        """True = `score` needs `embed`."""
         return any(component.needs_states for component in self.components.values())
 
     def set_weights(self, changes: Mapping[str, float]) -> None:
-        """From now on: the weights given at the start, but for these. Raises: SettingsError for an unknown one."""
+        """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""
         for name in changes:
             if name not in self._base:
                 raise SettingsError(f"rewards.{name}: no component to weigh; {nearest(name, self._base)}")
@@ -128,12 +134,12 @@ class RewardOrchestrator:
         return metrics | {f"reward/{name}": statistics.fmean(values.values()) for name, values in penalised.items()}
 
     def observe(self, groups: Iterable[RolloutGroup], phase: str = "") -> dict[str, float]:
-        """Compare an iteration's scored rollouts with their true success: reward/correlation/..., reward/alarm."""
+        """Metrics of the hacking monitor after an iteration's scored rollouts: reward/correlation/..., reward/alarm."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         return self.hacking_monitor.observe(rollouts, list(self.components), phase)
 
     def state_dict(self) -> dict[str, Any]:
-        """Components, running statistics, and what is watched. Weights follow from settings and curriculum."""
+        """Components, running statistics, and hacking monitor. Weights follow from settings and curriculum."""
         return {
             "components": {name: component.state_dict() for name, component in self.components.items()},
             "norms": {name: norm.state_dict() for name, norm in self.norms.items()},
@@ -150,6 +156,8 @@ class RewardOrchestrator:
 
     def _component(self, name: str, scorer: Scorer | None) -> Component:
         options = self.options
+        if name in self._functions:
+            return UserReward(name, options, self._functions[name])
         made: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
@@ -185,7 +193,7 @@ class RewardOrchestrator:
     def _score(
         self, name: str, component: Component, rollouts: Sequence[Rollout], states: Sequence[TurnStates]
     ) -> list[float | None]:
-        """One component's values, checked."""
+        """Values of one component, checked."""
         if isinstance(component, UserReward):
             return component(rollouts)
         try:
@@ -230,7 +238,7 @@ class RewardOrchestrator:
         return metrics
 
     def _scaled(self, name: str, values: Sequence[float | None]) -> list[float]:
-        """Normalised where the settings say so, then clipped; 0.0 where there is no value."""
+        """Values normalised where the settings ask for it, then clipped; 0.0 for a missing one."""
         known = [value for value in values if value is not None]
         norm, clip = self.norms.get(name), self.options.clip
         if norm is not None:
@@ -244,7 +252,7 @@ class RewardOrchestrator:
     def _check_masked(
         self, raw: Mapping[str, Sequence[float | None]], masked: Sequence[bool], rollouts: Sequence[Rollout]
     ) -> None:
-        """Raise RewardError when more samples failed than the settings allow; say which failed else."""
+        """Raise RewardError when more samples failed than the settings allow; otherwise log a warning."""
         if not any(masked):
             return
         index = masked.index(True)

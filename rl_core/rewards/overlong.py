@@ -1,4 +1,4 @@
-"""Overlong penalty: DAPO's soft punishment of completions close to the length limit."""
+"""Overlong penalty: DAPO's soft penalty on completions close to the length limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training played, on disk: every part of every rollout's reward, and the newest trajectories whole."""
+"""Rollout logs on disk: reward components of every rollout, and full trajectories of the newest iterations."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["RecentRollouts", "RewardRecord", "record_all"]
 
 
 class RewardRecord:
-    """Appends to one file: iteration, episode, success, total, raw parts, and weighted ones as 'weighted/<part>'.
+    """Appends to one file: iteration, episode, success, total, raw components, and weighted ones as 'weighted/<name>'.
 
-    A resumed run plays the iterations since its checkpoint again, so lines from the first one that it plays on go.
+    A resumed run repeats the iterations since its checkpoint, so lines of those iterations are cut first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +33,7 @@ class RewardRecord:
             file.write("".join(lines))
 
     def _drop_from(self, iteration: int) -> None:
-        """Cut the file before the first line of that iteration, or of no iteration at all: a crash tears lines."""
+        """Cut the file before the first line of that iteration, or before a line torn by a crash."""
         if not self.path.is_file():
             return
         place = 0
@@ -65,26 +65,26 @@ def _row(iteration: int, rollout: Rollout) -> dict[str, object]:
 class RecentRollouts:
     """Keeps one file with the trajectories of the newest iterations, each line with its 'iteration', oldest first.
 
-    The file is replaced every iteration, unsynced: it is there to be looked at while training, and lost without harm.
+    The file is replaced every iteration, unsynced: it serves inspection during training, and its loss does no harm.
     """
 
     def __init__(self, path: Path, iterations: int = 4, per_iteration: int = 16) -> None:
-        """`per_iteration` rollouts of each iteration are kept, spread evenly, so that several prompts are seen."""
+        """`per_iteration` rollouts of each iteration are kept, spread evenly over its prompts."""
         self.path, self.per_iteration = path, per_iteration
         self._blocks: deque[str] = deque(maxlen=iterations)
 
     def __call__(self, iteration: int, rollouts: Iterable[Rollout]) -> None:
-        """Take in the rollouts of one iteration."""
+        """Add the rollouts of one iteration."""
         played = list(rollouts)
         count = min(self.per_iteration, len(played))
         kept = [played[index * len(played) // count] for index in range(count)]
         rows = [{"iteration": iteration, **rollout.trajectory.to_json()} for rollout in kept]
-        self._blocks.append("".join(json.dumps(row) + "\n" for row in rows))
+        self._blocks.append("".join(json.dumps(row, default=str) + "\n" for row in rows))
         write_text_unsynced(self.path, "".join(self._blocks))
 
 
 def record_all(*records: Callable[[int, list[Rollout]], None]) -> Callable[[int, Iterable[Rollout]], None]:
-    """One record that hands every iteration to each of `records`."""
+    """A record that passes every iteration on to each of `records`."""
 
     def record(iteration: int, rollouts: Iterable[Rollout]) -> None:
         played = list(rollouts)

@@ -1,4 +1,4 @@
-"""Running mean and deviation."""
+"""Running mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class RunningNorm:
         return math.sqrt(self.mean**2 + self.squares / self.count) if self.count else 0.0
 
     def update(self, values: Sequence[float]) -> None:
-        """Take in a batch."""
+        """Add a batch."""
         if not values:
             return
         count, mean = len(values), math.fsum(values) / len(values)
         self._merge(count, mean, math.fsum((value - mean) ** 2 for value in values))
 
     def merge(self, other: RunningNorm) -> None:
-        """Take in what another one has seen."""
+        """Add everything that another one has seen."""
         if other.count:
             self._merge(other.count, other.mean, other.squares)
 
     def normalise(self, values: Sequence[float], eps: float = 1e-8) -> list[float]:
-        """(x - mean) / std; 0 as long as nothing differs."""
+        """(x - mean) / std; 0 while the deviation is 0."""
         return [(value - self.mean) / self.std if self.std > eps else 0.0 for value in values]
 
     def state_dict(self) -> dict[str, float]:

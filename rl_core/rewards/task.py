@@ -1,4 +1,4 @@
-"""Reward component: what the environment gave for the episode and its final answer."""
+"""Reward component: the environment's own reward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TaskReward"]
 
 
 class TaskReward(Component):
-    """What the environment gave, summed over the episode. Metrics: answered, the share of episodes with an answer."""
+    """Sum of the environment's rewards over the episode. Metrics: answered, the share of episodes with an answer."""
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
         """One number for each rollout."""

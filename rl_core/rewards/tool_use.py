@@ -1,4 +1,4 @@
-"""Reward component: misuse and excess of tools cost, calls that worked may bring a little."""
+"""Reward component: costs of tool misuse and excess calls, and a small bonus for calls that worked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["ToolUseReward"]
 class ToolUseReward(Component):
     """-misuse (turns that misused a tool) - excess (calls beyond max_calls) + min(bonus (different calls), max_bonus).
 
-    Misuse is an action that did not parse, named no tool, or made one fail. The bonus counts a call with the same
-    arguments once: repeating what worked earns nothing.
+    Misuse is an action that did not parse, named no tool, or made one fail. Repeated calls with the same arguments
+    count once for the bonus.
     Metrics, means over rollouts: misused_turns, excess_calls, bonus.
     """
 

@@ -1,4 +1,4 @@
-"""Reward component: a function of the user's, called at arm's length."""
+"""Reward component: user-defined function, run in a thread with a timeout and output validation."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from rl_core.types import Rollout, Trajectory
 
 __all__ = ["RewardFunction", "UserReward"]
 
-RewardFunction = Callable[[list[Trajectory]], Sequence[float]]  # what a user writes
+RewardFunction = Callable[[list[Trajectory]], Sequence[float]]  # written by a user
 
 
 class _Failure(Exception):
-    """A call that gave no list; the message goes on from "reward 'name' ..."."""
+    """A call that returned no list; the message continues "reward 'name' ..."."""
 
 
 class UserReward(Component):
     """A function at 'package.module:function' that takes a list of Trajectory and gives as many numbers.
 
-    It runs in a thread of its own, and is given up after `timeout_s`. Python cannot kill a thread: one that hangs stays
-    behind, with whatever memory and processor time it takes, until the process ends, which it does not hold up. With
-    on_error 'stop' that is the error that ends the stage. With 'mask' the samples are then tried one at a time; those
-    that fail alone are masked, up to max_masked_rate (so no more threads than that are left behind), and the others are
-    scored together, so that a function that compares its samples still can.
+    It runs in a thread of its own, abandoned after `timeout_s`. Python cannot kill a thread: one that hangs keeps its
+    memory and processor time until the process ends, which it does not delay. With on_error 'stop' a failure ends the
+    stage. With 'mask' the samples are then tried one at a time; those that fail alone are masked, up to
+    max_masked_rate (which bounds the number of abandoned threads), and the others are scored together, so that a
+    function may still compare its samples.
     A wrong number of values, or a failure of no sample in particular, ends the stage in both cases.
     """
 
-    def __init__(self, name: str, options: RewardSettings) -> None:
-        """Raises: SettingsError when the function cannot be imported."""
+    def __init__(self, name: str, options: RewardSettings, function: RewardFunction | None = None) -> None:
+        """`function`: None = the one at the import path `name`.
+
+        Raises: SettingsError when the function cannot be imported.
+        """
         super().__init__()
         self.name = name
         self.options = options
-        self.function = _import(name)
+        self.function = _import(name) if function is None else function
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
         """One number for each rollout; None = masked. Raises: RewardError naming function and sample."""
@@ -53,7 +56,7 @@ class UserReward(Component):
         return self._checked(values, rollouts)
 
     def _call(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        """What the function gives. Raises: _Failure when it raises, hangs, or gives no list."""
+        """Return value of the function. Raises: _Failure when it raises, hangs, or returns no list."""
         trajectories = [rollout.trajectory for rollout in rollouts]
         outcome: list[tuple[list[Any] | None, BaseException | None]] = []
         context = contextvars.copy_context()
@@ -92,7 +95,7 @@ class UserReward(Component):
         return checked
 
     def _culprit(self, rollouts: Sequence[Rollout]) -> str:
-        """Which sample makes the function fail, found by giving it one at a time; "" when each passes alone."""
+        """Text naming the first sample that makes the function fail alone; "" when each passes alone."""
         for rollout in rollouts:
             try:
                 self._call([rollout])

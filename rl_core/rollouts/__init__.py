@@ -1,1 +1,1 @@
-"""Rollouts: sampling backends, multi-turn collection, batching for training."""
+"""Rollouts: multi-turn collection, metrics, token files, and micro-batches for training."""

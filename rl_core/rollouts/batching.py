@@ -51,8 +51,8 @@ def make_batches(
     of the longest, and `position_ids_BS` separates them (`TrainBatch.rows` is then empty). No wider, because attention
     over a row costs the square of its width, whatever its mask lets through.
 
-    Each row's log-probabilities are those of the temperature that it was sampled at, beside rows of other ones too;
-    `temperatures_BS` is None where all are 1. A greedy row (0) counts as 1, as its sampler's log-probabilities do.
+    Each row's log-probs are those at its own sampling temperature; `temperatures_BS` is None where all are 1. A greedy
+    row (0) counts as 1, as its sampler's log-probs do.
 
     Raises: DataError when a row has an empty prompt, lists of different lengths, fields that the first has not, or a
         negative temperature.

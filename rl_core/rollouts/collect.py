@@ -1,4 +1,4 @@
-"""Multi-turn collection: environment episodes played by the policy, as groups of rollouts of the same episode."""
+"""Multi-turn collection: episodes played by the policy, in groups of rollouts of the same episode."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EpisodeRequest:
 
 
 class Renderer(Protocol):
-    """What collection needs of `data.chat.ChatRenderer`."""
+    """The part of `data.chat.ChatRenderer` that collection needs."""
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the opening messages and the header of the first action."""
@@ -53,12 +53,11 @@ def collect(
     policy_version: int = 0,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> list[RolloutGroup]:
-    """Play every requested episode `group_size` times and record everything.
+    """Play every requested episode `group_size` times.
 
-    Sample g of an episode is drawn from numbers that (seed, environment, level, episode seed, g) determine, whatever
-    else is played beside it; an episode that is requested twice gets new samples the second time. Steps of a
-    `blocking` environment run on threads; what comes out, and in which order, does not depend on when they
-    finish, except as `sampling.rejoin` says.
+    The random numbers of sample g of an episode follow from (seed, environment, level, episode seed, g) alone; an
+    episode that is requested twice gets new samples the second time. Steps of a `blocking` environment run on threads;
+    results and their order do not depend on when they finish, except as `sampling.rejoin` says.
 
     Args:
         seed: of the sampling; give another one at every iteration.
@@ -163,7 +162,7 @@ class _EpisodeSequence:
         return PendingTurn(call, self._take)
 
     def _take(self, step: Step) -> list[int] | None:
-        """What a step brought about, as tokens."""
+        """Observation tokens of a finished step; None = the episode is over."""
         self._last, turn = step, self._turns[-1]
         if not math.isfinite(step.reward):
             raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
@@ -186,7 +185,7 @@ class _EpisodeSequence:
         return observation_ids
 
     def rollout(self, sample: int, policy_version: int) -> Rollout:
-        """What was played, once it has ended."""
+        """The finished episode as a rollout."""
         assert self._stop_reason is not None, f"{self.place}: the backend left the episode unfinished"
         num_actions = sum(self._loss_mask)
         trajectory = Trajectory(
@@ -210,6 +209,7 @@ class _EpisodeSequence:
             mean_logprob=sum(self._logprobs) / num_actions,
             policy_version=policy_version,
             sample=sample,
+            row=self._episode.row,
         )
         return Rollout(
             prompt_ids=self.prompt_ids,
@@ -229,7 +229,7 @@ class _EpisodeSequence:
         """Call into the environment; whatever it raises names the episode."""
         try:
             return function(*args, **kwargs)
-        except SettingsError:  # an unknown level is the user's to mend
+        except SettingsError:  # an unknown level is for the user to correct
             raise
         except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
             raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error

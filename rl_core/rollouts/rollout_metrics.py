@@ -1,4 +1,4 @@
-"""What an iteration's rollouts and updates look like, as scalars."""
+"""Scalar metrics of an iteration: its rollouts, and its optimizer steps combined."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from rl_core.types import RolloutGroup
 __all__ = ["mean_metrics", "rollout_metrics"]
 
 
-def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
+def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True) -> dict[str, float]:
     """Success, length, truncation and tool use of one iteration, all as means over its rollouts.
 
     completion_tokens counts sampled and observed tokens, action_tokens the sampled ones; tool/misuse_rate is the share
     of turns that misused a tool; policy/mean_logprob is per sampled token, in nats, under the distribution that it was
     drawn from, softmax(logits / temperature).
+    `with_success` False leaves success rates out, where the environment knows none.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
@@ -34,6 +35,9 @@ def rollout_metrics(groups: Sequence[RolloutGroup]) -> dict[str, float]:
         "tool/misuse_rate": _mean(turn.is_error for turn in turns),
         "policy/mean_logprob": math.fsum(t.mean_logprob * t.num_action_tokens for t in played) / max(action_tokens, 1),
     }
+    if not with_success:
+        del metrics["train/success_rate"]
+        return metrics
     by_level: dict[str, list[bool]] = defaultdict(list)
     for trajectory in played:
         by_level[trajectory.level].append(trajectory.success)

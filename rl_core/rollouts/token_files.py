@@ -1,4 +1,4 @@
-"""Token ids of rollouts on disk, beside their trajectories: what was sampled, never tokenised again.
+"""Token ids of rollouts on disk, beside their trajectories, so that text is never tokenised again.
 
 T completion tokens.
 """
@@ -18,7 +18,7 @@ __all__ = ["read_rollouts", "tokens_path", "write_tokens"]
 
 
 def tokens_path(trajectories: Path) -> Path:
-    """Where the tokens of a trajectories_NAME.jsonl lie: tokens_NAME.jsonl beside it."""
+    """Path of the tokens of a trajectories_NAME.jsonl: tokens_NAME.jsonl beside it."""
     return trajectories.with_name(trajectories.name.replace("trajectories", "tokens", 1))
 
 

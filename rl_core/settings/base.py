@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import typing
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from rl_core.errors import SettingsError
+from rl_core.errors import SettingsError, nearest
 from rl_core.settings.defaults import ModelDefault
+from rl_core.settings.values import fits, words
 
 __all__ = ["Settings", "setting"]
 
@@ -45,11 +48,28 @@ _CHECKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Base of every settings class; validates each field's declared range."""
+    """Base of every settings class: checks names, types and declared ranges.
+
+    Raises: SettingsError naming the field.
+    """
+
+    def __new__(cls, *args: Any, **values: Any) -> Self:
+        """A new object, once every name is known."""
+        known = [field.name for field in dataclasses.fields(cls)]
+        for name in values:
+            if name not in known:
+                raise SettingsError(f"{name}: {cls.__name__} has no such setting; {nearest(name, known)}")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        cls: Any = type(self)
+        hints = _hints(cls)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if not fits(value, hints[field.name]):
+                raise SettingsError(
+                    f"{field.name}: {value!r} is not {words(hints[field.name])}{_remedy(value, hints[field.name])}"
+                )
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, bool) or not isinstance(number, int | float):
                     continue
@@ -62,3 +82,23 @@ class Settings:
 
     def check(self) -> None:
         """Hook: raise SettingsError for invalid combinations of settings."""
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Resolved type of every field; once for each class."""
+    return typing.get_type_hints(cls)
+
+
+def _remedy(value: Any, hint: Any) -> str:
+    """What to write instead, for slips that are often made; "" for others."""
+    choices = [hint, *typing.get_args(hint)]
+    named = [
+        name for choice in choices if typing.get_origin(choice) is typing.Literal for name in typing.get_args(choice)
+    ]
+    if isinstance(value, str) and named:
+        return f"; {nearest(value, map(str, named))}"
+    if isinstance(value, str) and {int, float} & set(choices):
+        return "; it is text, leave out the quotes"
+    blocks = [choice for choice in choices if dataclasses.is_dataclass(choice) and isinstance(choice, type)]
+    return f"; write {blocks[0].__name__}(...)" if isinstance(value, dict) and blocks else ""

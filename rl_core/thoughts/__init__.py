@@ -1,1 +1,1 @@
-"""Thoughts before answers (REINFORCE on their gain): episodes, controls, trainer, verdict."""
+"""Training of thoughts before answers: episodes, gain, baseline, trainer, controls, verdict."""

@@ -1,4 +1,4 @@
-"""A learned baseline: the value of a state from the policy's hidden states, pooled over all tokens before it.
+"""Learned baseline: a linear value head on the policy's hidden states, averaged over all tokens so far.
 
 B rows, S sequence, H hidden, N states.
 """
@@ -42,9 +42,9 @@ class BaselineHead(nn.Module):
 
 
 class Baseline:
-    """The value head with its own AdamW: it sees the trunk's states, but never changes them.
+    """The value head with an AdamW of its own; no gradient reaches the policy.
 
-    Its own, because values move in steps of rewards and weights do not; and so the head is no part of the policy.
+    A separate optimizer, because values need another learning rate than weights; so the head is no part of the policy.
     """
 
     def __init__(self, hidden_size: int, learning_rate: float, device: torch.device) -> None:
@@ -57,7 +57,7 @@ class Baseline:
         return self.head(states_NH)
 
     def fit(self, states_NH: torch.Tensor, returns_N: torch.Tensor) -> float:
-        """One step of AdamW on 1/2 mean((v - R)^2); the loss before it."""
+        """One step of AdamW on 1/2 mean((v - R)^2). Returns: the loss before the step."""
         mask_1N = torch.ones(1, len(returns_N), dtype=torch.bool, device=returns_N.device)
         with torch.enable_grad():
             values_1N = self.head(states_NH)[None]
@@ -68,7 +68,7 @@ class Baseline:
         return float(loss.detach())
 
     def state_dict(self) -> dict[str, Any]:
-        """Weights and moments."""
+        """Weights and optimizer moments."""
         return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ def pooled_states(
     pad_id: int,
     max_tokens: int = 16384,
 ) -> list[torch.Tensor]:
-    """Mean of the last hidden states over the first `end` tokens of a row, for each of its ends; no gradient.
+    """Mean last hidden state over the first `end` tokens of a row, for each of its ends; no gradient.
 
     Attention is causal, so one pass over the whole row gives the states of all its prefixes.
 

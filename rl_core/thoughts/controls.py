@@ -1,7 +1,7 @@
-"""Controls for thoughts: the same question with another's thought, with filler, with half of the thought.
+"""Controls for thoughts: the same question with a shuffled thought, with filler tokens, with half of the thought.
 
-A thought that helps by what it says stops helping then; one that helps by its length, its format or extra compute
-does not (the test of Pfau et al. 2024, arXiv:2404.15758, read the other way round).
+A thought that helps by its content stops helping in the controls; one that helps by its length, its format or extra
+compute does not (the converse of the test of Pfau et al. 2024, arXiv:2404.15758).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Gains = dict[str, list[list[float]]]  # condition -> episode -> answered turn
 
 
 def shuffle_partners(episodes: Sequence[ThoughtEpisode], seed: int) -> list[int]:
-    """For each episode another one of its level whose thoughts it gets: a cycle through each level, in seeded order.
+    """Index of another episode of the same level for each episode: a cycle through each level, in seeded order.
 
     Raises: DataError where a level has a single episode with an answer.
     """
@@ -51,7 +51,7 @@ def control_thoughts(
     """The thought in each control.
 
     shuffled: the other question's thought. filler: as many tokens, all the same one. truncated: the first half
-    (rounded down). Filler and truncation leave the blank tokens at the end, which part thought from answer.
+    (rounded down). Filler and truncation keep the blank tokens at the end, which separate thought and answer.
 
     Args:
         separator: blank tokens at the end of `thought_ids`.
@@ -77,12 +77,12 @@ def measure_gains(
     seed: int,
     max_tokens: int = 16384,
 ) -> Gains:
-    """Gains over no thought, of the own thoughts and in each control, turn by turn, on the same histories.
+    """Gains over no thought, of the own thoughts and in each control, per turn and on the same histories.
 
     Args:
         seed: of the shuffling.
     Returns: {"own", "shuffled", "filler", "truncated"}: for each episode with an answer its answered turns' gains.
-    Raises: DataError where nothing was answered or nothing can be shuffled.
+    Raises: DataError where no turn was answered or no thought can be shuffled.
     """
     plan = answer_rows(episodes)
     if not plan.steps:

@@ -1,12 +1,12 @@
-"""Thoughts in rollouts: which sampled tokens were one, and how likely the right answer is after it.
+"""Episodes split into thoughts and answers, and log-likelihoods of the correct answers.
 
 A turn is a thought and, on its last line, an answer; the thought may be empty:
 
     history | 7 0 8 \\n | answer 8 <end> | +2 -9 ... | ...
             start      end              stop
 
-The right answer is known from the environment (`Episode.next_target` before each turn). Whether the word `answer` comes
-is no matter of knowing the answer, so only what follows it is scored. Token ids stay as they were sampled.
+The environment gives the correct answer (`Episode.next_target` before each turn). The word `answer` itself requires no
+knowledge of it, so only the tokens after the word are scored. Token ids stay as they were sampled.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 
 class ThoughtRenderer(Renderer, Protocol):
-    """What reading thoughts needs of `data.chat.ChatRenderer`, beside what collection needs."""
+    """The part of `data.chat.ChatRenderer` that thoughts need, beside that of collection."""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -53,23 +53,23 @@ class ThoughtRenderer(Renderer, Protocol):
 
 @dataclass(slots=True)
 class ThoughtStep:
-    """One turn of an episode; positions count the tokens of the episode from its first one."""
+    """One turn of an episode; positions are token indices within the episode."""
 
     start: int  # first token of the turn
     end: int  # first token of the answer; the thought is [start, end)
     stop: int  # one past the turn's last token
-    target_ids: list[int]  # the right answer as a turn of its own: word, answer, end of turn
-    scored_from: int  # target_ids before it are the word `answer`, which is not scored
-    answered: bool  # False = no answer, or too long a thought; then [start, end) is the whole turn
+    target_ids: list[int]  # the correct answer as a turn of its own: word, answer, end of turn
+    scored_from: int  # index in target_ids of the first scored token, after the word `answer`
+    answered: bool  # False = no answer, or a thought beyond the limit; then [start, end) is the whole turn
 
     @property
     def num_thought_tokens(self) -> int:
-        """0 = answered without a thought."""
+        """Tokens of the thought; 0 = answered without one, or not answered."""
         return self.end - self.start if self.answered else 0
 
     @property
     def choices(self) -> range:
-        """Positions that the thought's credit goes to: its tokens and the one that ends it."""
+        """Positions that get the thought's advantage: its tokens and the one that ends it."""
         return range(self.start, self.end + 1) if self.answered else range(self.start, self.stop)
 
 
@@ -80,11 +80,11 @@ class ThoughtEpisode:
     ids: list[int]  # prompt and completion, as sampled
     steps: list[ThoughtStep]
     level: str
-    is_truncated: bool  # True = the environment would have gone on, so what would have come has a value
+    is_truncated: bool  # True = cut off before the environment ended it: bootstrapped from the baseline
 
 
 class ThoughtReader:
-    """Splits turns into thought and answer, and spells out right answers, for one tokenizer."""
+    """Splits turns into thought and answer, and tokenises correct answers, for one tokenizer."""
 
     def __init__(self, renderer: ThoughtRenderer, *, max_thought_tokens: int = 2**20) -> None:
         self._renderer = renderer
@@ -93,9 +93,9 @@ class ThoughtReader:
         self._targets: dict[str, tuple[list[int], int]] = {}
 
     def target_ids(self, target: str) -> tuple[list[int], int]:
-        """Token ids of the right answer as a turn without a thought, and how many of them are the word `answer`.
+        """Token ids of the correct answer as a turn without a thought, and how many of them are the word `answer`.
 
-        Raises: DataError where there is no right answer to score.
+        Raises: DataError where there is no correct answer to score.
         """
         if target not in self._targets:
             if not target.strip():
@@ -108,7 +108,7 @@ class ThoughtReader:
         return self._targets[target]
 
     def split(self, action_ids: Sequence[int]) -> int | None:
-        """Number of tokens before the answer; None when the turn has no answer that begins with a token of its own."""
+        """Number of tokens before the answer; None for a turn without an answer that begins with a token of its own."""
         if not action_ids or action_ids[-1] not in self._renderer.eos_ids:
             return None
         text = self._renderer.action_text(action_ids)
@@ -122,7 +122,7 @@ class ThoughtReader:
         return length if aligned and length <= self._max_thought_tokens else None
 
     def separator_length(self, thought_ids: Sequence[int]) -> int:
-        """Tokens at a thought's end that are blank: they part it from the answer and say nothing."""
+        """Number of blank tokens at the end of a thought, which separate it from the answer."""
         count = 0
         while count < len(thought_ids) and not self._renderer.action_text(thought_ids[-count - 1 :]).strip():
             count += 1
@@ -130,9 +130,9 @@ class ThoughtReader:
 
 
 def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollout) -> ThoughtEpisode:
-    """The thoughts of one rollout. The episode is replayed, action by action, to learn each turn's right answer.
+    """The thoughts of one rollout. The episode is replayed, action by action, to obtain each turn's correct answer.
 
-    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a right answer.
+    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a correct answer.
     """
     played = rollout.trajectory
     episode = environment.episode(seed=played.seed, level=played.level)
@@ -143,7 +143,7 @@ def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollo
     for index, turn in enumerate(played.turns):
         if ended:
             raise EnvironmentFault(f"episode {played.level}/{played.seed} ended earlier when it was played again")
-        while not rollout.loss_mask[place]:  # what the environment said
+        while not rollout.loss_mask[place]:  # observation
             place += 1
         stop = place + turn.num_tokens
         action_ids = rollout.completion_ids[place:stop]
@@ -175,7 +175,7 @@ class Span(NamedTuple):
 
 @dataclass(slots=True)
 class AnswerRows:
-    """Rows in which right answers are scored: first the episodes themselves, then what they do not hold."""
+    """Token rows in which correct answers are scored: the episodes themselves, then rows that they do not contain."""
 
     rows: list[list[int]]
     steps: list[tuple[int, int]] = field(default_factory=list)  # (episode, turn) of each answered turn
@@ -184,9 +184,9 @@ class AnswerRows:
 
 
 def answer_rows(episodes: Sequence[ThoughtEpisode]) -> AnswerRows:
-    """Where the right answer of every answered turn can be scored, with its thought and without.
+    """Rows and spans of the correct answer of every answered turn, with its thought and without.
 
-    Both follow the same history. A right answer that was sampled is scored where it stands; others get a row.
+    Both follow the same history. A correct answer that was sampled is scored in place; others get a row.
     """
     found = AnswerRows(rows=[episode.ids for episode in episodes])
 

@@ -1,4 +1,4 @@
-"""What a thought adds to the right answer.
+"""Gain of a thought: change of the correct answer's log-likelihood or probability.
 
 Suffix: N questions.
 """
@@ -22,12 +22,12 @@ def thought_gain(
 ) -> torch.Tensor:
     """Gain of each thought over none, within +-clip.
 
-    logprob_gain:      log p(right answer | history, thought) - log p(right answer | history), nats.
-    correctness_gain:  p(right answer | history, thought) - p(right answer | history): the expected correctness of a
-                       sampled answer, without the noise of sampling one.
+    logprob_gain:      log p(answer | history, thought) - log p(answer | history), nats, of the correct answer.
+    correctness_gain:  p(answer | history, thought) - p(answer | history): the expected correctness of a sampled
+                       answer, without the noise of sampling one.
 
     Args:
-        with_thought_N, without_N: float [N], nats, log-probability of the whole right answer.
+        with_thought_N, without_N: float [N], nats, log-probability of the whole correct answer.
     Returns: float [N], no gradient.
     Raises: DataError on shapes, non-finite or positive log-probabilities, an unknown kind, or a clip of 0.
     Source: Zelikman et al. 2024, arXiv:2403.09629, eq. 2 (log-probability, against the mean over thoughts there).

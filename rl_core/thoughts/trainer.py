@@ -23,14 +23,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.data.batches import attention_mask, micro_batches, pad_rows
+from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.inference.sampling import RolloutBackend
@@ -42,6 +41,7 @@ from rl_core.losses.value import explained_variance
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.rollout_metrics import rollout_metrics
+from rl_core.rollouts.training_seeds import training_seeds
 from rl_core.settings import ThoughtsSettings
 from rl_core.thoughts.baseline import Baseline, pooled_states
 from rl_core.thoughts.episodes import (
@@ -55,23 +55,13 @@ from rl_core.thoughts.episodes import (
     span_logprobs,
 )
 from rl_core.thoughts.gain import thought_gain
+from rl_core.thoughts.thought_batches import ThoughtBatch, ThoughtRow, thought_batches, thought_rows
 from rl_core.timing import span
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import RolloutGroup, TrainBatch
 
 __all__ = ["ThoughtsTrainer"]
-
-
-@dataclass
-class _Batch:
-    """A micro-batch with one row per sequence in every tensor; the optimizer step halves one that does not fit."""
-
-    input_ids_BS: torch.Tensor  # int64 [B, S], right-padded
-    lengths_B: torch.Tensor  # int64 [B], real tokens
-    thought_mask_BS: torch.Tensor  # bool [B, S], True = a choice of the thought
-    answer_mask_BS: torch.Tensor  # bool [B, S], True = token of a right answer
-    advantages_BS: torch.Tensor  # float32 [B, S], 0 off the thought
 
 
 class ThoughtsTrainer(RolloutTrainer):
@@ -114,7 +104,7 @@ class ThoughtsTrainer(RolloutTrainer):
             levels=settings.levels or environment.levels, pad_id=pad_id, record=record, process_group=process_group,
         )  # fmt: skip
         for level in self.levels:
-            self._training_seeds(level)
+            training_seeds(environment, level)
         self.model = model
         self.settings = settings
         self.heldout = list(heldout)
@@ -187,7 +177,7 @@ class ThoughtsTrainer(RolloutTrainer):
 
     def _draw_episode(self, rng: np.random.Generator) -> EpisodeRequest:
         level = self.levels[int(rng.integers(len(self.levels)))]
-        seeds = self._training_seeds(level)
+        seeds = training_seeds(self.environment, level)
         return EpisodeRequest(level=level, seed=int(seeds[int(rng.integers(len(seeds)))]))
 
     def _play_once(self, requests: Sequence[EpisodeRequest], purpose: str, iteration: int) -> list[RolloutGroup]:
@@ -302,33 +292,13 @@ class ThoughtsTrainer(RolloutTrainer):
         self, episodes: Sequence[ThoughtEpisode], plan: AnswerRows, advantages: Sequence[Sequence[float]]
     ) -> dict[str, float]:
         """One optimizer step over all thoughts and answers."""
-        thought = [[False] * len(row) for row in plan.rows]
-        answer = [[False] * len(row) for row in plan.rows]
-        weights = [[0.0] * len(row) for row in plan.rows]
-        for index, (episode, values) in enumerate(zip(episodes, advantages, strict=True)):
-            for step, advantage in zip(episode.steps, values, strict=True):
-                for place in step.choices:
-                    thought[index][place], weights[index][place] = True, advantage
-        if self.settings.answer_coef > 0:
-            for tokens in (*plan.with_thought, *plan.without):
-                answer[tokens.row][tokens.start : tokens.stop] = [True] * (tokens.stop - tokens.start)
-        used = [i for i in range(len(plan.rows)) if any(thought[i]) or any(answer[i])]
-        self._counts = (sum(map(sum, thought)), sum(map(sum, answer)))
+        rows = thought_rows(episodes, plan, advantages, with_answers=self.settings.answer_coef > 0)
+        self._counts = sum(sum(row.thought_mask) for row in rows), sum(sum(row.answer_mask) for row in rows)
 
-        def build(some: list[int]) -> list[_Batch]:
-            groups = micro_batches([len(plan.rows[i]) for i in some], self.settings.micro_batch_tokens)
-            return [
-                _Batch(
-                    input_ids_BS=pad_rows([plan.rows[some[i]] for i in group], self.pad_id),
-                    lengths_B=torch.tensor([len(plan.rows[some[i]]) for i in group]),
-                    thought_mask_BS=pad_rows([thought[some[i]] for i in group], False, dtype=torch.bool),
-                    answer_mask_BS=pad_rows([answer[some[i]] for i in group], False, dtype=torch.bool),
-                    advantages_BS=pad_rows([weights[some[i]] for i in group], 0.0, dtype=torch.float32),
-                )
-                for group in groups
-            ]
+        def build(some: list[ThoughtRow]) -> list[ThoughtBatch]:
+            return thought_batches(some, self.settings.micro_batch_tokens, self.pad_id)
 
-        batches = self.optimizer_step.process_group.batches(used, [len(plan.rows[i]) for i in used], build)
+        batches = self.optimizer_step.process_group.batches(rows, [len(row.ids) for row in rows], build)
         return self.optimizer_step.apply(batches, self.loss)
 
     def _temperatures(self, thought_BS: torch.Tensor) -> torch.Tensor | None:
@@ -336,7 +306,7 @@ class ThoughtsTrainer(RolloutTrainer):
         temperature = self.settings.sampling.temperature
         return torch.where(thought_BS, temperature, 1.0).float() if temperature != 1 else None
 
-    def loss(self, batch: _Batch) -> tuple[torch.Tensor, dict[str, Any]]:
+    def loss(self, batch: ThoughtBatch) -> tuple[torch.Tensor, dict[str, Any]]:
         """Loss of one micro-batch over the denominators of the whole optimizer step."""
         num_thought, num_answer = self._counts
         thought_BS, answer_BS = batch.thought_mask_BS.to(self.device), batch.answer_mask_BS.to(self.device)

@@ -1,4 +1,4 @@
-"""Whether thoughts are genuine: their gain, what is left of it in the controls, and the verdict. Pure functions.
+"""Test of thoughts for being genuine: own gain, loss of the gain in the controls, verdict. Pure functions.
 
 Suffix: E episodes.
 """
@@ -16,7 +16,7 @@ from rl_core.errors import DataError
 
 __all__ = ["ThoughtVerdict", "judge_thoughts"]
 
-MUST_LOSE = ("shuffled", "filler")  # controls that keep nothing of what the thought says about its question
+MUST_LOSE = ("shuffled", "filler")  # controls without any of the thought's content
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ThoughtVerdict:
 
     gains: dict[str, Difference]  # "own" and each control
     drops: dict[str, Difference]  # own minus control, paired by episode
-    lost: dict[str, float]  # share of the own gain that each control loses; above 1 where it does harm
-    failures: list[str]  # why the thoughts are not genuine; [] = they are
+    lost: dict[str, float]  # share of the own gain lost in each control; above 1 where it does harm
+    failures: list[str]  # reasons against; [] = genuine
     episodes: int
 
     @property
     def genuine(self) -> bool:
-        """Whether the gain is real and depends on what the thoughts say."""
+        """True = the gain is significant and depends on the content of the thoughts."""
         return not self.failures
 
     def to_json(self) -> dict[str, Any]:
@@ -67,11 +67,11 @@ def judge_thoughts(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> ThoughtVerdict:
-    """Thoughts are genuine when they help, and when they help by what they say.
+    """Verdict: thoughts are genuine when they help, and help by their content.
 
     That is: the lower bound of the own gain is above 0; the lower bound of (own - control), paired by episode, is above
     0 for every control; and the shuffled and the filler thoughts lose at least `min_dependence` of the own gain.
-    A truncated thought may keep more: its first half can be worth something.
+    A truncated thought may keep more: its first half has content.
 
     Args:
         gains: "own" and each control -> episode -> turns, in one order. Turns of an episode are averaged first, since

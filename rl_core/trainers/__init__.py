@@ -1,1 +1,1 @@
-"""Trainers: one loop, one optimizer step, and one file for each way of learning."""
+"""Trainers: SFT, reward model, preference optimisation, policy gradients, and their shared skeletons."""

@@ -23,7 +23,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import PreferenceSettings
-from rl_core.trainers.supervised import SupervisedTrainer, pair_micro_batches
+from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
 
@@ -103,7 +103,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
             model: a causal LM with the weights that training starts from, on its device. New adapters change nothing
                 yet, so under LoRA it is its own reference as well.
             references: (of the training pairs, of the held-out ones), where the same weights gave them before.
-        Raises: DataError naming a pair that cannot be learnt from, or references that do not fit the pairs.
+        Raises: DataError naming a pair that cannot be trained on, or references that do not fit the pairs.
         """
         examples: list[list[_ReferencedPair]] = []
         for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):

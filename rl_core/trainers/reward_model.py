@@ -18,7 +18,7 @@ from rl_core.errors import DataError
 from rl_core.losses.preference import bradley_terry_loss, calibration_error
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
-from rl_core.trainers.supervised import SupervisedTrainer, pair_micro_batches
+from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
 
 __all__ = ["RewardModelTrainer", "longer_answer_baseline"]

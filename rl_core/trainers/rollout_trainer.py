@@ -11,7 +11,6 @@ import numpy as np
 from rl_core.data.batches import padding_id
 from rl_core.distributed import ProcessGroup
 from rl_core.environments.environment import Environment
-from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
@@ -90,13 +89,6 @@ class RolloutTrainer(ABC):
     def _generator(self) -> np.random.Generator:
         """Random generator of the iteration."""
         return np.random.default_rng([self.seed, self.iteration])
-
-    def _training_seeds(self, level: str) -> Sequence[int]:
-        """Seeds of the training episodes of a level. Raises: SettingsError where it has none."""
-        seeds = self.environment.seeds_of("train", level)
-        if not len(seeds):
-            raise SettingsError(f"environment '{self.environment.name}' has no training episodes of level '{level}'")
-        return seeds
 
     def _play(
         self,

@@ -20,7 +20,7 @@ from rl_core.losses.supervised import supervised_loss
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
-from rl_core.trainers.supervised import SupervisedTrainer
+from rl_core.trainers.supervised_trainer import SupervisedTrainer
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
 
@@ -52,7 +52,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
             model: a causal LM on its device.
             rows_train, rows_heldout: (ids, loss_mask) of whole conversations; at least one loss token each, none at
                 position 0, which has nothing before it.
-        Raises: DataError naming a row that cannot be learnt from.
+        Raises: DataError naming a row that cannot be trained on.
         """
         train = [_train_row(row, f"rows_train[{index}]") for index, row in enumerate(rows_train)]
         heldout = [_train_row(row, f"rows_heldout[{index}]") for index, row in enumerate(rows_heldout)]

@@ -15,10 +15,10 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.folders import write_text_atomic
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
+from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import (
@@ -45,7 +46,7 @@ from rl_core.training.resume import (
 from rl_core.training.signals import StopRequests
 from rl_core.training.throughput import throughput_metrics
 
-__all__ = ["LoopOutcome", "Trainer", "run_loop"]
+__all__ = ["LoopMemory", "LoopOutcome", "Trainer", "run_loop"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class LoopOutcome:
 
     iterations: int  # done in all, those before a resume included
     steps: int  # optimizer steps in all
-    stop_reason: str  # "iterations", "patience", or what the trainer's `finished` said
+    stop_reason: str  # "iterations", "patience", or what the trainer's `finished` or a callback said
     best_metric: float | None  # best value of the chosen metric; None = no metric was chosen
     metrics: dict[str, float]  # last evaluation of the model as it is left
     best_iteration: int | None = None  # the iteration whose weights were restored or kept
@@ -115,6 +116,16 @@ class _Progress:
     nonfinite_metrics: int = 0
 
 
+@dataclass
+class LoopMemory:
+    """The loop's state between two calls of `run_loop` on one trainer in one process: the second goes on from it."""
+
+    state: _Progress = field(default_factory=_Progress)
+    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))
+    best_weights: dict[str, torch.Tensor] | None = None
+    is_whole: bool = True  # False = the last iteration was left in its middle, so a checkpoint is the better start
+
+
 def run_loop(
     trainer: Trainer,
     settings: LoopSettings,
@@ -128,6 +139,8 @@ def run_loop(
     allow_changed: bool = False,
     stop_event: threading.Event | None = None,
     history: Path | str | None = None,
+    callbacks: Sequence[Callback] = (),
+    memory: LoopMemory | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> LoopOutcome:
     """Train until `iterations`, patience or the trainer's own end; resume from `checkpoints` where they hold a state.
@@ -142,7 +155,10 @@ def run_loop(
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
         history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
             seconds at most while training, and at the end.
-    Raises: Stopped after a stop request (state saved); ResumeRefused; NonFiniteError; CheckpointError; FolderBusy.
+        callbacks: called in the first process after every iteration and evaluation (see `trainers.callbacks`).
+        memory: written to while training; a later call on the same trainer goes on from it, without a checkpoint.
+    Raises: Stopped after a stop request (state saved); CallbackError; ResumeRefused; NonFiniteError; CheckpointError;
+        FolderBusy.
     """
     loop = _Loop(
         trainer,
@@ -157,6 +173,8 @@ def run_loop(
         export_to=history,
         clock=clock,
         process_group=trainer.optimizer_step.process_group,
+        callbacks=check_callbacks(callbacks),
+        memory=memory or LoopMemory(),
     )
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.stop)
@@ -180,15 +198,24 @@ class _Loop:
     export_to: Path | str | None = None
     exported: float | None = None  # when, by `clock`
     process_group: ProcessGroup = SINGLE_PROCESS
-    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))
-    state: _Progress = field(default_factory=_Progress)
-    best_weights: dict[str, torch.Tensor] | None = None
+    callbacks: Sequence[Callback] = ()
+    memory: LoopMemory = field(default_factory=LoopMemory)
+    stopped_by: str | None = None  # the reason that a callback gave
     saved: tuple[int, int] | None = None  # (iteration, evaluated_iteration) of the newest checkpoint
     overheads: dict[str, float] = field(default_factory=dict)  # seconds of tracking and checkpoints, not yet reported
 
+    @property
+    def state(self) -> _Progress:
+        return self.memory.state
+
+    @property
+    def history(self) -> MetricHistory:
+        return self.memory.history
+
     def run(self, allow_changed: bool) -> LoopOutcome:
         started = self.clock()
-        self._resume(allow_changed)
+        if not (self.state.iteration and self.memory.is_whole):
+            self._resume(allow_changed)
         resumed = self.state.iteration
         self._evaluate_when_due()
         while (reason := self._stop_reason()) is None:
@@ -216,6 +243,8 @@ class _Loop:
         )
 
     def _stop_reason(self) -> str | None:
+        if self.stopped_by is not None:
+            return self.stopped_by
         finished = getattr(self.trainer, "finished", None)
         if finished:
             return str(finished)
@@ -227,6 +256,7 @@ class _Loop:
         self._stop_when_asked()
         fault("loop.step")
         started = self.clock()
+        self.memory.is_whole = False
         with collected() as spans:
             metrics = dict(self.trainer.step())
         metrics["perf/step_seconds"] = self.clock() - started
@@ -237,12 +267,33 @@ class _Loop:
         metrics |= {f"perf/{name}_seconds": seconds for name, seconds in (spans | self.overheads).items()}
         self.overheads.clear()
         self.state.iteration += 1
+        self.memory.is_whole = True
         fault("loop.stepped")
         finite = self._log(metrics)
         headline = next((f"{name} {finite[name]:.4g}" for name in HEADLINES if name in finite), "")
         if self.process_group.is_rank_zero:
             self.tracker.progress(self.state.iteration, self.iterations, headline)
         fault("loop.logged")
+        self._call_back("iteration", finite)
+
+    def _call_back(self, kind: Literal["iteration", "evaluation"], metrics: dict[str, float]) -> None:
+        """Tell the callbacks, in the first process; every process learns whether one asked for a stop."""
+        if not self.callbacks:
+            return
+
+        def call() -> str | None:
+            event = TrainingEvent(
+                kind,
+                self.state.iteration,
+                self.iterations,
+                self.trainer.optimizer_step.num_steps,
+                dict(metrics),
+                self.trainer,
+            )
+            call_all(self.callbacks, event)
+            return event.stop_reason
+
+        self.stopped_by = self.process_group.on_rank_zero(call) or self.stopped_by
 
     def _log(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Log finite metrics at the number of optimizer steps; count the others."""
@@ -296,15 +347,16 @@ class _Loop:
                 self._compare(raw[self.best_metric], raw)
         self.state.metrics = raw
         self.state.evaluated_iteration = self.state.iteration
-        self._log({**raw, "perf/eval_seconds": self.clock() - started})
+        finite = self._log({**raw, "perf/eval_seconds": self.clock() - started})
         fault("loop.evaluated")
+        self._call_back("evaluation", finite)
 
     def _compare(self, value: float, metrics: dict[str, float]) -> None:
         """Keep the weights if `value` is the best so far; update the patience counter."""
         state = self.state
         if math.isfinite(value) and (state.best_value is None or self.sign * (value - state.best_value) > 0):
             state.best_value, state.best_iteration, state.best_metrics = value, state.iteration, metrics
-            self.best_weights = trainable_weights(self.trainer.model, copy=True)
+            self.memory.best_weights = trainable_weights(self.trainer.model, copy=True)
         gain = math.inf if state.reference is None else self.sign * (value - state.reference)
         if math.isfinite(value) and gain > self.settings.min_improvement:
             state.reference, state.bad_evaluations = value, 0
@@ -313,10 +365,10 @@ class _Loop:
 
     def _leave_best(self) -> None:
         """Leave the outcome's weights in the model: the best or the last; their average with ema_decay."""
-        if self.best_weights is None or self.state.best_iteration == self.state.iteration:
+        if self.memory.best_weights is None or self.state.best_iteration == self.state.iteration:
             self.trainer.optimizer_step.ema.adopt()
             return
-        load_trainable_weights(self.trainer.model, self.best_weights)
+        load_trainable_weights(self.trainer.model, self.memory.best_weights)
         self.trainer.optimizer_step.master_weights.refresh()
         logger.info("restored the weights of iteration %s, the best by %s", self.state.best_iteration, self.best_metric)
 
@@ -343,7 +395,7 @@ class _Loop:
         started = self.clock()
         state = {
             "model": trainable_weights(self.trainer.model),
-            "best_model": self.best_weights,
+            "best_model": self.memory.best_weights,
             "optimizer_step": self.trainer.optimizer_step.state_dict(),
             "trainer": self.trainer.state_dict(),
             "loop": asdict(self.state),
@@ -373,11 +425,12 @@ class _Loop:
         besides = () if same_size else ("runtime.threads",)
         check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed, besides=besides)
         load_trainable_weights(self.trainer.model, state["model"])
-        self.best_weights = state["best_model"]
+        self.memory.best_weights = state["best_model"]
         self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
         self.trainer.load_state_dict(state["trainer"])
-        self.state = _Progress(**state["loop"])
+        self.memory.state = _Progress(**state["loop"])
         self.history.load_state_dict(state["history"])
+        self.memory.is_whole = True
         self.saved = (self.state.iteration, self.state.evaluated_iteration)
         # last: building or loading anything may have drawn from the generators
         if same_size:

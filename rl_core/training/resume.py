@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
-from rl_core.errors import CheckpointError, ResumeRefused
+from rl_core.errors import ResumeRefused
+from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+from rl_core.storage.rng_state import restore_rng, rng_state
 
 __all__ = [
     "check_fingerprint",
@@ -25,77 +24,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-def _frozen(model: nn.Module) -> set[str]:
-    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
-
-
-def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
-    """Every trainable parameter and persistent buffer; frozen weights (under LoRA) are loaded from the start model.
-
-    `copy` gives a snapshot on the CPU that later updates do not change; otherwise the live tensors. Of sharded
-    weights, it is this process's rows, on their device.
-    """
-    frozen = _frozen(model)
-    weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in frozen}
-    if any(isinstance(tensor, DTensor) for tensor in weights.values()):
-        return _sharded_weights(model, weights, copy=copy)
-    if not copy:
-        return weights
-    copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights: one copy for all names of one parameter
-    snapshot = {}
-    for name, tensor in weights.items():
-        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if memory not in copies or not tensor.numel():
-            copies[memory] = tensor.to("cpu", copy=True)
-        snapshot[name] = copies[memory]
-    return snapshot
-
-
-def _sharded_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
-    """One object for all names of a tied weight: equal in every process, unlike addresses in memory."""
-    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    unique: dict[Any, torch.Tensor] = {}
-    result = {}
-    for name, tensor in weights.items():
-        owner = owners.get(name, name)
-        if owner not in unique:
-            unique[owner] = tensor.clone() if copy else tensor
-        result[name] = unique[owner]
-    return result
-
-
-def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Inverse of `trainable_weights`. Raises CheckpointError if names or shapes differ."""
-    expected = trainable_weights(model)
-    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
-    if missing or unexpected:
-        raise CheckpointError(f"weights of another model: missing {missing[:3]}, unexpected {unexpected[:3]}")
-    for name, tensor in weights.items():
-        if tensor.shape != expected[name].shape:
-            raise CheckpointError(f"{name}: shape {tuple(tensor.shape)}, the model has {tuple(expected[name].shape)}")
-    model.load_state_dict(dict(weights), strict=False)
-
-
-def rng_state() -> dict[str, Any]:
-    """State of the global generators: python, numpy, torch, and each CUDA device's."""
-    return {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_rng(state: Mapping[str, Any]) -> None:
-    """Inverse of `rng_state`."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available():
-        for device, device_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(device_state, device)
 
 
 def runtime_fingerprint(model: nn.Module) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class _Finding:
 
 
 def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ()) -> list[Problem]:
-    """Everything that cannot work together.
+    """Problems of combinations of settings.
 
     Args:
         broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.

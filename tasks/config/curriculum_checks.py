@@ -40,7 +40,7 @@ def _found(key: Key, text: str, *about: Key) -> Found:
 
 
 def curriculum_problems(policy: PolicySettings | None) -> Iterator[Found]:
-    """Everything that cannot work, each with the other keys that it rests on."""
+    """Problems of a curriculum, each with the other keys that it rests on."""
     if policy is None:
         return
     stages, key = policy.curriculum, (*POLICY, "curriculum")

@@ -39,7 +39,7 @@ LOCK_SECONDS = 20.0  # to wait for another answer or promotion of the same model
 
 @dataclass(frozen=True)
 class ApprovalRequest:
-    """One question and, once there is one, its answer."""
+    """A request for approval and, once there is one, its answer."""
 
     name: str  # registered model
     version: int
@@ -129,7 +129,7 @@ def requests(tracking: Tracking) -> list[ApprovalRequest]:
 
 
 def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
-    """Put the question on the version's tags; an earlier one about the same version is forgotten."""
+    """Write a request into the version's tags, in place of an earlier one."""
     request = replace(request, state=WAITING, asked=_stamp(time.time()), by="", when="", note="")
     tags = {
         "approval.state": WAITING,
@@ -156,7 +156,7 @@ def asked(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
 def answer(
     tracking: Tracking, request: ApprovalRequest, *, approve: bool, by: str, note: str = "", in_time: bool = False
 ) -> ApprovalRequest:
-    """Answer a question and do what follows: the alias moves only if the champion is still the one compared with.
+    """Answer a question and apply the answer: the alias moves only if the champion is still the one compared with.
 
     Args:
         by: who answers. note: why.
@@ -186,7 +186,7 @@ def answer(
 
 
 def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:
-    """Reject what nobody approved in time; returns those."""
+    """Reject requests whose deadline has passed; returns them."""
     late = [read(version) for version in tracking.versions(name)]
     found = []
     for request in late:
@@ -228,7 +228,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
 
 
 def _note_locally(output: Path, run_id: str) -> None:
-    """The run that asked waits no more, where its folder is on this machine."""
+    """Note the end of the wait in the run's record, if its folder is on this machine."""
     for path in [*output.glob("*/run.json"), *output.glob("*/runs/*/run.json")]:
         try:
             record = json.loads(path.read_text())
@@ -240,7 +240,7 @@ def _note_locally(output: Path, run_id: str) -> None:
 
 @contextmanager
 def _deciding(output: Path, name: str) -> Iterator[None]:
-    """Nobody else on this machine answers for, or promotes, this model within. Raises: FolderBusy."""
+    """Lock under which this process alone answers for, or promotes, this model. Raises: FolderBusy."""
     lock = FolderLock(output / f".champion-{name.replace(' ', '_')}.lock")
     deadline = time.monotonic() + LOCK_SECONDS
     while True:

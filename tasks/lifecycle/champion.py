@@ -88,7 +88,7 @@ def count_checks(home: Path, version: int) -> int:
 
 
 def note_check(home: Path, version: int, verdict: ChampionVerdict | None, now: Rate) -> None:
-    """Write down a check; it counts from now on."""
+    """Record a check; it counts from now on."""
     row = {"version": version, "success": now.rate, "low": now.low, "high": now.high, "samples": now.n}
     if verdict is not None:
         row |= {"change": verdict.change.difference, "regressed": verdict.regressed}

@@ -42,7 +42,7 @@ class DeadRun:
 
     @property
     def why(self) -> str:
-        """In words."""
+        """The finding as a sentence."""
         what = "run" if self.is_pipeline else "stage run"
         if self.elsewhere:
             return f"{what} '{self.name}' has no end; it ran on {self.host}, where alone it can be judged"

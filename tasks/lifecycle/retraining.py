@@ -107,7 +107,7 @@ def plan_retraining(
 
 
 def check(settings: PipelineSettings) -> None:
-    """A retraining trains something and asks the gate. Raises: SettingsError."""
+    """Check that a retraining trains a policy and ends at the gate. Raises: SettingsError."""
     missing = [name for name in ("evaluate", "promote") if getattr(settings.stages, name) is None]
     if missing:
         raise SettingsError(
@@ -125,7 +125,7 @@ def reason_to_train(
     new: NewData,
     start: Start,
 ) -> str:
-    """Why to train; begins with "skipped: " where there is no reason to."""
+    """Reason to train; begins with "skipped: " if there is none."""
     if champion is None:
         why = "there is no champion yet"
     elif not now:
@@ -232,7 +232,7 @@ def _planned(settings: PipelineSettings, new: NewData, record: Retraining, why: 
 
 
 def _nothing_new(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:
-    """Stages that a champion need not go through again: they imitate what it has learned from already.
+    """Stages that a champion can skip: they imitate data that it has learned from already.
 
     Copying a demonstrator once more would undo what reward has taught since. Stages that make their own data go on.
     """
@@ -270,7 +270,7 @@ def read_records(home: Path) -> list[Retraining]:
 
 
 def open_record(home: Path, record: Retraining) -> None:
-    """Write down that a retraining begins, or goes on."""
+    """Record the start, or the resumption, of a retraining."""
     _write(home, record)
 
 
@@ -293,7 +293,7 @@ def settle_waiting(tracking: Tracking, name: str, home: Path) -> list[Retraining
 
 
 def close_record(home: Path, record: Retraining, **outcome: Any) -> Retraining:
-    """Write down what came of it: `status`, `version`, `note`."""
+    """Record the outcome of a retraining: `status`, `version`, `note`."""
     closed = dataclasses.replace(record, **outcome)
     _write(home, closed)
     return closed

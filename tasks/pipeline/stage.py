@@ -40,8 +40,9 @@ from tasks.tracking import RunTracker, read_metrics
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from rl_core.api.recipes import Recipe
     from rl_core.distributed import ProcessGroup
-    from rl_core.training.loop import LoopOutcome, Trainer
+    from rl_core.training.loop import LoopOutcome
     from rl_core.training.optimizer_step import OptimizerStep
     from tasks.pipeline.run import PipelineRun
 
@@ -81,26 +82,15 @@ class StageContext:
         """Folder of the stage's checkpoints; removed when it has finished."""
         return self.folder / "checkpoints"
 
-    def train(
-        self, trainer: Trainer, iterations: int, *, best_metric: str | None = None, larger_is_better: bool = True
-    ) -> LoopOutcome:
-        """Run a trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
+    def train(self, recipe: Recipe[Any]) -> LoopOutcome:
+        """Run a recipe's trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
 
-        Args: as `rl_core.training.loop.run_loop`.
+        Errors: as `rl_core.training.loop.run_loop`.
         """
-        from rl_core.storage.checkpoint import (
-            CheckpointStore,
-        )  # here, as it loads torch, which those who only read folders do not need
-        from rl_core.training.loop import run_loop
-
-        return run_loop(
-            trainer,
+        return recipe.run(
             self.settings,
-            iterations=iterations,
             tracker=self.tracker,
-            checkpoints=CheckpointStore(self.checkpoints, keep=self.settings.keep_checkpoints),
-            best_metric=best_metric,
-            larger_is_better=larger_is_better,
+            checkpoints=self.checkpoints,
             fingerprint=self.fingerprint,
             stop_event=self.stop,
             history=self.folder / METRICS_HISTORY,

@@ -42,7 +42,7 @@ class RetentionPlan:
 
     @property
     def bytes(self) -> int:
-        """That it frees in all."""
+        """Bytes that the plan frees in all."""
         return sum(item.bytes for item in self.items)
 
 
@@ -70,7 +70,7 @@ class _Planner:
         self._plan = RetentionPlan()
 
     def plan(self) -> RetentionPlan:
-        """All of it."""
+        """The whole plan."""
         graph, plan = self.graph, self._plan
         plan.kept_versions = [
             f"{name}/{number}" for name, number in sorted(graph.needed_versions & set(graph.versions))

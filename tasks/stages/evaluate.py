@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -10,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis import write_trajectories
-from rl_core.evaluation import Evaluation, evaluate, heldout_requests
+from rl_core.api.evaluation import play_heldout
+from rl_core.evaluation import Evaluation, heldout_requests
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.folders import write_json_atomic
@@ -68,19 +68,11 @@ def _body(context: StageContext) -> dict[str, Any]:
     for index, name in enumerate(names):
         context.tracker.progress(index, len(names), f"playing {len(requests)} episodes with {name}")
         policy = load_policy(model_folder(context.inputs[f"model.{name}"]), context.pipeline)
-        backend = policy.backend()
-        result = evaluate(
-            environment, backend, policy.renderer, requests,
-            samples=settings.samples, sampling=settings.sampling, seed=context.pipeline.seed,
-        )  # fmt: skip
+        result, greedy = play_heldout(policy, environment, requests, settings, context.pipeline.seed)
         metrics = result.metrics(f"eval/{name}")
         stored[name] = result.to_json()
         row = _row(result)
-        if settings.greedy and settings.sampling.temperature > 0:
-            greedy = evaluate(
-                environment, backend, policy.renderer, requests, samples=1,
-                sampling=dataclasses.replace(settings.sampling, temperature=0.0), seed=context.pipeline.seed,
-            )  # fmt: skip
+        if greedy is not None:
             stored[f"{name}_greedy"] = greedy.to_json()
             metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
             row["greedy_success"] = greedy.success_rate

@@ -8,19 +8,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_core.api import recipes
+from rl_core.api.evaluation import validation
+from rl_core.api.policy import Policy
 from rl_core.environments.environment import Environment
-from rl_core.evaluation import evaluate, heldout_requests, validation_requests
+from rl_core.evaluation import heldout_requests, validation_requests
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.contribution import Contribution, compared_groups, contributions
-from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, EvaluationSettings, PolicySettings
-from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import episodes_seed
-from tasks.stages.loading import Policy, load_policy, make_environment
+from tasks.stages.loading import load_policy, make_environment
 
 __all__ = ["optimise_policy"]
 
@@ -52,26 +53,23 @@ def _body(context: StageContext) -> dict[str, Any]:
     if "reward_model" in context.inputs:
         reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)
         scorer = functools.partial(heads.score, reward_model)
-    trainer = PolicyGradientTrainer(
-        policy.model,
+    recipe = recipes.policy_gradient(
+        policy,
         reference,
-        policy.renderer,
         environment,
         settings,
         context.seed,
-        RewardOrchestrator(settings.rewards, scorer=scorer, options=settings.reward_options, seed=context.seed),
-        policy.backend(),
+        scorer=scorer,
         evaluator=_evaluator(context, policy, environment) if settings.eval_every else None,
         record=record_all(
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
         ),
         process_group=context.process_group,
     )
+    trainer = recipe.trainer
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
-    outcome = context.train(
-        trainer, settings.iterations, best_metric="eval/success_rate" if settings.patience is not None else None
-    )
+    outcome = context.train(recipe)
     context.save_model(
         trainer.optimizer_step,
         policy.model,
@@ -109,25 +107,9 @@ def _evaluator(context: StageContext, policy: Policy, environment: Environment) 
     reported = heldout_requests(environment, evaluation, episodes_seed(evaluation, context.pipeline))
     levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
     requests = validation_requests(environment, settings.eval_episodes, levels, seed, reported)
-    backend = policy.backend()
-
-    def play() -> dict[str, float]:
-        backend.refresh()
-        sampling = settings.sampling
-        result = evaluate(
-            environment,
-            backend,
-            policy.renderer,
-            requests,
-            samples=1,
-            sampling=sampling,
-            seed=context.seed,
-            process_group=context.process_group,
-        )
-        timed = ("eval/seconds", "eval/tokens_per_second")  # the loop times evaluations itself
-        return {name: value for name, value in result.metrics().items() if name not in timed}
-
-    return play
+    return validation(
+        policy, environment, requests, settings.sampling, context.seed, process_group=context.process_group
+    )
 
 
 def _recent_metrics(history: MetricHistory) -> dict[str, float]:

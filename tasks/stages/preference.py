@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
+from rl_core.api import recipes
 from rl_core.settings import PreferenceSettings
-from rl_core.trainers.preference import PreferenceTrainer
 from tasks.pipeline.key import code_version
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
@@ -42,24 +42,12 @@ def _body(context: StageContext) -> dict[str, Any]:
             code=code_version(),
         )
     )
-    trainer = PreferenceTrainer(
-        policy.model,
-        policy.renderer.pad_id,
-        pairs.train,
-        pairs.heldout,
-        settings,
-        context.seed,
-        references,
-        context.process_group,
+    recipe = recipes.preference(
+        policy, pairs.train, pairs.heldout, settings, context.seed, references, context.process_group
     )
-    outcome = context.train(
-        trainer,
-        trainer.total_steps,
-        best_metric="eval/loss" if settings.patience is not None else None,
-        larger_is_better=False,
-    )
+    outcome = context.train(recipe)
     context.save_model(
-        trainer.optimizer_step,
+        recipe.trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,

@@ -5,18 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from rl_core.api.data import pair_of
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.pairs import Pair, PairSide, pairs_from_groups
+from rl_core.data.pairs import Pair, pairs_from_groups
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import PreferenceSettings, RewardModelSettings
 from rl_core.trainers.reward_model import longer_answer_baseline
-from rl_core.types import Message
 from tasks.pipeline.stage import StageContext
 from tasks.stages.loading import load_policy, make_environment
 from tasks.stages.sft import read_jsonl
@@ -63,22 +62,13 @@ def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
     """The preference rows that the data stage checked and split by prompt."""
     policy_tokenizer = causal_lm.load_tokenizer(context.inputs["model"], context.pipeline.model)
     renderer = ChatRenderer(policy_tokenizer)
-
-    def side(prompt_ids: list[int], answer: str) -> PairSide:
-        completion_ids = renderer.action_ids(answer)
-        return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
-
-    def pair(row: dict[str, Any]) -> Pair:
-        prompt_ids = renderer.prompt_ids([Message(role="user", content=row["prompt"])])
-        return Pair(side(prompt_ids, row["chosen"]), side(prompt_ids, row["rejected"]))
-
     rows = {split: read_jsonl(data / f"preferences_{split}.jsonl") for split in ("train", "heldout")}
     # The baseline of people: the answer with more characters.
     longer = longer_answer_baseline([(row["chosen"], row["rejected"]) for row in rows["heldout"]])
     prompts = {split: len({row["prompt"] for row in rows[split]}) for split in rows}
     return StagePairs(
-        train=[pair(row) for row in rows["train"]],
-        heldout=[pair(row) for row in rows["heldout"]],
+        train=[pair_of(row, renderer) for row in rows["train"]],
+        heldout=[pair_of(row, renderer) for row in rows["heldout"]],
         longer_baseline=longer,
         note=f"{len(rows['train'])} pairs of {prompts['train']} prompts to learn from, "
         f"{prompts['heldout']} prompts held out",

@@ -77,7 +77,7 @@ def _promote(
 
 
 def _asked(pipeline_run: PipelineRun, result: StageResult, champion: int | None) -> StageResult:
-    """The same result with what became of the question to a person, which is asked now where it has to be."""
+    """The gate's result with the state of its approval request, which is made now if it is due."""
     if result.summary.get("decision") != AWAITING:
         return result
     version = pipeline_run.tracking.registry.version(
@@ -141,20 +141,15 @@ def _gate(
     )
     manual = promoted and settings.approve == "manual"
     decision = AWAITING if manual else "promoted" if promoted else "rejected"
+    before = champion.version if champion else None
     tags = {
         "gate.decision": decision,
         "gate.reason": reason,
-        "gate.champion_before": str(champion.version) if champion else "none",
+        "gate.champion_before": str(before or "none"),
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
         **figure_tags(result),
     }
-    pipeline_run.tracking.tag_version(registered, version, tags)
-    before = champion.version if champion else None
-    if decision == "promoted" and not pipeline_run.tracking.replace_champion(registered, version, before):
-        pipeline_run.tracking.tag_version(registered, version, {"gate.decision": "compared anew"})
-        raise ChampionChanged(f"{registered} has another champion than {before or 'none'} since the comparison began")
-    if decision != "promoted":
-        pipeline_run.tracking.set_challenger(registered, version)
+    _move_alias(pipeline_run.tracking, registered, version, tags, before)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
     context.tracker.set_tag("gate.decision", decision)
     context.tracker.set_tag("gate.reason", reason)
@@ -163,7 +158,7 @@ def _gate(
         "reason": reason,
         "registered_model": registered,
         "model_version": version,
-        "champion_before": champion.version if champion else None,
+        "champion_before": before,
         "metrics": {f"promotion/{key}": value for key, value in numbers.items()},
         "note": f"version {version} of {registered} {decision}: {reason}",
     }
@@ -180,6 +175,19 @@ def _gate(
     _explain(context, ours, theirs, verdict, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
+
+
+def _move_alias(tracking: Tracking, name: str, version: int, tags: dict[str, str], before: int | None) -> None:
+    """Tag the version with the gate's decision, and make it champion if it is promoted, else challenger.
+
+    Raises: ChampionChanged if the champion is no longer version `before`; nothing has moved then.
+    """
+    tracking.tag_version(name, version, tags)
+    if tags["gate.decision"] != "promoted":
+        tracking.set_challenger(name, version)
+    elif not tracking.replace_champion(name, version, before):
+        tracking.tag_version(name, version, {"gate.decision": "compared anew"})
+        raise ChampionChanged(f"{name} has another champion than {before or 'none'} since the comparison began")
 
 
 def figure_tags(result: Evaluation) -> dict[str, str]:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
+from rl_core.api import recipes
 from rl_core.data.chat import ChatRenderer
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
-from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
+from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.preference_pairs import StagePairs, stage_pairs
@@ -31,16 +32,14 @@ def reward_model(pipeline_run: PipelineRun, model: Path | str, data: StageResult
 def _body(context: StageContext) -> dict[str, Any]:
     settings: RewardModelSettings = context.settings
     pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
-    train, heldout = ([(pair.chosen_ids, pair.rejected_ids) for pair in part] for part in (pairs.train, pairs.heldout))
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
-    trainer = RewardModelTrainer(
-        model, ChatRenderer(tokenizer).pad_id, train, heldout, settings, context.seed, context.process_group
+    pad_id = ChatRenderer(tokenizer).pad_id
+    recipe = recipes.reward_model(
+        model, pad_id, pairs.train, pairs.heldout, settings, context.seed, context.process_group
     )
-    outcome = context.train(
-        trainer, trainer.total_steps, best_metric="eval/accuracy" if settings.patience is not None else None
-    )
+    outcome = context.train(recipe)
     context.save_model(
-        trainer.optimizer_step,
+        recipe.trainer.optimizer_step,
         model,
         tokenizer,
         lambda pipeline: heads.reward_model_from(context.inputs["model"], pipeline.model, seed=context.seed)[0],

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from rl_core.api import recipes
 from rl_core.settings import SFTSettings
-from rl_core.trainers.sft import SFTTrainer
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy
@@ -39,17 +39,10 @@ def _body(context: StageContext) -> dict[str, Any]:
         [policy.renderer.conversation(row["messages"]) for row in read_jsonl(data / f"demonstrations_{split}.jsonl")]
         for split in ("train", "heldout")
     )
-    trainer = SFTTrainer(
-        policy.model, policy.renderer.pad_id, train, heldout, settings, context.seed, context.process_group
-    )
-    outcome = context.train(
-        trainer,
-        trainer.total_steps,
-        best_metric="eval/loss" if settings.patience is not None else None,
-        larger_is_better=False,
-    )
+    recipe = recipes.sft(policy, train, heldout, settings, context.seed, context.process_group)
+    outcome = context.train(recipe)
     context.save_model(
-        trainer.optimizer_step,
+        recipe.trainer.optimizer_step,
         policy.model,
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,

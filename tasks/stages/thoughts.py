@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from rl_core.api import recipes
+from rl_core.api.policy import Policy
 from rl_core.errors import CheckFailed
 from rl_core.evaluation import heldout_requests
 from rl_core.rewards.rollout_log import RecentRollouts
@@ -17,7 +19,7 @@ from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
-from tasks.stages.loading import Policy, load_policy, make_environment
+from tasks.stages.loading import load_policy, make_environment
 
 __all__ = ["learn_thoughts"]
 
@@ -38,18 +40,17 @@ def _body(context: StageContext) -> dict[str, Any]:
     environment = make_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
     episodes = EvaluationSettings(episodes=settings.validation_episodes, levels=settings.levels)
-    trainer = ThoughtsTrainer(
-        policy.model,
-        policy.renderer,
+    recipe = recipes.thoughts(
+        policy,
         environment,
         settings,
         context.seed,
-        policy.backend(),
         heldout=heldout_requests(environment, episodes, context.seed),
         record=RecentRollouts(context.folder / RECENT_ROLLOUTS),
         process_group=context.process_group,
     )
-    outcome = context.train(trainer, settings.iterations, best_metric=f"eval/{settings.select_by}")
+    trainer = recipe.trainer
+    outcome = context.train(recipe)
     context.save_model(
         trainer.optimizer_step,
         policy.model,

@@ -11,17 +11,20 @@ registry     references, champion and challenger
 traces       episodes as traces
 values       names, flat parameters, environment
 system       CPU, memory, GPU
+plug_in      MlflowTracker: MLflow for the Python API
 """
 
 from tasks.tracking.journal import read_metrics
 from tasks.tracking.models import check_safe, digest_model
+from tasks.tracking.plug_in import MlflowTracker
 from tasks.tracking.registry import ModelVersion, Registry, is_registered_reference
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker
 from tasks.tracking.store import default_uri, offline_environment
-from tasks.tracking.tracking import RunRow, Tracking, list_runs
+from tasks.tracking.tracking import RunRow, Tracking, list_runs, run_records
 from tasks.tracking.values import environment_freeze, flatten
 
 __all__ = [
+    "MlflowTracker",
     "ModelVersion",
     "ProgressCallback",
     "Registry",
@@ -37,4 +40,5 @@ __all__ = [
     "list_runs",
     "offline_environment",
     "read_metrics",
+    "run_records",
 ]

@@ -102,7 +102,7 @@ class Cost:
         self._lock = threading.Lock()
 
     def add(self, *, foreground: float = 0.0, background: float = 0.0) -> None:
-        """Count."""
+        """Add seconds."""
         with self._lock:
             self.foreground_seconds += foreground
             self.background_seconds += background

@@ -15,7 +15,7 @@ from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker, replay_folder
 from tasks.tracking.store import Cost, Store, default_uri
 
-__all__ = ["RunRow", "Tracking", "list_runs"]
+__all__ = ["RunRow", "Tracking", "list_runs", "run_records"]
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Tracking:
         self.registry.set_champion(name, version)
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
-        """Move the alias `champion` if it still stands on `before`; whether it was moved."""
+        """Move the alias `champion` if it still stands on `before`; returns True if it was moved."""
         return self.registry.replace_champion(name, version, before)
 
     def set_challenger(self, name: str, version: int) -> None:
@@ -234,6 +234,30 @@ def list_runs(output: Path, uri: str | None = None, limit: int = 50) -> list[dic
 
     [] where the default store does not exist yet; nothing is created. `limit` counts pipeline runs.
     """
+    return [_line(row, "  " if row.parent_run_id else "") for row in _in_order(output, uri, limit)]
+
+
+def run_records(output: Path, uri: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
+    """The same runs for programs: ids, times in seconds, newest metrics and tags, in the order of `list_runs`."""
+    return [
+        {
+            "run_id": row.run_id,
+            "parent_run_id": row.parent_run_id,
+            "run": row.name,
+            "status": _status(row),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.start_time)),
+            "seconds": row.seconds,
+            "result": row.tags.get("result", ""),
+            "page": row.url,
+            "metrics": row.metrics,
+            "tags": row.tags,
+        }
+        for row in _in_order(output, uri, limit)
+    ]
+
+
+def _in_order(output: Path, uri: str | None, limit: int) -> list[RunRow]:
+    """The newest pipeline run first, each followed by its stages."""
     tracking = Tracking(uri, output)
     local = default_uri(tracking.output)
     if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
@@ -243,19 +267,22 @@ def list_runs(output: Path, uri: str | None = None, limit: int = 50) -> list[dic
     for row in reversed(rows):
         if row.parent_run_id:
             children.setdefault(row.parent_run_id, []).append(row)
-    lines = []
+    found: list[RunRow] = []
     for row in [row for row in rows if not row.parent_run_id][:limit]:
-        lines.append(_line(row, ""))
-        lines += [_line(child, "  ") for child in children.get(row.run_id, [])]
-    return lines
+        found += [row, *children.get(row.run_id, [])]
+    return found
+
+
+def _status(row: RunRow) -> str:
+    waits = row.status == "FINISHED" and row.tags.get("approval") == "waiting"
+    return "waiting" if waits else row.status.lower()
 
 
 def _line(row: RunRow, indent: str) -> dict[str, str]:
     seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
-    waits = row.status == "FINISHED" and row.tags.get("approval") == "waiting"
     return {
         "run": indent + row.name,
-        "status": "waiting" if waits else row.status.lower(),
+        "status": _status(row),
         "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.start_time)),
         "took": seconds,
         "result": _result(row),

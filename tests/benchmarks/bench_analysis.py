@@ -72,7 +72,7 @@ def measure(folder: Path, count: int) -> dict[str, float]:
 
 
 def generate(path: Path, count: int, model: str) -> int:
-    """Write `count` trajectories of a made-up model, one an episode, and return the bytes."""
+    """Write `count` trajectories of a synthetic model, one per episode; returns the bytes."""
     draw = random.Random(model)
     skill = 0.5 if model == "sft" else 0.9
     with path.open("w", encoding="utf-8") as file:

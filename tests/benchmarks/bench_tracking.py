@@ -1,4 +1,4 @@
-"""What tracking costs: python tests/benchmarks/bench_tracking.py [calls] [metrics per call]."""
+"""Cost of tracking: python tests/benchmarks/bench_tracking.py [calls] [metrics per call]."""
 
 from __future__ import annotations
 

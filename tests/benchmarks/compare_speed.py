@@ -129,14 +129,14 @@ def make_environment(folder, trl):
 
 
 def environment(threads=1, peer=False):
-    """Of a worker: its modules and its threads. The peer's gets nothing of this project but the benchmark's own."""
+    """Environment of a worker: module path and threads. The peer's sees only the benchmark's own modules."""
     paths = [str(ROOT / "tests" / "benchmarks")] + ([] if peer else [str(ROOT)])
     cores = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     return {**os.environ, **cores, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_python(arguments, threads=1):
-    """Output of a Python process of this project. It is a process of its own so that this one stays small."""
+    """Output of a separate Python process of this project, which keeps this one small."""
     done = subprocess.run(
         [sys.executable, *arguments], env=environment(threads), check=True, stdout=subprocess.PIPE, text=True
     )  # fmt: skip
@@ -144,7 +144,7 @@ def run_python(arguments, threads=1):
 
 
 def kept(file, make):
-    """What the file holds; made and kept first where it is not there."""
+    """Contents of the file, created first if it is absent."""
     if not file.exists():
         found = make()
         temporary = file.with_suffix(".partial")
@@ -194,7 +194,7 @@ def run_case(stage, size, threads, options, peer_python):
 
 
 def commit():
-    """What was measured; '+' = with changes that are in no commit."""
+    """Measured commit; '+' = with uncommitted changes."""
     done = subprocess.run(
         ["git", "describe", "--always", "--dirty=+"], cwd=ROOT, capture_output=True, text=True, check=False
     )  # fmt: skip
@@ -231,7 +231,7 @@ def about(output):
 
 
 def processor():
-    """Its name, where the system tells."""
+    """Processor name, if available."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -63,12 +63,12 @@ class Line:
 
     @property
     def difference(self) -> float:
-        """Of what has to agree: ours and TRL's, or ours and the plain formula."""
+        """Difference of ours to TRL's, or to the plain formula."""
         return abs(self.our_value - (self.trl_value if self.formula is None else self.formula))
 
     @property
     def verdict(self) -> str:
-        """NaN fails: it is not within anything."""
+        """PASS, CHOICE or FAIL; NaN fails."""
         if not self.difference <= TOLERANCE:
             return "FAIL"
         return "PASS" if self.formula is None else "CHOICE"
@@ -310,7 +310,7 @@ class Grpo:
 
 
 def compare_grpo(bench: Bench) -> list[Line]:
-    """What means the same on both sides."""
+    """Settings with the same meaning on both sides."""
     it = Grpo(bench)
     advantages_B = group_advantages(REWARDS_PG).flatten()
     sequence = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
@@ -360,7 +360,7 @@ def compare_grpo(bench: Bench) -> list[Line]:
 
 
 def compare_grpo_choices(bench: Bench) -> list[Line]:
-    """Where TRL means something else."""
+    """Settings with another meaning in TRL."""
     it = Grpo(bench)
     grpo = it.theirs(loss_type="grpo")
     corrected, ratio_BS = it.theirs(loss_type="dapo", beta=0.1), (it.new_BS - it.old_BS).exp()

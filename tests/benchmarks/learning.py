@@ -136,7 +136,7 @@ def make_sft(config: str, output: Path, threads: int, changes: list[str]) -> Pat
 
 
 class Bench:
-    """What every run shares: environment, renderer, episodes to measure on."""
+    """State shared by all runs: environment, renderer, evaluation episodes."""
 
     def __init__(self, config: str, model: str) -> None:
         import torch

@@ -1,4 +1,4 @@
-"""How time and memory grow with length, batch, parameters, rollouts and iterations; exponents of power laws.
+"""Growth of time and memory with length, batch, parameters, rollouts and iterations; exponents of power laws.
 
     python tests/benchmarks/scaling.py --output DIR [--axes length,batch,...] [--threads 1] [--repeats 3] [--quick]
 

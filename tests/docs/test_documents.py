@@ -126,7 +126,7 @@ def test_the_reward_is_called_as_shown(package):
 
     trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", num_action_tokens=30)
     trajectory.rewards = {"task": 1.0}
-    rollout = Rollout([1], [2], [True], [0.0], 1.0, trajectory)
+    rollout = Rollout([1], [2], [True], [0.0], trajectory)
     RewardOrchestrator({"task": 1.0, "my_package.rewards:brevity": 0.1}).score([RolloutGroup([rollout])])
     assert rollout.reward == pytest.approx(1.0 + 0.1 * -0.01 * 30)
 

@@ -1,4 +1,4 @@
-"""The Dockerfile and the Kubernetes job: what linters say, and whether they fit the code. Neither is run here."""
+"""Dockerfile and Kubernetes job: linters, and consistency with the code. Neither is run here."""
 
 import re
 import shutil

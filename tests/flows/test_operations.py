@@ -53,7 +53,7 @@ class Machine:
         return child.returncode, out
 
     def do(self, *arguments: str) -> str:
-        """What a command that works says."""
+        """Output of a successful command."""
         code, said = self.say(*arguments)
         assert code == 0, said
         return said
@@ -79,7 +79,7 @@ def machine(tmp_path, prefect_api, monkeypatch):
 
 
 def until(child: subprocess.Popen[str], text: str) -> str:
-    """What a process prints, up to a line that holds `text`."""
+    """Output of a process up to a line with `text`."""
     lines = []
     for line in child.stdout:
         lines.append(line)
@@ -105,7 +105,7 @@ def test_a_run_waits_is_left_approved_killed_resumed_and_cleared_away(machine):
     said = machine.run().communicate(timeout=600)[0]
     assert f"version {promoted} of test is the champion already" in said and "approved by ada" in said
     code, said = machine.say("approve", run, "--yes", *out)
-    assert code == 2 and "waits for nothing" in said
+    assert code == 2 and "is not pending" in said
 
     # Killed in the policy stage: marked by the repair, resumed under its own settings, from its checkpoint.
     killed = machine.run("seed=1", POSTTRAIN_FAULT="loop.stepped:3:kill")
@@ -146,4 +146,4 @@ def test_nobody_answers_and_the_clock_rejects(machine):
     assert child.returncode == 0 and "rejected: nobody approved it until" in said
     assert machine.champion() is None
     code, said = machine.say("approve", "test", "--yes", "--output", str(machine.output))
-    assert code == 2 and "waits for nothing" in said
+    assert code == 2 and "is not pending" in said

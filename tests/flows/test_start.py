@@ -1,4 +1,4 @@
-"""What is seen and said while a run starts: Prefect's embedded server, and what there is to read until it answers."""
+"""Output while a run starts: Prefect's embedded server, and what there is to read until it answers."""
 
 import io
 import os

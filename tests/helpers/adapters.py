@@ -1,4 +1,4 @@
-"""What the tests of adapters share: stand-ins for packages that are not among the dependencies."""
+"""Stand-ins for optional packages, shared by the tests of adapters."""
 
 from __future__ import annotations
 

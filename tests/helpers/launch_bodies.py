@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from helpers.tiny import PAD, nano
+from rl_core.api.recipes import Recipe
 from rl_core.errors import RecordsError
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
@@ -66,13 +67,13 @@ def train(context):
         return step()
 
     trainer.step = slowly
-    outcome = context.train(trainer, trainer.total_steps)
+    outcome = context.train(Recipe(trainer, trainer.total_steps))
     kinds = {name: type(value).__name__ for name, value in context.inputs.items()}
     return {"steps": outcome.steps, "loss": outcome.metrics["eval/loss"], "kinds": kinds}
 
 
 def fail_in_the_second(context):
-    """The first process waits for the second one, which has something to say."""
+    """The first process waits for the second, which raises."""
     context.tracker.log_metrics({"train/loss": 2.5}, 1)
     context.process_group.all_reduce_max(0)
     if context.process_group.rank == 1:

@@ -1,4 +1,4 @@
-"""What sharded_scenarios.py does with trainers that sample from the policy that they train."""
+"""Scenarios of sharded_scenarios.py for trainers that sample from their own policy."""
 
 import functools
 

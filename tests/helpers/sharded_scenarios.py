@@ -1,4 +1,4 @@
-"""What two processes compute together, and one alone: a program that test_sharded_training.py runs once.
+"""Same computations by two processes and by one: a program that test_sharded_training.py runs once.
 
     python sharded_scenarios.py FOLDER     writes FOLDER/0.json and 1.json (the two) and alone.json
 
@@ -172,7 +172,7 @@ def scenarios(process_group, folder):
 
 
 def long_run(process_group, iterations, folder=None, **changes):
-    """With all that has a state; goes on from what lies in the folder."""
+    """Training with every kind of state; resumes from the folder."""
     trainer = sft_trainer(process_group, **{**EXTRAS, "patience": None, "checkpoint_every": 3, **changes})
     return numbers(trainer, process_group, folder=folder, iterations=iterations)
 

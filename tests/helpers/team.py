@@ -1,4 +1,4 @@
-"""A team's servers by `posttrain up`: the command and the servers are real, the deployments the test's own."""
+"""A team's servers by `posttrain up`: real command and servers, deployments of the test."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from rl_core.trainers.sft import SFTTrainer
 
 
 class SecretEpisode(Episode):
-    """Two questions whose answer is the digit asked for; any answer goes on."""
+    """Two questions, each answered by its digit; any answer continues the episode."""
 
     def reset(self):
         self.turn, self.target = 0, f"{self.seed % 3} {(self.seed + 1) % 3}"

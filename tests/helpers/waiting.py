@@ -1,4 +1,4 @@
-"""What tests of servers wait for, and where they listen."""
+"""Waiting and free ports for tests of servers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def wait_for(condition: Callable[[], Any], what: str = "it", seconds: float = 60.0, every: float = 0.05) -> Any:
-    """What the condition gives as soon as that counts as true."""
+    """First true value of the condition."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():

@@ -1,4 +1,4 @@
-"""What the tests of rl_core share; tiny.py, beside this file, holds the model makers."""
+"""Fixtures of the tests of rl_core; tiny.py, beside this file, holds the model makers."""
 
 import threading
 
@@ -17,7 +17,7 @@ def no_faults():
 
 @pytest.fixture(params=["torch", "compiled", "tiles"])
 def way(request, monkeypatch):
-    """How a CPU computes: torch's kernels, compiled code, compiled code with products by tiles."""
+    """CPU implementation: torch's kernels, compiled code, compiled code with products by tiles."""
     if request.param == "tiles" and amx_gemm.load() is None:
         pytest.skip("needs a C compiler and a processor with tiles")
     if request.param != "tiles":

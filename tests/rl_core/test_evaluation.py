@@ -171,7 +171,7 @@ def test_evaluate_by_hand():
     assert result.by_level["easy"].rate == 1.0 and result.by_level["hard"].rate == 0.0
     assert_allclose(result.by_level["hard"][1:3], wilson_interval(0, 5))
     assert result.by_kind["odd"] == (0.5, *wilson_interval(3, 6), 6)
-    assert result.success_per_episode == [1.0, 0.0] * 5
+    assert [episode.success for episode in result.episodes] == [1.0, 0.0] * 5
     assert [(e.level, e.seed) for e in result.episodes] == [(r.level, r.seed) for r in REQUESTS]
     assert result.turns_mean == 1.5 and result.tool_calls_mean == 0.5 and result.misuse_rate == 0.0
     # 'look' + end 5, 'answer N' + end 9; 'answer 0' + end 9

@@ -1,4 +1,4 @@
-"""Spans: what adds up, what lies within what, and what is not seen."""
+"""Spans: sums, nesting, and work on other threads."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Policy loss of one micro-batch per algorithm, importance weights, and agreement with the sampler.
+"""Policy loss of one micro-batch per algorithm, importance weights, agreement with the sampler, KL controller.
 
 Suffixes: B rows, S whole sequence.
 """
@@ -10,14 +10,15 @@ from dataclasses import dataclass
 import torch
 
 from rl_core.losses.importance import truncated_importance_weights
-from rl_core.losses.kl import kl_k1, kl_k3
+from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef, kl_k1, kl_k3
 from rl_core.losses.masking import masked_max, masked_sum
 from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
 from rl_core.settings import PolicySettings
 
-__all__ = ["StepCounts", "importance_weights", "policy_loss", "sampler_agreement"]
+__all__ = ["StepCounts", "importance_weights", "next_kl_coef", "policy_loss", "sampler_agreement"]
 
 Metrics = dict[str, torch.Tensor]
+BAND = 0.2  # half-width of the banded controller's band, as a share of kl_target
 
 
 @dataclass(frozen=True)
@@ -119,3 +120,17 @@ def _policy_kl(
         "kl": masked_sum(kl_k3(old_logprobs_BS, logprobs_BS), mask_BS) / count,
         "kl_k1": masked_sum(kl_k1(old_logprobs_BS, logprobs_BS), mask_BS) / count,
     }
+
+
+def next_kl_coef(settings: PolicySettings, kl_coef: float, kl: float) -> float:
+    """Weight of the KL term after an iteration, moved towards the value at which the KL is kl_target.
+
+    Args:
+        kl: measured KL to the reference, nats per token.
+    """
+    if settings.kl_controller == "fixed":
+        return kl_coef
+    if settings.kl_controller == "banded":
+        return banded_kl_coef(kl_coef, kl, target=settings.kl_target, tolerance=BAND * settings.kl_target)
+    played = settings.prompts_per_iteration * settings.group_size
+    return adaptive_kl_coef(kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played)

@@ -19,32 +19,30 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
-from rl_core.data.batches import DataOrder
+from rl_core.curriculum.snapshots import StageSnapshots
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
-from rl_core.inference.sampling import RolloutBackend, sequence_seed
-from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef
+from rl_core.inference.sampling import RolloutBackend
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.overlong import OverlongPenalty
 from rl_core.rollouts.collect import EpisodeRequest, Renderer
 from rl_core.rollouts.rollout_metrics import rollout_metrics
+from rl_core.rollouts.training_seeds import SeedOrders
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import advantage_metrics
+from rl_core.trainers.policy_gradient.losses import next_kl_coef
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
-from rl_core.trainers.policy_gradient.stage_snapshots import StageSnapshots
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.types import RolloutGroup
 
 __all__ = ["PolicyGradientTrainer"]
 
-EPOCH_SEEDS = 2**20  # splits of up to so many seeds are traversed in epochs; larger ones are sampled
 SAME_REWARD = 1e-6  # groups whose rewards differ by less carry no signal
-BAND = 0.2  # half-width of the banded controller's band, as a share of kl_target
 
 
 class PolicyGradientTrainer(RolloutTrainer):
@@ -102,7 +100,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.kl_coef = settings.kl_coef
         self.groups: list[RolloutGroup] = []  # trained on in the last iteration, for inspection
         self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
-        self._orders: dict[str, DataOrder] = {}  # of the levels that have few seeds
+        self._seeds = SeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
         self._penalties = {}
         if settings.overlong_tokens:
@@ -140,7 +138,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         rng = self._generator()
         played, self.groups, metrics = self._play_and_score(rng)
         playing = metrics["perf/rollout_seconds"]
-        metrics |= rollout_metrics(played)
+        metrics |= rollout_metrics(played, with_success=self.environment.knows_success)
         rollouts = [rollout for group in played for rollout in group.rollouts]
         self._record_rollouts(rollouts)
         updating = time.perf_counter()
@@ -176,7 +174,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "kl_coef": self.kl_coef,
             "curriculum": self.curriculum.state_dict(),
             "rewards": self.rewards.state_dict(),
-            "orders": {level: order.state_dict() for level, order in self._orders.items()},
+            "orders": self._seeds.state_dict(),
             "replay": self._replay.state_dict() if self._replay is not None else None,
             "critic_optimizer_step": critic.state_dict() if critic is not None else None,
             "entries": self._snapshots.state_dict(),
@@ -189,9 +187,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.kl_coef = float(state["kl_coef"])
         self.curriculum.load_state_dict(state["curriculum"])
         self.rewards.load_state_dict(state["rewards"])
-        self._orders = {}
-        for level, order in state["orders"].items():
-            self._seed_order(level, int(order["num_rows"])).load_state_dict(order)
+        self._seeds.load_state_dict(state["orders"])
         if self._replay is not None:
             self._replay.load_state_dict(state["replay"])
         if self.actor_critic.critic_optimizer_step is not None:
@@ -280,22 +276,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         requests = []
         for _ in range(count):
             level = self.curriculum.draw_level(rng)
-            requests.append(EpisodeRequest(level=level, seed=self._draw_seed(level, rng)))
+            requests.append(EpisodeRequest(level=level, seed=self._seeds.draw(level, rng)))
         return requests
-
-    def _draw_seed(self, level: str, rng: np.random.Generator) -> int:
-        """A training seed: without replacement within an epoch where they are few, uniformly where they are many."""
-        seeds = self._training_seeds(level)
-        if len(seeds) > EPOCH_SEEDS:
-            return int(seeds[int(rng.integers(len(seeds)))])
-        return int(seeds[self._seed_order(level, len(seeds)).next()[0]])
-
-    def _seed_order(self, level: str, num_rows: int) -> DataOrder:
-        if level not in self._orders:
-            # 63 bits: a level's order is its own, whatever other levels there are
-            seed = sequence_seed(self.seed, "order", level) % 2**63
-            self._orders[level] = DataOrder(num_rows, batch_size=1, seed=seed)
-        return self._orders[level]
 
     # Update
 
@@ -326,25 +308,11 @@ class PolicyGradientTrainer(RolloutTrainer):
             metrics["train/replayed_rollouts"] = float(sum(map(len, replayed)))
             self._replay.add(fresh)
         self._write_advantages(fresh)
-        self._update_kl_coef(metrics)
+        if "policy/ref_kl" in metrics:
+            self.kl_coef = next_kl_coef(settings, self.kl_coef, metrics["policy/ref_kl"])
         return metrics
 
     def _write_advantages(self, fresh: Sequence[SampleGroup]) -> None:
         """Copy advantages into the groups, where rollouts were compared."""
         for group, samples in zip(self.groups, fresh, strict=True):
             group.advantages = [sample.advantage for sample in samples if sample.advantage is not None] or None
-
-    def _update_kl_coef(self, metrics: Mapping[str, float]) -> None:
-        """Move kl_coef towards the value at which the KL to the reference is kl_target."""
-        settings, kl = self.stage_settings, metrics.get("policy/ref_kl")
-        if settings.kl_controller == "fixed" or kl is None:
-            return
-        if settings.kl_controller == "banded":
-            self.kl_coef = banded_kl_coef(
-                self.kl_coef, kl, target=settings.kl_target, tolerance=BAND * settings.kl_target
-            )
-            return
-        played = settings.prompts_per_iteration * settings.group_size
-        self.kl_coef = adaptive_kl_coef(
-            self.kl_coef, kl, target=settings.kl_target, horizon=settings.kl_horizon, num_samples=played
-        )

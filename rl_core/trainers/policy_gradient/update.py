@@ -19,12 +19,12 @@ from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import TokenOutputs, completion_logprobs, token_outputs
+from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.rollouts.rollout_metrics import mean_metrics
 from rl_core.settings import PolicySettings
 from rl_core.trainers.policy_gradient.losses import StepCounts, importance_weights, policy_loss, sampler_agreement
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.trainers.policy_gradient.rollout_buffer import ActorCritic, RolloutBuffer
-from rl_core.training.resume import load_trainable_weights, trainable_weights
 from rl_core.types import TrainBatch
 
 __all__ = ["PolicyUpdate"]

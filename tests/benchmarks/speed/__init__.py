@@ -1,4 +1,4 @@
-"""What compare_speed.py and scaling.py are made of.
+"""Parts of compare_speed.py and scaling.py.
 
 inputs      models, tokenizer and rows that both sides read           (both Pythons)
 protocol    how a worker is told to take a step, and what it answers  (both Pythons)

@@ -1,4 +1,4 @@
-"""That the same comes out: `python -m speed.checks FOLDER`, one JSON line of checks with value and limit.
+"""Equality of results: `python -m speed.checks FOLDER`, one JSON line of checks with value and limit.
 
 The plain side is transformers' own model, one row at a time, padded to the longest row of the batch.
 """

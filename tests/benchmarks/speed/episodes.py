@@ -61,7 +61,7 @@ def as_drawn(rows, seed):
 
 
 def reward(trajectories):
-    """What the peer's function gives for the same text, also where the text was cut at the limit."""
+    """Reward as the peer's function gives it for the same text, also for text cut at the limit."""
     return [inputs.score(trajectory.turns[-1].action, trajectory.target) for trajectory in trajectories]
 
 
@@ -84,7 +84,7 @@ class Characters:
 
 
 class Scripted:
-    """A sequence whose observations are written down beforehand: it ends after the last of them, or at its limit."""
+    """Sequence with scripted observations; ends after the last of them, or at its limit."""
 
     def __init__(self, prompt_ids, seed, observations=(), limit=MAX_TOKENS):
         self.prompt_ids = list(prompt_ids)

@@ -1,4 +1,4 @@
-"""What any implementation has to do, and how fast this machine does it: `python -m speed.floor FOLDER --threads 1`.
+"""Lower bound of the work of any implementation, at this machine's speed: `python -m speed.floor FOLDER --threads 1`.
 
 Counted: matrix products on real tokens alone (the head where its output is read, attention's causal half), at the rate
 that this model's own shapes reach with 2048 rows; a decoding step takes the longer of its products and of reading every
@@ -50,7 +50,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rates:
-    """What the machine does in a second."""
+    """Throughput of the machine per second."""
 
     train_flops: float  # the model's matrices, MATRIX_ROWS rows
     best_flops: float  # the same, with as many rows as is quickest

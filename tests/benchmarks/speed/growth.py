@@ -1,4 +1,4 @@
-"""How cost grows: the exponent of a power law, and a table and a picture of it."""
+"""Growth of cost: the exponent of a power law, with a table and a figure."""
 
 from __future__ import annotations
 

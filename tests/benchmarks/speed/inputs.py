@@ -1,4 +1,4 @@
-"""What both sides of a comparison read: tiny Llamas, a tokenizer of characters, rows of sums; all from one seed.
+"""Inputs of both sides of a comparison: tiny Llamas, a tokenizer of characters, rows of sums; all from one seed.
 
     <folder>/<size>/model/, reward_model/    transformers folders: float32 safetensors, with the tokenizer
     <folder>/<size>/{sft,pairs,prompts}.jsonl    in the order in which both sides take the rows

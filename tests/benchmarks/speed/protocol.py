@@ -1,4 +1,4 @@
-"""How a worker is told to take one step, and what it answers. Standard library only.
+"""Protocol between the benchmark and a worker: step requests and replies. Standard library only.
 
 worker -> {"ready": {...}}                           once
 parent -> go                                         for every step; anything else, or the end of the pipe = stop
@@ -34,7 +34,7 @@ def peak_mb():
 
 
 class Gate:
-    """The worker's end. Whatever libraries print goes to stderr, so that stdout holds answers alone."""
+    """Worker side. Library output goes to stderr, so that stdout holds only answers."""
 
     def __init__(self):
         self._answers = os.fdopen(os.dup(1), "w")
@@ -62,7 +62,7 @@ class Gate:
 
 
 class Worker:
-    """The parent's end."""
+    """Parent side."""
 
     def __init__(self, command, *, env, log):
         self._log = Path(log)

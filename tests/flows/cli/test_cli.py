@@ -65,9 +65,9 @@ def test_help_imports_nothing_heavy():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:5] == ["init", "run", "retrain", "validate", "stage"]
-    assert names[5:10] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[10:] == ["up", "down", "status", "ui", "monitor", "runs", "gc", "doctor"]
+    assert names[:6] == ["init", "run", "retrain", "validate", "stage", "profile"]
+    assert names[6:11] == ["evaluate", "analyze", "promote", "approve", "resume"]
+    assert names[11:] == ["up", "down", "status", "ui", "monitor", "runs", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -210,7 +210,7 @@ def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, c
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
     assert cli.main(["analyze", "old", "new"]) == 2
-    assert "old: is a model; --config CONFIG says which episodes it is to play" in capsys.readouterr().err
+    assert "old: is a model; give its episodes with --config CONFIG" in capsys.readouterr().err
     assert cli.main(["analyze", "old", "new", "--config", config, "--out", "report", "-q"]) == 0
     assert calls == [("demo", {"old": str(tmp_path / "old"), "new": str(tmp_path / "new")}, True)]
     assert (tmp_path / "report" / "report.html").read_text() == "<p>"

@@ -1,4 +1,4 @@
-"""What is read of runs that run, ended, died, were moved, half written or thrown away."""
+"""Reader of runs that run, ended, died, were moved, half written or deleted."""
 
 import json
 import os
@@ -80,7 +80,7 @@ def test_a_run_whose_process_is_gone_is_dead(tmp_path, dead_pid):
     make_run(tmp_path, pid=dead_pid)
     run = run_of(tmp_path)
     assert run.status == "dead" == run.stage("policy").status
-    assert f"Process {dead_pid} is gone" in run.why and "goes on from the last checkpoint" in run.why
+    assert f"Process {dead_pid} is gone" in run.why and "resumes from the last checkpoint" in run.why
 
 
 def test_a_process_that_began_after_the_run_is_another_one(tmp_path):
@@ -104,7 +104,7 @@ def test_a_run_on_another_machine_is_judged_by_what_it_writes(tmp_path):
 
 
 def test_a_stage_without_metrics_does_not_hide_those_of_the_others(tmp_path):
-    """Nobody looks at the run, so that only the times of its files tell that it goes on."""
+    """The run is not viewed, so only file times show that it is running."""
     home = make_run(tmp_path)
     (home / "run.json").write_text(json.dumps({**json.loads((home / "run.json").read_text()), "host": "elsewhere"}))
     (home / "runs/2027-01-15-08-00-00/metrics.jsonl").unlink()
@@ -161,7 +161,7 @@ def test_a_stage_of_an_earlier_run_is_shown_as_cached(tmp_path):
 
 
 def test_a_resumed_run_keeps_its_stages_in_order(tmp_path):
-    """It says of the stages before the one that it goes on with, once more, that they were taken from before."""
+    """A resumed run logs earlier stages once more as cached."""
     home = make_run(tmp_path)
     parent = home / "runs/2027-01-15-09-00-00"
     taken = {"op": "tags", "tags": {"cached.sft": "aaaa"}}

@@ -1,4 +1,4 @@
-"""What stands on the page, from runs made by hand."""
+"""Content of the page, from handmade runs."""
 
 import csv
 import io

@@ -29,7 +29,7 @@ class Named:
 
 
 class Client:
-    """What of Prefect's client is used, over a dictionary."""
+    """Used part of Prefect's client, over a dictionary."""
 
     def __init__(self, blocks=("webhook/alerts",)):
         self.there, self.blocks, self.calls = {}, blocks, []
@@ -128,7 +128,7 @@ def test_doubles_of_the_same_name_are_removed(path):
 
 def test_without_its_block_or_deployment_one_is_left_out(path):
     client = Client(blocks=())
-    assert run(client, path)[1][:2] == ("notify", "left out") and "no block 'webhook/alerts'" in run(client, path)[1][2]
+    assert run(client, path)[1][:2] == ("notify", "skipped") and "no block 'webhook/alerts'" in run(client, path)[1][2]
     path.write_text(TEXT.replace("post-training/nightly", "post-training/never"))
     assert run(client, path)[0][2] == "there is no deployment 'post-training/never' (written FLOW/DEPLOYMENT)"
 

@@ -1,4 +1,4 @@
-"""Errors for people: where Prefect is, whether it answers, version, profile, and what servers complain about."""
+"""User errors about Prefect's address, availability, version and profile, and explanations of server errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who a process is, and that a keeper leaves nothing of its server behind."""
+"""Process identity; a keeper leaves nothing of its server behind."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def world(tmp_path):
 
 
 def _heed_signals() -> None:
-    """What these tests were started with may ignore them: nohup, or a shell in the background."""
+    """Default handlers of signals that nohup or a background shell may have set to ignored."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
 

@@ -43,7 +43,7 @@ def test_the_whole_life_of_the_servers(team, tmp_path):
     # Started, with everything registered.
     text = team.up("--detach")
     assert "deployed wait/quick" in text and "automation again on my event: made" in text
-    assert "automation tell: left out (there is no block 'webhook/absent'" in text
+    assert "automation tell: skipped (there is no block 'webhook/absent'" in text
     assert "Prefect" in page(f"http://127.0.0.1:{team.prefect}/") and "MLflow" in page(
         f"http://127.0.0.1:{team.mlflow}/"
     )

@@ -1,4 +1,4 @@
-"""The picture's arrows: what one stage hands to the next in the run that is drawn."""
+"""Arrows of the figure: data flow between the stages of the run."""
 
 import pytest
 

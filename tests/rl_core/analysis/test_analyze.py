@@ -142,7 +142,7 @@ def test_same_input_gives_the_same_bytes(result, tmp_path):
 
 def test_torn_training_rows_are_said(result):
     found, _ = result
-    assert found.notes == ["1 unreadable rows of the training metrics of 'policy' were left out."]
+    assert found.notes == ["1 unreadable rows of the training metrics of 'policy' were skipped."]
 
 
 def test_markup_in_every_text_is_escaped(tmp_path):
@@ -228,7 +228,7 @@ def test_different_episodes_are_compared_on_the_common_ones(tmp_path):
     assert found.metrics["analysis/b_minus_a/episodes"] == 6
     assert found.metrics["analysis/b_minus_a/success"] == 1.0
     [note] = found.notes
-    assert "compared on the 6 that both played (4 only 'a', 1 only 'b')" in note
+    assert "compared on the 6 common ones (4 only 'a', 1 only 'b')" in note
     assert note.replace("'", "&#x27;") in found.report.read_text()
 
 
@@ -339,7 +339,7 @@ def test_parts_of_the_reward_are_drawn_where_there_are_several(tmp_path):
         metrics = {f"reward/weighted/{part}": 0.5 for part in parts}
         path.write_text("\n".join(json.dumps({"step": i, "metrics": metrics}) for i in range(9)))
         run = read_training(path, training_figure.WANTED, training_figure.PREFIXES)
-        assert sorted(run.starting_with("reward/weighted/")) == sorted(parts)
+        assert sorted(run.curves) == sorted(metrics)
         return training_figure.training(tmp_path / "x.png", run, "policy")
 
     assert drawn("task", "curiosity") is not None and drawn("task") is None

@@ -91,7 +91,7 @@ def test_bad_files_name_file_line_and_reason(tmp_path, content, message):
 def test_missing_file_and_folder(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         list(read_trajectories(tmp_path / "none.jsonl"))
-    with pytest.raises(DataError, match="this is a folder"):
+    with pytest.raises(DataError, match="is a folder; name"):
         list(read_trajectories(tmp_path))
 
 

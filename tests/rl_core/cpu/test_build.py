@@ -58,7 +58,7 @@ def test_it_is_compiled_once(fresh, monkeypatch, tmp_path):
 
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_hindrance(fresh, monkeypatch, tmp_path):
-    """Nor is a user without a home. What is compiled then goes as soon as it is loaded."""
+    """Nor is a user without a home directory; the library is then deleted once loaded."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "temporary"))
     fresh.parent.write_text("a file where the folder should be")

@@ -22,7 +22,7 @@ class Norm(nn.Module):
 
 
 def gradients(function, *inputs):
-    """What a function gives, and the gradients of a fixed weighting of it."""
+    """Outputs of a function, and the gradients of a fixed weighting of them."""
     inputs = [x.detach().clone().requires_grad_() for x in inputs]
     found = function(*inputs)
     found = found if isinstance(found, tuple) else (found,)

@@ -25,7 +25,7 @@ def make(*, exits=LEAVE, stages=("one", "two", "three"), own=None, **options):
 
 
 def feed(manager, *rates):
-    """What `observe` says of each of these success rates."""
+    """Result of `observe` for each success rate."""
     return [manager.observe({"train/success_rate": rate}) for rate in rates]
 
 

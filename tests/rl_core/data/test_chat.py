@@ -1,4 +1,4 @@
-"""The same texts give the same ids in a demonstration and in a rollout, whatever the tokenizer's template is like."""
+"""The same texts give the same ids in a demonstration and in a rollout, for any chat template."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_what_is_handed_out_can_be_changed_without_harm(ours: ChatRenderer) -> N
 
 
 def test_errors_name_the_reason(ours: ChatRenderer) -> None:
-    with pytest.raises(DataError, match="has to end with an assistant message"):
+    with pytest.raises(DataError, match="must end with an assistant message"):
         ours.conversation([user("u")])
     with pytest.raises(DataError, match=r"refuses this conversation \(narrator\).*unknown role narrator"):
         ours.prompt_ids([Message(role="narrator", content="x")])

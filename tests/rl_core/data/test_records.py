@@ -1,4 +1,4 @@
-"""Every way in which a data file or one of its rows can be wrong, and the words for it."""
+"""Errors of data files and rows, and their messages."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ BAD_PREFERENCES = [
     (b'{"prompt": "a", "chosen": null, "rejected": "c"}', "chosen", "must be text, found null"),
     (b'{"prompt": "a", "chosen": true, "rejected": "c"}', "chosen", "must be text, found a truth value (True)"),
     (b'{"prompt": "a", "chosen": ["b"], "rejected": "c"}', "chosen", "must be text, found a list (['b'])"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "b "}', "chosen", "is equal to rejected, so nothing is preferred"),
-    (b'{"prompt": NaN, "chosen": "b", "rejected": "c"}', "prompt", "nan is not a number that JSON has"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": {"y": [-Infinity]}}', "x.y[0]", "-inf is not a number"),
-    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1e999}', "x", "inf is not a number"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "b "}', "chosen", "is equal to rejected, so there is no preference"),
+    (b'{"prompt": NaN, "chosen": "b", "rejected": "c"}', "prompt", "nan is not a valid JSON number"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": {"y": [-Infinity]}}', "x.y[0]", "-inf is not a valid"),
+    (b'{"prompt": "a", "chosen": "b", "rejected": "c", "x": 1e999}', "x", "inf is not a valid JSON number"),
     (
         b'{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}',
         "prompt",
@@ -117,7 +117,7 @@ def test_problems_found_elsewhere_are_reported_alike(caplog: pytest.LogCaptureFi
         report("demonstrations of x", [problem], 1, "skip")
     with caplog.at_level(logging.WARNING):
         report("demonstrations of x", [problem], 5, "skip")
-    assert "1 of 5 rows cannot be used and are left out" in caplog.text
+    assert "1 of 5 rows cannot be used and are skipped" in caplog.text
 
 
 WHOLE_FILES = [

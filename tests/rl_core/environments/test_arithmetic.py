@@ -5,6 +5,7 @@ import re
 import pytest
 
 from rl_core.environments.arithmetic import LEVELS, Arithmetic
+from rl_core.environments.calculator import calculate
 from rl_core.environments.environment import HELDOUT_START
 from rl_core.errors import EnvironmentFault, SettingsError
 
@@ -20,8 +21,9 @@ def value_of(chain):
     return total
 
 
-def test_the_check_itself():
-    assert value_of("3 + 4 * 2") == 11 and value_of("10 - 2 * 3 - 4") == 0 and value_of("2 * 3 * 4") == 24
+@pytest.mark.parametrize(("chain", "value"), [("3 + 4 * 2", 11), ("10 - 2 * 3 - 4", 0), ("2 * 3 * 4", 24)])
+def test_chains_by_hand(chain, value):
+    assert value_of(chain) == value and calculate(chain) == str(value)
 
 
 @pytest.mark.parametrize("level", LEVELS)

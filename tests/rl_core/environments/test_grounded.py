@@ -18,7 +18,7 @@ def episode_of(kind, level, **options):
 
 
 def right_calls(episode):
-    """What has to be looked at, said in tool calls."""
+    """Required observations, as tool calls."""
     question, grid = episode.question, episode.grid
     if question.kind in ("count", "most"):
         return [f"count {question.colour} {line} {number}" for line, number in question.lines]

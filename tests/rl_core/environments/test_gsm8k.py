@@ -169,7 +169,7 @@ def test_another_seed_splits_otherwise(tmp_path: Path) -> None:
     ("row", "words"),
     [
         ({"question": "q", "answer": "a"}, "raw.jsonl:3: answer: has no final and no line '#### NUMBER'"),
-        ({"question": "q", "answer": "a", "final": "many"}, "raw.jsonl:3: final: has to hold one number"),
+        ({"question": "q", "answer": "a", "final": "many"}, "raw.jsonl:3: final: must hold one number"),
         ({"question": "q", "answer": "#### 5", "final": "6"}, "raw.jsonl:3: final: is 6, but the solution ends in"),
         ({"question": "", "answer": "#### 5"}, "raw.jsonl:3: question: is empty"),
     ],

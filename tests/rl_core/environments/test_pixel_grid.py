@@ -1,4 +1,4 @@
-"""pixel_grid: questions checked against an independent reading of the image, misuse, determinism, pictures."""
+"""pixel_grid: questions checked against an independent reading of the image, misuse, determinism, images."""
 
 import re
 import struct
@@ -69,7 +69,7 @@ def test_every_kind_is_asked_somewhere():
 
 
 def right_actions(episode):
-    """What a perfect policy does, from the words of the prompt and the observations alone."""
+    """Actions of a perfect policy, from the prompt and the observations alone."""
     numbers = re.findall(r"\d+", episode.prompt)
     colour = next((name for name in COLOURS if re.search(rf"\b{name}\b", episode.prompt)), "")
     where = re.search("row|column", episode.prompt)[0]

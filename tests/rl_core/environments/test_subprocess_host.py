@@ -51,7 +51,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def ends(pid: int) -> bool:
-    """Whether a process is gone, or a zombie that its new parent has not asked after, within some seconds."""
+    """True if a process is gone, or a zombie, within some seconds."""
     for _ in range(200):
         try:
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":

@@ -35,7 +35,7 @@ class Rerun(StepGraphs):
 
 @pytest.fixture(params=["tiles", "compiled", "packed", "in place", "recorded"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How the engine computes: with packed copies of the weights, as for small models on a CPU, and with compiled code
+    """Engine implementation: with packed copies of the weights, as for small models on a CPU, and with compiled code
     where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
     are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
     if request.param in ("in place", "recorded"):

@@ -65,7 +65,7 @@ def batch_of(lengths=LENGTHS) -> TrainBatch:
 
 
 def states_and_gradients(model, read_BS, states_BSH):
-    """What is read, and the gradient of a random weighting of it."""
+    """Hidden states, and the gradient of a random weighting of them."""
     weights = torch.randn(states_BSH.shape, generator=torch.Generator().manual_seed(2))
     model.zero_grad()
     (states_BSH * weights)[read_BS].sum().backward()
@@ -170,7 +170,7 @@ def alike(lengths=(20, 23, 18, 9, 9, 30, 4, 1, 12, 20)) -> TrainBatch:
 
 
 def beginnings(batch) -> list[tuple[int, ...]]:
-    """What each real token is: itself and all before it."""
+    """Each real token with its whole prefix."""
     rows = zip(batch.input_ids_BS.tolist(), batch.attention_mask_BS.sum(1).tolist(), strict=True)
     return [tuple(ids[: end + 1]) for ids, length in rows for end in range(length)]
 

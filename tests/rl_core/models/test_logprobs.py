@@ -285,7 +285,7 @@ def test_more_padding_changes_nothing() -> None:
 
 
 def test_without_a_mask_the_attention_is_the_same_as_with_it() -> None:
-    """What lets completion_logprobs pass no attention mask."""
+    """Basis for completion_logprobs passing no attention mask."""
     model, batch = make_model(), make_batch()
     with torch.no_grad():
         masked_BSH = model.model(batch.input_ids_BS, attention_mask=batch.attention_mask_BS.long()).last_hidden_state

@@ -1,4 +1,4 @@
-"""What the orchestrator does with the parts: normalise, clip, weigh, ask for states, save."""
+"""Orchestrator: normalising, clipping and weighting of components, hidden states, saved state."""
 
 import json
 import math

@@ -8,7 +8,9 @@ import pytest
 from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.learned import LearnedReward
 from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.overlong import OverlongPenalty
 from rl_core.rewards.running_stats import RunningNorm
+from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 
 
@@ -64,6 +66,18 @@ def test_weighted_sum_parts_and_metrics():
     assert metrics["reward/std"] == pytest.approx(math.sqrt(sum((r - 0.3125) ** 2 for r in rewards) / 4))
     assert metrics["reward/task"] == 0.25 and metrics["reward/tool_use"] == -0.75
     assert metrics["reward/weighted/task"] == 0.5 and metrics["reward/weighted/tool_use"] == -0.1875
+
+
+def test_a_penalty_is_added_to_the_total_as_it_is():
+    """Limit 4, buffer 2: 2 tokens cost nothing, 3 cost 1/2, 4 cost 1."""
+    made = [RolloutGroup([rollout(1.0, ids=[1] * length) for length in (2, 3, 4)])]
+    orchestrator = RewardOrchestrator({"task": 2.0}, options=RewardSettings(clip=0.25))
+    metrics = orchestrator.score(made, penalties={"overlong": OverlongPenalty(max_tokens=4, buffer=2)})
+    assert made[0].rewards == [0.5, 0.0, -0.5]  # 2 * 0.25, neither clipped nor weighed after it
+    assert made[0].rollouts[2].trajectory.rewards == {"task": 1.0, "weighted/task": 0.5, "overlong": -1.0}
+    assert (metrics["reward/overlong"], metrics["reward/mean"]) == (-0.5, 0.0)
+    with pytest.raises(AttributeError):
+        made[0].rollouts[0].reward = 1.0  # it is the trajectory's
 
 
 def test_weights_can_change_during_a_run():
@@ -167,9 +181,19 @@ def test_learned_reward_scores_whole_sequences_and_resumes():
     assert one[0].rewards == two[0].rewards
 
 
+def test_rollouts_that_are_alike_are_scored_once():
+    seen = []
+    reward = LearnedReward(lambda rows: seen.append(rows) or [float(sum(row)) for row in rows])
+    scores = reward([rollout(0.0, ids=ids) for ids in ((4,), (2,), (4,), (2, 2), (4,))])
+    assert seen == [[[0, 4], [0, 2], [0, 2, 2]]]
+    assert reward.norm.count == 5 and reward.norm.mean == pytest.approx(18 / 5)  # sums 4, 2, 4, 4, 4
+    assert scores[0] == scores[2] == scores[4] == scores[3] == pytest.approx(0.4 / math.sqrt(0.8))
+    assert scores[1] == pytest.approx(-1.6 / math.sqrt(0.8))  # squares 4 x 0.16 + 2.56 = 3.2, over 4
+
+
 def test_learned_reward_refuses_bad_scores():
-    made = [rollout(0.0), rollout(1.0)]
-    with pytest.raises(RewardError, match="1 scores for 2 rollouts"):
+    made = [rollout(0.0, ids=(1,)), rollout(1.0, ids=(2,))]
+    with pytest.raises(RewardError, match="1 scores for 2 different rollouts"):
         LearnedReward(lambda rows: [1.0])(made)
     reward = LearnedReward(lambda rows: [1.0, math.inf])
     with pytest.raises(RewardError, match="rollout 1 with inf"):

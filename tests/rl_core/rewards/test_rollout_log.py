@@ -1,4 +1,4 @@
-"""The newest training rollouts on disk, for people who look on."""
+"""Log of the latest training rollouts."""
 
 import json
 

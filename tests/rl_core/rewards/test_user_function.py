@@ -1,4 +1,4 @@
-"""A user's function at arm's length: typed errors that name function and sample, or masked samples."""
+"""User-defined reward functions: typed errors that name function and sample, or masked samples."""
 
 import math
 import sys

@@ -1,4 +1,4 @@
-"""Steps that wait: side by side, within their limit, and without a trace in what is sampled."""
+"""Blocking environment steps: concurrency, timeouts, and no effect on sampling."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def played(sequence: ScriptedSequence) -> tuple:
 
 
 class CountingPool(StepPool):
-    """Says how many calls were running at the same time."""
+    """Pool that counts concurrent calls."""
 
     def __init__(self, max_concurrent: int, timeout_s: float = PATIENCE_S) -> None:
         super().__init__(max_concurrent, timeout_s)

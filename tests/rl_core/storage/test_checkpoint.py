@@ -1,4 +1,4 @@
-"""The newest acknowledged version loads, whatever happened to the writer, the disk or the files."""
+"""The newest acknowledged version loads after any failure of the writer, the disk or the files."""
 
 import logging
 import os
@@ -169,7 +169,7 @@ def test_a_second_writer_is_refused(tmp_path):
 
 
 def test_everything_is_synced_before_it_is_named_and_the_name_before_it_is_acknowledged(tmp_path, monkeypatch):
-    """What a power cut may take away is what was not synced; no test here can cut the power, so the order is tested."""
+    """A power cut may lose only unsynced data; no test can cut the power, so the order is tested."""
     events = []
     fsync, rename, replace = os.fsync, os.rename, os.replace
 

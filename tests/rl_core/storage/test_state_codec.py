@@ -1,4 +1,4 @@
-"""What goes into a checkpoint's JSON comes back equal, types included."""
+"""Round trip through a checkpoint's JSON, types included."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""What a thought adds: worked values, limits, refusals."""
+"""Gain of a thought: worked values, limits, errors."""
 
 import math
 

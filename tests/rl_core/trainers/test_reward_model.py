@@ -14,6 +14,7 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
+from rl_core.trainers.supervised_trainer import pair_micro_batches
 from rl_core.training.loop import run_loop
 from rl_core.training.optimizer_step import halve
 
@@ -85,6 +86,11 @@ def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss(
     halves = halve(batch)
     assert [len(half.chosen_lengths_B) for half in halves] == [4, 4]
     assert sum(float(trainer._loss(half, 8)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
+
+
+def test_both_rows_of_a_pair_are_in_one_micro_batch():
+    # 20 tokens are 10 a side: the pair of 8 alone; 5 and 3 at a width of 5; 12 does not fit and stands alone
+    assert pair_micro_batches([3, 8, 5, 12], 20) == [([3], 12), ([1], 8), ([2, 0], 5)]
 
 
 def test_evaluation_by_hand():

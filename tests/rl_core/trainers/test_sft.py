@@ -204,7 +204,7 @@ def test_killed_with_packed_rows_the_numbers_are_the_same(tmp_path, unbroken):
     "item", ["rng/torch", "optimizer_step/optimizer", "optimizer_step/num_steps", "trainer/order", "model"]
 )
 def test_every_saved_item_is_needed(tmp_path, unbroken, item):
-    """What is dropped from the checkpoint shows in the numbers, or the test above would be blind to it."""
+    """Dropping any item of the checkpoint changes the numbers, so the test above is sensitive to it."""
 
     class Dropping(CheckpointStore):
         def load_latest(self):

@@ -117,10 +117,10 @@ def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, tempe
         sampling=SamplingSettings(max_completion_tokens=2, temperature=temperature), overlong_buffer=0,
     )  # fmt: skip
     samples = [
-        Sample(TrainRow([1], pair, [True, True], None, [0.0, 0.0], temperature=temperature), 0.0, False, weight, True)
+        Sample(TrainRow([1], pair, [True, True], [0.0, 0.0], temperature), 0.0, False, weight, True)
         for pair, weight in zip(pairs, weighed, strict=True)
     ]
-    update = PolicyUpdate(make_actor_critic(model, None, settings, 0), settings, samples)
+    update = PolicyUpdate(make_actor_critic(model, None, settings, 0), settings, [samples])
     found = []
     update.actor_critic.optimizer_step.apply = lambda batches, loss: (
         found.append(gradient_of(model, sum(loss(batch)[0] for batch in batches))) or {}
@@ -262,9 +262,9 @@ def test_greedy_rollouts_are_refused():
     with pytest.raises(SettingsError, match="temperature: 0 must be greater than 0"):
         CurriculumStage(name="one", levels={"low": 1.0}, temperature=0)
     settings = PolicySettings(group_size=2)
-    samples = [Sample(TrainRow([1], [2], [True], None, [0.0], temperature=0.0), 1.0, False)] * 2
+    samples = [Sample(TrainRow([1], [2], [True], [0.0], 0.0), 1.0, False)] * 2
     with pytest.raises(DataError, match="sampled greedily"):
-        PolicyUpdate(make_actor_critic(toy_model(), None, settings, 0), settings, samples)
+        PolicyUpdate(make_actor_critic(toy_model(), None, settings, 0), settings, [samples])
 
 
 def test_a_renderer_without_padding_token_is_refused(tokenizer):

@@ -1,4 +1,4 @@
-"""What every trainer gets by its optimizer settings: averaged weights, autocast, checkpointing, resume of it all."""
+"""Optimizer settings shared by all trainers: averaged weights, autocast, checkpointing, resume of it all."""
 
 import math
 

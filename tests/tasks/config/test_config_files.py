@@ -177,7 +177,7 @@ def test_output_cannot_be_written(home):
 
 @pytest.mark.parametrize("part", ["x", "mlflow", "prefect"])
 def test_what_lies_in_the_output_folder_cannot_be_written(home, monkeypatch, part):
-    """Somebody else's run made it."""
+    """Created by another user's run."""
     closed = home / "work" / "outputs" / part
     closed.mkdir(parents=True)
     monkeypatch.setattr(os, "access", lambda path, mode: path != closed)

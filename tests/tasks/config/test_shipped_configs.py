@@ -1,4 +1,4 @@
-"""Every file in configs/ loads, and says what it is."""
+"""Every file in configs/ loads and starts with a description."""
 
 import json
 from pathlib import Path

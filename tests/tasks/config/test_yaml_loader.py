@@ -1,4 +1,4 @@
-"""What a YAML file may hold, and the message for everything else."""
+"""Accepted YAML, and the message for everything else."""
 
 from pathlib import Path
 

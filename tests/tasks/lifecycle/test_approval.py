@@ -167,7 +167,7 @@ def test_the_run_is_found_by_name_pipeline_or_id(tracking, model):
     with pytest.raises(DataError, match="no run"):
         find(tracking, known, "01234")  # too short to mean an id
     asking(tracking, model, version=3, run=f"{model} · 2027", run_id="9876543210")
-    with pytest.raises(SettingsError, match="may mean several runs that wait"):
+    with pytest.raises(SettingsError, match="matches several pending runs"):
         find(tracking, requests(tracking), model)
 
 
@@ -180,7 +180,7 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
         find(tracking, [], "plain")
     request = asking(tracking, model, run=f"{model} · 2026", run_id="a" * 32)
     answer(tracking, request, approve=False, by="ada")
-    with pytest.raises(SettingsError, match=f"'{model}' waits for nothing: version 2 .* rejected by ada"):
+    with pytest.raises(SettingsError, match=f"'{model}' is not pending: version 2 .* rejected by ada"):
         find(tracking, requests(tracking), model)
     uri = tracking.store.uri
     with pytest.raises(SettingsError, match="name the run"):

@@ -1,4 +1,4 @@
-"""Whether a champion got worse: numbers worked by hand."""
+"""Regression test of a champion: numbers worked by hand."""
 
 import pytest
 

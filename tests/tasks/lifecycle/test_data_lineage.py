@@ -1,4 +1,4 @@
-"""What a model was trained on, and what has come since: files written by hand."""
+"""Training data of a model, and data new since: handmade files."""
 
 import json
 

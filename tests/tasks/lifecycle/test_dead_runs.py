@@ -1,4 +1,4 @@
-"""Runs that were killed without a word: found by their lock, drained and marked; others are left alone."""
+"""Killed runs: found by their lock, drained and marked; others are untouched."""
 
 import json
 import os
@@ -150,7 +150,7 @@ def test_what_can_be_resumed_is_found_and_what_not_is_said(tmp_path):
     lines = LineLog(events_path(done))
     lines.append({"op": "resume", "time": 1})
     try:
-        with pytest.raises(FolderBusy, match="is alive"):
+        with pytest.raises(FolderBusy, match="is still running"):
             find(tmp_path, "demo · 2026-01-02 10:00:00")
     finally:
         lines.close()

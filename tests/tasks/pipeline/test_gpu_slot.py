@@ -1,4 +1,4 @@
-"""Who waits for a slot of the limit `gpu`, and who does not."""
+"""Slots of the limit `gpu`: stages that wait for one, and those that do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of a stage: what its key depends on, what its content digest leaves out, what training is given."""
+"""The contract of a stage: inputs of its key, exclusions of its content digest, arguments of training."""
 
 import dataclasses
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.training import loop
@@ -47,7 +48,9 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
 def test_the_code_version_is_that_of_every_source():
     root = Path(keys.__file__).resolve().parents[2]
     files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
-    assert {path.suffix for path in files if path.parent.name != "__pycache__"} == set(keys._SOURCES)
+    files = [path for path in files if "__pycache__" not in path.parts and path.name != "py.typed"]
+    sources = [path for path in files if "shipped" not in path.parts]  # what ships there is copied, not run
+    assert {path.suffix for path in sources} == set(keys._SOURCES)
 
 
 def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
@@ -94,13 +97,14 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
         name="preference", folder=tmp_path, settings=settings, pipeline=pipeline(), inputs={}, tracker=tracker,
         pipeline_run=None, seed=1, fingerprint={"stage key": "k", "threads": "1"}, stop=stop,
     )  # fmt: skip
-    assert context.train(object(), 7, best_metric="eval/loss", larger_is_better=False) == "outcome"
+    recipe = Recipe(object(), 7, best_metric="eval/loss", larger_is_better=False)
+    assert context.train(recipe) == "outcome"
     store = given.pop("checkpoints")
     assert (store.folder, store.keep) == (tmp_path / "checkpoints", 5)
     assert given == {
         "iterations": 7, "tracker": tracker, "best_metric": "eval/loss", "larger_is_better": False,
         "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
-        "history": tmp_path / "metrics_history.json",
+        "history": tmp_path / "metrics_history.json", "allow_changed": False, "callbacks": (), "memory": None,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Stages in several processes: what reaches the user, what is left behind (nothing), what the key depends on."""
+"""Stages in several processes: errors for the user, no processes left behind, inputs of the key."""
 
 import dataclasses
 import json
@@ -58,7 +58,7 @@ def test_torchrun_gets_its_own_words(tmp_path):
     assert "--local-addr=127.0.0.1" in torchrun_command(TORCHRUN, tmp_path)
 
 
-# --------------------------------------------------------------------------------------------------------------- relay
+# ------------------------------------------------------------------------------------------------------- event channel
 
 
 def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):

@@ -1,4 +1,4 @@
-"""What `posttrain gc` would remove, on folders made by hand and a real store: nothing that is reachable may go."""
+"""Removals of `posttrain gc` on handmade folders and a real store: nothing reachable may go."""
 
 import json
 import os
@@ -99,7 +99,7 @@ class Pipeline:
         return {row.name: row.run_id for row in rows if row.parent_run_id == run_id}
 
     def gone(self, keep=1):
-        """What the plan removes: labels of folders, names of runs, versions."""
+        """Removals of the plan: labels of folders, names of runs, versions."""
         plan = make_plan(self.tracking, self.home, keep)
         paths = {str(path.relative_to(self.home)) for path in plan.paths}
         stages = {path.removeprefix("stages/") for path in paths if path.startswith("stages/") and "." not in path}
@@ -274,7 +274,7 @@ def test_a_pipeline_that_runs_is_left_alone(pipeline):
     pipeline.run(("policy", "b", {}))
     with FolderLock(pipeline.home / ".lock"):
         said = collect(pipeline.home.parent, pipeline.tracking.store.uri, keep=1, delete=True)
-    assert "left alone, a run is writing" in said
+    assert "skipped, a run is writing" in said
     assert (pipeline.home / "stages/policy" / ("a" * 16)).is_dir()
 
 

@@ -1,4 +1,4 @@
-"""Which trajectory files an analysis reads, and in which order."""
+"""Trajectory files of an analysis, and their order."""
 
 import pytest
 

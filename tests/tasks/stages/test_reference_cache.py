@@ -29,7 +29,7 @@ PARTS = ([pair(5), pair(6), pair(7)], [pair(8)])
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How many parts were scored."""
+    """Number of scored parts."""
     made = []
 
     def counted(model, pairs, **named):

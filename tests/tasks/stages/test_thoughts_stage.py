@@ -1,4 +1,4 @@
-"""The stage `thoughts` by itself: what it writes, and that thoughts which are not genuine fail it."""
+"""The stage `thoughts` by itself: its files, and its failure if thoughts are not genuine."""
 
 import dataclasses
 import json

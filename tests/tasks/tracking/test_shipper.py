@@ -94,7 +94,7 @@ class Run:
         self.journal.append(metrics, step)
 
     def kill(self) -> None:
-        """As SIGKILL leaves it: nothing said to anyone, the file lock gone with the process."""
+        """State after SIGKILL: no final records, file lock released."""
         self.journal.close()
         self.events.close()
 
@@ -141,7 +141,7 @@ def test_a_store_that_is_down_costs_nothing_and_loses_nothing(tmp_path):
 
 
 def test_an_outage_in_the_middle_of_a_delivery(tmp_path):
-    """What was acknowledged is not sent again; what was not, metrics and records alike, is sent later."""
+    """Acknowledged records are not sent again; others, metrics included, are sent later."""
     store = FakeStore()
     run = Run(tmp_path, store)
     for step in range(3):
@@ -274,7 +274,7 @@ def test_close_is_bounded_and_the_thread_ends(tmp_path):
 
 
 def test_close_tries_again_while_there_is_time(tmp_path):
-    """What was recorded last is lost to no short outage at the very end."""
+    """The last records survive a short outage at the very end."""
     store = FakeStore()
     run = Run(tmp_path, store)
     run.shipper._interval_s = 1000.0  # it delivers when it is told to

@@ -1,4 +1,4 @@
-"""As much of gymnasium as the adapter asks for."""
+"""The part of gymnasium used by the adapter."""
 
 from typing import ClassVar
 

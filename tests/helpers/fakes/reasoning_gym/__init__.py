@@ -1,4 +1,4 @@
-"""As much of reasoning-gym as the adapter asks for: item i of a dataset with seed s is made from s + i."""
+"""The part of reasoning-gym used by the adapter: item i of a dataset with seed s is made from s + i."""
 
 
 class Dataset:

@@ -93,6 +93,22 @@ def test_comparison_advantages_by_hand(algorithm, expected):
     assert torch.allclose(torch.stack(found), torch.tensor(expected, dtype=torch.float64), atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("dr_grpo", [[0.5, -0.5], [2.0, -1.0, -1.0], [-0.5, 0.5], [0.0]]),
+        ("rloo", [[1.0, -1.0], [3.0, -1.5, -1.5], [-1.0, 1.0], [0.0]]),
+        # mean 5/8; squares 2 (3/8)^2 + 5 (5/8)^2 + (19/8)^2 = 504/64, over 7: 9/8
+        ("reinforce", [[x / (1.125**0.5 + 1e-4) for x in row]
+                       for row in ([0.375, -0.625], [2.375, -0.625, -0.625], [-0.625, 0.375], [-0.625])]),
+    ],
+)  # fmt: skip
+def test_groups_may_differ_in_size(algorithm, expected):
+    rewards = [[1.0, 0.0], [3.0, 0.0, 0.0], [0.0, 1.0], [0.0]]
+    found = comparison_advantages([torch.tensor(row, dtype=torch.float64) for row in rewards], algorithm)
+    assert [row.tolist() for row in found] == [pytest.approx(row, abs=1e-12) for row in expected]
+
+
 def test_ppo_has_no_advantages_without_values():
     with pytest.raises(DataError, match="without a critic"):
         comparison_advantages([torch.ones(2)], "ppo")

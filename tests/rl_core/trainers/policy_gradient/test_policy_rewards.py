@@ -114,6 +114,17 @@ def test_masked_rollouts_carry_no_loss(tokenizer, faulty, monkeypatch, algorithm
     assert metrics["train/loss"] == pytest.approx(-sum(a * n for a, n in credit) / tokens, abs=1e-6)
 
 
+def test_a_masked_rollout_has_the_mean_of_the_others_after_the_length_penalty(tokenizer, faulty):
+    trainer = make_trainer(tokenizer, rewards=faulty, overlong_buffer=2, curriculum=LOW)
+    trainer.step()
+    assert any(r.trajectory.rewards.get("overlong") for g in trainer.groups for r in g.rollouts)
+    for group in trainer.groups:
+        parts = [r.trajectory.rewards for r in group.rollouts if not r.is_masked]
+        others = [rewards["task"] + rewards["overlong"] for rewards in parts]
+        (masked,) = [r for r in group.rollouts if r.is_masked]
+        assert masked.reward == masked.trajectory.reward == pytest.approx(sum(others) / 5)
+
+
 def test_replayed_samples_stay_masked(tokenizer, faulty):
     trainer = make_trainer(tokenizer, rewards=faulty, curriculum=LOW)
     trainer.step()

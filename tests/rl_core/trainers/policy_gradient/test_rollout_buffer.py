@@ -41,6 +41,25 @@ def test_values_of_cut_and_finished_rows_by_hand():
     assert metrics["value/values_mean"] == 1.5 and metrics["value/returns_mean"] == (2 + 10 + 1.75 + 8) / 4
 
 
+def test_groups_of_unequal_size_are_compared_each_within_itself():
+    settings = PolicySettings(algorithm="dr_grpo")
+    groups = [
+        [sample(reward=1.0), sample(reward=0.0)],
+        [sample(reward=3.0), sample(reward=0.0), sample(reward=0.0)],
+        [sample(reward=9.0, advantage=0.75, is_replayed=True)],
+        [sample(reward=4.0, is_masked=True), sample(reward=1.0), sample(reward=3.0)],
+    ]
+    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, groups)
+    buffer.estimate_advantages()
+    # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their own mean of 2
+    expected = [0.5, -0.5, 2.0, -1.0, -1.0, 0.75, 0.0, -1.0, 1.0]
+    assert buffer.advantages_RS.tolist() == [[0, 0, advantage, 0, advantage] for advantage in expected]
+    assert buffer.mask_RS.any(1).tolist() == [True] * 6 + [False, True, True]
+    assert [[s.advantage for s in group] for group in groups] == [
+        [0.5, -0.5], [2.0, -1.0, -1.0], [0.75], [0.0, -1.0, 1.0]
+    ]  # fmt: skip
+
+
 def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
     buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, [[sample()]])
@@ -91,7 +110,7 @@ def test_a_buffer_saved_without_temperatures_holds_samples_at_1():
     state = buffer.state_dict()
     del state["temperatures"]
     buffer.load_state_dict(state)
-    assert [s.row.temperature for s in buffer.draw(np.random.default_rng(0), 1)] == [1.0]
+    assert [[s.row.temperature for s in group] for group in buffer.draw(np.random.default_rng(0), 1)] == [[1.0]]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""As much of verifiers 0.4 as the adapter asks for, in plain dataclasses."""
+"""The part of verifiers 0.4 used by the adapter, in plain dataclasses."""
 
 from dataclasses import dataclass, field
 from types import SimpleNamespace

@@ -1,42 +1,59 @@
-"""How stages of the curriculum were entered, kept so that training can go back there: all that learning changed.
+"""Snapshots taken at curriculum-stage entry, used for rollback.
 
-That is weights, optimizer (moments, float32 masters, averages), whatever the trainer adds (KL controller, reward
-normalisers, replay) and the global random generators. What only counts goes on over a rollback: iterations, optimizer
-steps and with them the learning-rate schedule, and the draws of episodes, which follow from the iteration's number; so
-the iterations after a rollback play other rollouts than those that were thrown away.
+A snapshot holds everything that training changes: weights, optimizers (moments, float32 masters, averages), the
+trainer's own state (KL controller, reward normalisers, replay buffer) and the global random generators. Counters go on
+over a rollback: iterations, optimizer steps and with them the learning-rate schedule, and the draws of episodes, which
+follow from the iteration's number; so the iterations after a rollback play other rollouts than the discarded ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from rl_core.errors import CheckpointError
-from rl_core.training.optimizer_step import OptimizerStep
-from rl_core.training.resume import load_trainable_weights, restore_rng, rng_state, trainable_weights
+from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+from rl_core.storage.rng_state import restore_rng, rng_state
 
 __all__ = ["StageSnapshots"]
+
+_COUNTERS = ("num_steps", "skipped_steps", "max_tokens")  # of an optimizer step, not restored
+
+
+class RestorableOptimizer(Protocol):
+    """The part of `training.optimizer_step.OptimizerStep` that a rollback needs."""
+
+    num_steps: int
+    skipped_steps: int
+    max_tokens: int | None
+    learning_rate_scale: float
+
+    def state_dict(self) -> dict[str, Any]:
+        """Optimizer, masters, averages and counters."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Inverse of `state_dict`."""
 
 
 class StageSnapshots:
     """Snapshots by the index of the stage that was entered, on the CPU, each as large as model and optimizer."""
 
-    def __init__(self, model: nn.Module, optimizer_steps: Sequence[OptimizerStep]) -> None:
+    def __init__(self, model: nn.Module, optimizer_steps: Sequence[RestorableOptimizer]) -> None:
         """model: all that trains, the critic included. optimizer_steps: the policy's, and a separate critic's."""
         self.model = model
         self.optimizer_steps = tuple(optimizer_steps)
         self._snapshots: dict[int, dict[str, Any]] = {}
 
     def keep(self, index: int, restorable: Set[int], extra: Callable[[], Mapping[str, Any]]) -> None:
-        """Before an iteration of the stage `index`: remember how it is entered, once, and forget what is not needed.
+        """Called before every iteration, in stage `index`: take a snapshot at its entry, and drop unneeded ones.
 
         Args:
-            restorable: stages that may have to be begun again; only they are kept.
-            extra: gives what else goes back, as `state_dict`s.
+            restorable: stages that may have to be restored; only their snapshots are kept.
+            extra: gives the trainer's own state, as `state_dict`s.
         """
         self._snapshots = {place: entry for place, entry in self._snapshots.items() if place in restorable}
         if index in restorable and index not in self._snapshots:
@@ -48,34 +65,29 @@ class StageSnapshots:
             }
 
     def restore(self, index: int, *, learning_rate_factor: float = 1.0) -> dict[str, Any]:
-        """Put weights, optimizers and random generators back, in place; the snapshot stays for another time.
+        """Restore weights, optimizers and random generators in place; the snapshot is kept for further rollbacks.
 
-        The learning rate is multiplied by the factor on top of what earlier rollbacks took off it.
-        Returns: a copy of what `extra` gave, for the trainer to load.
+        Args:
+            learning_rate_factor: multiplies the learning rate, on top of the factors of earlier rollbacks.
+        Returns: a copy of the trainer's own state, for it to load.
+        Raises: CheckpointError where there is no snapshot of the stage.
         """
         if index not in self._snapshots:
             raise CheckpointError(f"curriculum stage {index} has to be begun again, but its entry was not kept")
         entry = self._snapshots[index]
         load_trainable_weights(self.model, entry["model"])
         for optimizer_step, state in zip(self.optimizer_steps, entry["optimizer_steps"], strict=True):
-            step, skipped, max_tokens = (
-                optimizer_step.num_steps,
-                optimizer_step.skipped_steps,
-                optimizer_step.max_tokens,
-            )
+            kept = {name: getattr(optimizer_step, name) for name in _COUNTERS}
             scale = optimizer_step.learning_rate_scale * learning_rate_factor
             optimizer_step.load_state_dict(_copied(state))  # a copy: an optimizer works on in the tensors that it loads
-            optimizer_step.num_steps, optimizer_step.skipped_steps, optimizer_step.max_tokens = (
-                step,
-                skipped,
-                max_tokens,
-            )
+            for name, value in kept.items():
+                setattr(optimizer_step, name, value)
             optimizer_step.learning_rate_scale = scale
         restore_rng(entry["rng"])
         return dict(_copied(entry["extra"]))
 
     def state_dict(self) -> dict[int, Any]:
-        """All that is kept."""
+        """All snapshots."""
         return dict(self._snapshots)
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
@@ -84,8 +96,8 @@ class StageSnapshots:
 
 
 def _copied(value: Any) -> Any:
-    """The same nested state with every tensor copied to the CPU; one that is shared out stays so."""
-    if isinstance(value, DTensor):  # this process's rows, where they are
+    """The same nested state with every tensor copied to the CPU; sharded tensors stay sharded, on their device."""
+    if isinstance(value, DTensor):  # this process's rows
         return value.detach().clone()
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)

@@ -1,0 +1,124 @@
+"""The data arguments of the Python API: prompts, demonstrations and preference pairs, from files or lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.pairs import Pair, PairSide
+from rl_core.data.records import Records, Row, RowSource, read_demonstrations, read_preferences, read_prompts
+from rl_core.data.splits import split_by_prompt
+from rl_core.environments.environment import Environment
+from rl_core.environments.prompts import Prompts
+from rl_core.errors import SettingsError
+from rl_core.types import Message
+
+__all__ = ["Split", "as_environment", "conversations", "pair_of", "preference_pairs"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Split(Generic[T]):
+    """Rows to train on and rows held out, and the digests of what they were read from."""
+
+    train: list[T]
+    heldout: list[T]
+    digest: str
+
+
+def as_environment(
+    environment: Environment | None, prompts: RowSource | None, heldout_prompts: RowSource | None, system: str = ""
+) -> tuple[Environment, str]:
+    """The environment to act in, and a digest of the prompts ("" where they are not rows).
+
+    Raises: SettingsError unless exactly one of the two is given.
+    """
+    if (environment is None) == (prompts is None):
+        state = "both are given" if prompts is not None else "neither is given"
+        raise SettingsError(f"environment, prompts: {state}; hand in one of them")
+    if environment is not None:
+        if isinstance(environment, type) and issubclass(environment, Environment):
+            raise SettingsError(f"environment: {environment.__name__} is a class; hand in {environment.__name__}()")
+        if not isinstance(environment, Environment):
+            raise SettingsError(
+                f"environment: {type(environment).__name__} is no rl_core.Environment; a name from a configuration "
+                "goes through rl_core.make_environment(name, options)"
+            )
+        if heldout_prompts is not None or system:
+            raise SettingsError("heldout_prompts, system: go with prompts; an environment has its own")
+        return environment, ""
+    assert prompts is not None
+    rows = read_prompts(prompts)
+    heldout = read_prompts(heldout_prompts) if heldout_prompts is not None else None
+    digest = rows.digest + (heldout.digest if heldout is not None else "")
+    return Prompts(rows.rows, heldout.rows if heldout is not None else (), system=system), digest
+
+
+def conversations(
+    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int
+) -> Split[tuple[list[int], list[bool]]]:
+    """Demonstrations as (token ids, loss mask), `heldout` of them (a share by prompt, or rows of their own) held out.
+
+    Raises: RecordsError listing bad rows, those longer than the context among them.
+    """
+
+    def read(source: RowSource) -> Records:
+        return read_demonstrations(source, token_length=length, context=context)
+
+    def length(row: Row) -> int:
+        return len(renderer.conversation(row["messages"])[0])
+
+    parts = _split(data, heldout, read, lambda row: str(row["messages"][:-1]), seed)
+    train, rest = ([renderer.conversation(row["messages"]) for row in part] for part in (parts.train, parts.heldout))
+    return Split(train, rest, parts.digest)
+
+
+def preference_pairs(
+    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int
+) -> Split[Pair]:
+    """Preference rows {"prompt", "chosen", "rejected"} as pairs; arguments and errors as `conversations`."""
+
+    def read(source: RowSource) -> Records:
+        return read_preferences(source, token_length=length, context=context)
+
+    def length(row: Row) -> int:
+        pair = pair_of(row, renderer)
+        return max(len(pair.chosen_ids), len(pair.rejected_ids))
+
+    parts = _split(data, heldout, read, lambda row: str(row["prompt"]), seed)
+    train, rest = ([pair_of(row, renderer) for row in part] for part in (parts.train, parts.heldout))
+    return Split(train, rest, parts.digest)
+
+
+def pair_of(row: Row, renderer: ChatRenderer) -> Pair:
+    """A preference row as token ids."""
+    prompt_ids = renderer.prompt_ids([Message(role="user", content=row["prompt"])])
+
+    def side(answer: str) -> PairSide:
+        completion_ids = renderer.action_ids(answer)
+        return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
+
+    return Pair(side(row["chosen"]), side(row["rejected"]))
+
+
+def _split(
+    data: RowSource,
+    heldout: RowSource | float,
+    read: Callable[[RowSource], Records],
+    prompt_of: Callable[[Row], str],
+    seed: int,
+) -> Split[dict[str, Any]]:
+    """Rows read, and split by prompt where `heldout` is a share; 0 = nothing is held out."""
+    records = read(data)
+    if isinstance(heldout, bool) or not isinstance(heldout, int | float):
+        rest = read(heldout)
+        return Split(records.rows, rest.rows, records.digest + rest.digest)
+    if heldout == 0:
+        return Split(records.rows, [], records.digest)
+    if not 0 < heldout < 1:
+        raise SettingsError(f"heldout: {heldout} has to be a share from 0 to below 1, a file, or a list of rows")
+    train, rows, _ = split_by_prompt(records.rows, prompt_of, heldout, seed)
+    return Split(train, rows, f"{records.digest} {heldout}")

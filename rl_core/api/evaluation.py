@@ -1,0 +1,164 @@
+"""Evaluating and sampling a policy: held-out episodes, validation while training, and plain generation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rl_core.api.data import as_environment
+from rl_core.api.policy import ModelSource, Policy, load_policy
+from rl_core.api.rewards import RewardSource, reward_parts
+from rl_core.data.records import RowSource, read_prompts
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
+from rl_core.environments.environment import Environment
+from rl_core.environments.prompts import Prompts
+from rl_core.errors import SettingsError
+from rl_core.evaluation import Evaluation, heldout_requests, summarize
+from rl_core.evaluation import evaluate as play
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.settings import EvaluationSettings, SamplingSettings
+from rl_core.types import RolloutGroup
+
+__all__ = ["evaluate", "generate", "play_heldout", "validation"]
+
+TIMED = ("eval/seconds", "eval/tokens_per_second")  # the loop times evaluations itself
+OF_SUCCESS = ("eval/success_rate", "eval/pass_at_")
+
+
+def evaluate(
+    model: ModelSource,
+    environment: Environment | None = None,
+    *,
+    prompts: RowSource | None = None,
+    reward: RewardSource | None = None,
+    settings: EvaluationSettings | None = None,
+    system: str = "",
+    seed: int = 0,
+) -> Evaluation:
+    """Play held-out episodes of an environment, or answer prompts, and summarise with 95% intervals.
+
+    Args:
+        prompts: rows, a JSONL or a Parquet file, all of which are answered, in place of an environment.
+        reward: scores the episodes in place of the environment (`reward_mean`); success is the environment's.
+        settings: episodes, levels, samples and sampling; `greedy` is not used (set sampling.temperature to 0).
+        seed: of the sampling and of the choice of episodes.
+    Raises: SettingsError, DataError, EnvironmentFault, RewardError.
+    """
+    given = settings or EvaluationSettings()
+    acting, _ = as_environment(environment, prompts, prompts, system)
+    parts = reward_parts(reward) if reward is not None else None
+    policy = load_policy(model)
+    if isinstance(acting, Prompts):
+        requests = [EpisodeRequest(level, row) for level, row in acting.heldout_levels()]
+    else:
+        requests = heldout_requests(acting, given, seed if given.episodes_seed is None else given.episodes_seed)
+    result = play(
+        acting, policy.backend(), policy.renderer, requests, samples=given.samples, sampling=given.sampling, seed=seed
+    )
+    if parts is None:
+        return result
+    rewards = RewardOrchestrator(parts.weights, functions=parts.functions)
+    return _rescored(result, rewards)
+
+
+def play_heldout(
+    policy: Policy,
+    environment: Environment,
+    requests: Sequence[EpisodeRequest],
+    settings: EvaluationSettings,
+    seed: int,
+) -> tuple[Evaluation, Evaluation | None]:
+    """The sampled evaluation, and the greedy one where the settings ask for it."""
+    backend = policy.backend()
+
+    def once(samples: int, sampling: SamplingSettings) -> Evaluation:
+        return play(environment, backend, policy.renderer, requests, samples=samples, sampling=sampling, seed=seed)
+
+    sampled = once(settings.samples, settings.sampling)
+    if not settings.greedy or settings.sampling.temperature == 0:
+        return sampled, None
+    return sampled, once(1, dataclasses.replace(settings.sampling, temperature=0.0))
+
+
+def validation(
+    policy: Policy,
+    environment: Environment,
+    requests: Sequence[EpisodeRequest],
+    sampling: SamplingSettings,
+    seed: int,
+    *,
+    rewards: RewardOrchestrator | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Callable[[], dict[str, float]]:
+    """A function that plays the same validation episodes at every call and gives `eval/...` metrics.
+
+    Args:
+        rewards: scores the episodes in place of the environment.
+    """
+    backend = policy.backend()
+
+    def measure() -> dict[str, float]:
+        backend.refresh()
+        result = play(
+            environment,
+            backend,
+            policy.renderer,
+            requests,
+            samples=1,
+            sampling=sampling,
+            seed=seed,
+            process_group=process_group,
+        )
+        if rewards is not None:
+            result = _rescored(result, rewards)
+        hidden = TIMED if environment.knows_success else (*TIMED, *OF_SUCCESS)
+        return {name: value for name, value in result.metrics().items() if not name.startswith(hidden)}
+
+    return measure
+
+
+def generate(
+    model: ModelSource,
+    prompts: RowSource,
+    *,
+    samples: int = 1,
+    sampling: SamplingSettings | None = None,
+    system: str = "",
+    seed: int = 0,
+) -> list[list[str]]:
+    """Completions of every prompt: `samples` texts for each, in the order given.
+
+    Args:
+        prompts: texts, rows with a `prompt` (text or messages), or a JSONL or Parquet file of such rows.
+        seed: the same seed, model and prompts give the same texts.
+    """
+    if isinstance(prompts, str) and "\n" not in prompts and not prompts.endswith((".jsonl", ".parquet", ".pq")):
+        raise SettingsError(f"prompts: {prompts!r} is one text; hand in a list of them, [{prompts!r}]")
+    if samples < 1:
+        raise SettingsError(f"samples: {samples} must be at least 1")
+    policy = load_policy(model)
+    environment = Prompts([{**row, "level": "all"} for row in read_prompts(prompts).rows], system=system)
+    requests = [EpisodeRequest("all", index) for index in environment.seeds("train")]
+    groups = collect(
+        environment,
+        policy.backend(),
+        policy.renderer,
+        requests,
+        group_size=samples,
+        sampling=sampling or SamplingSettings(),
+        seed=seed,
+    )
+    return [[rollout.trajectory.turns[0].action for rollout in group.rollouts] for group in groups]
+
+
+def _rescored(result: Evaluation, rewards: RewardOrchestrator) -> Evaluation:
+    """The same episodes with the rewards of these components."""
+    by_episode: dict[tuple[str, int], list[Any]] = {}
+    for rollout in result.rollouts:
+        by_episode.setdefault((rollout.trajectory.level, rollout.trajectory.seed), []).append(rollout)
+    rewards.score([RolloutGroup(rollouts) for rollouts in by_episode.values()])
+    scored = summarize((rollout.trajectory for rollout in result.rollouts), result.seconds)
+    scored.rollouts = result.rollouts
+    return scored

@@ -1,0 +1,171 @@
+"""A training run of the Python API: run, resume, look at, save."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_core.api.evaluation import generate
+from rl_core.api.policy import Policy
+from rl_core.api.recipes import Recipe
+from rl_core.data.records import RowSource
+from rl_core.errors import CheckpointError, SettingsError, Stopped
+from rl_core.models import causal_lm
+from rl_core.settings import LoopSettings, SamplingSettings
+from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
+from rl_core.training.callbacks import Callback, check_callbacks
+from rl_core.training.loop import LoopMemory, LoopOutcome, Trainer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Training", "check_in_process", "run_fingerprint"]
+
+T = TypeVar("T", bound=Trainer)
+
+CHECKPOINTS, METRICS, HISTORY = "checkpoints", "metrics.jsonl", "metrics_history.json"
+# Settings that change no number of the iterations already done: a resumed run may have others.
+FREE = ("launch", "checkpoint_every", "keep_checkpoints")
+LENGTHS = ("iterations", "epochs", "max_steps")  # free as well under a constant schedule
+
+
+@dataclass
+class Training(Generic[T]):
+    """One training run. `run` trains, `save` writes the model; both may be called again.
+
+    With `output`, metrics, rewards and checkpoints are kept in that folder, and a run that was stopped or killed
+    resumes there when the same script is started again.
+    """
+
+    name: str  # of the algorithm
+    recipe: Recipe[T]
+    settings: LoopSettings
+    model: PreTrainedModel  # trained in place
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: Mapping[str, Any]  # what must be equal for a resume
+    output: Path | None = None
+    tracker: TrackerSource = None
+    callbacks: Sequence[Callback] = ()
+    outcome: LoopOutcome | None = None  # of the run, once it has ended
+    memory: LoopMemory = field(default_factory=LoopMemory)
+
+    def __post_init__(self) -> None:
+        self.callbacks = check_callbacks(self.callbacks)
+        if self.output is not None:
+            self.output = Path(self.output)
+            if self.output.exists() and not self.output.is_dir():
+                raise SettingsError(f"output: {self.output} is a file; name a folder")
+        own = [JsonlTracker(self.output / METRICS, cut=True)] if self.output is not None else []
+        self._tracker = several(self.tracker, own, folder=self.output)
+
+    @property
+    def trainer(self) -> T:
+        """The trainer itself, for whoever wants to look inside."""
+        return self.recipe.trainer
+
+    def run(self, *, allow_changed: bool = False, stop_event: threading.Event | None = None) -> LoopOutcome:
+        """Train to the end, or go on where an earlier call or an earlier process stopped.
+
+        A run that has ended is not run again: the same outcome is returned. Ctrl-C and SIGTERM finish the iteration,
+        save, and raise Stopped; a later `run` goes on from there.
+        Args:
+            allow_changed: resume although settings, data or code differ from those of the checkpoint.
+            stop_event: set by another thread to ask for a stop.
+        Raises: Stopped; CallbackError; RewardError; EnvironmentFault; ResumeRefused; NonFiniteError; FolderBusy.
+        """
+        if self.outcome is not None:
+            return self.outcome
+        if self.output is not None:
+            self.output.mkdir(parents=True, exist_ok=True)
+        begin(self._tracker, self.name, {"settings": dataclasses.asdict(self.settings), **self.fingerprint})
+        status = "FAILED"
+        try:
+            self.outcome = self.recipe.run(
+                self.settings,
+                tracker=self._tracker,
+                checkpoints=self.output / CHECKPOINTS if self.output is not None else None,
+                fingerprint=self.fingerprint,
+                allow_changed=allow_changed,
+                stop_event=stop_event,
+                history=self.output / HISTORY if self.output is not None else None,
+                callbacks=self.callbacks,
+                memory=self.memory,
+            )
+            status = "FINISHED"
+        except Stopped as stopped:
+            status = "KILLED"
+            if self.output is not None or not self.memory.is_whole:
+                raise
+            raise Stopped(
+                f"stopped after iteration {self.memory.state.iteration}; run() goes on from here as long as this "
+                "process lives. With output=FOLDER a new process could resume",
+                stopped.signum,
+            ) from None
+        except KeyboardInterrupt:
+            status = "KILLED"
+            raise
+        finally:
+            close(self._tracker, status)
+        return self.outcome
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the trained model and its tokenizer as a Hugging Face folder; with adapters merged, and `adapter/`.
+
+        Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
+        """
+        if not self.memory.state.iteration:
+            raise CheckpointError("nothing was trained yet; call run() before save()")
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            causal_lm.save(self.model, self.tokenizer, folder)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: the model cannot be written ({error})") from error
+        return folder
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluation metrics of the present weights; {} where nothing is held out."""
+        return {name: float(value) for name, value in self.trainer.evaluate().items()}
+
+    def metrics(self) -> pd.DataFrame:
+        """The newest values of every metric, one row a step; all of them: `rl_core.read_metrics(output)`."""
+        from rl_core.readers import metrics_frame
+
+        history = self.memory.history
+        points = [(step, {name: value}) for name in history.names for step, value in history.points(name)]
+        return metrics_frame(points)
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in training, for `rl_core.evaluate`, `rl_core.generate` or a next trainer."""
+        from rl_core.data.chat import ChatRenderer
+
+        return Policy(self.model, self.tokenizer, ChatRenderer(self.tokenizer))
+
+    def generate(
+        self, prompts: RowSource, *, samples: int = 1, sampling: SamplingSettings | None = None, seed: int = 0
+    ) -> list[list[str]]:
+        """Completions by the present weights, as `rl_core.generate`."""
+        return generate(self.policy, prompts, samples=samples, sampling=sampling, seed=seed)
+
+
+def run_fingerprint(algorithm: str, settings: LoopSettings, seed: int, **others: Any) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be resumed: settings, seed, and the digests handed in."""
+    plain = dataclasses.asdict(settings)
+    free = FREE + (LENGTHS if getattr(settings, "schedule", None) == "constant" else ())
+    kept = {name: value for name, value in plain.items() if name not in free}
+    return {"algorithm": algorithm, "settings": kept, "seed": seed, **others}
+
+
+def check_in_process(settings: LoopSettings) -> None:
+    """Raise SettingsError for settings that start several processes, which only the pipeline does."""
+    if settings.launch.kind != "in_process":
+        raise SettingsError(
+            "launch: the Python API trains in this process; for several, run the pipeline (posttrain run CONFIG)"
+        )

@@ -1,0 +1,66 @@
+"""Trainable weights of a model as a state: what checkpoints and snapshots store, without the frozen ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from rl_core.errors import CheckpointError
+
+__all__ = ["load_trainable_weights", "trainable_weights"]
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if not parameter.requires_grad}
+
+
+def trainable_weights(model: nn.Module, *, copy: bool = False) -> dict[str, torch.Tensor]:
+    """Every trainable parameter and every persistent buffer; frozen weights (under LoRA) are those of the start.
+
+    Args:
+        copy: a snapshot on the CPU that later updates do not change; False = the live tensors. Of sharded weights it is
+            this process's rows, on their device.
+    """
+    frozen = _frozen(model)
+    weights = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in frozen}
+    if any(isinstance(tensor, DTensor) for tensor in weights.values()):
+        return _sharded_weights(model, weights, copy=copy)
+    if not copy:
+        return weights
+    copies: dict[tuple[Any, ...], torch.Tensor] = {}  # tied weights: one copy for all names of one parameter
+    snapshot = {}
+    for name, tensor in weights.items():
+        memory = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if memory not in copies or not tensor.numel():
+            copies[memory] = tensor.to("cpu", copy=True)
+        snapshot[name] = copies[memory]
+    return snapshot
+
+
+def _sharded_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, copy: bool) -> dict[str, torch.Tensor]:
+    """Sharded weights, with one object for all names of a tied one: alike in every process, unlike memory addresses."""
+    owners = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    unique: dict[Any, torch.Tensor] = {}
+    result = {}
+    for name, tensor in weights.items():
+        owner = owners.get(name, name)
+        if owner not in unique:
+            unique[owner] = tensor.clone() if copy else tensor
+        result[name] = unique[owner]
+    return result
+
+
+def load_trainable_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Inverse of `trainable_weights`. Raises CheckpointError if names or shapes differ."""
+    expected = trainable_weights(model)
+    missing, unexpected = sorted(expected.keys() - weights.keys()), sorted(weights.keys() - expected.keys())
+    if missing or unexpected:
+        raise CheckpointError(f"weights of another model: missing {missing[:3]}, unexpected {unexpected[:3]}")
+    for name, tensor in weights.items():
+        if tensor.shape != expected[name].shape:
+            raise CheckpointError(f"{name}: shape {tuple(tensor.shape)}, the model has {tuple(expected[name].shape)}")
+    model.load_state_dict(dict(weights), strict=False)

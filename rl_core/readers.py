@@ -1,0 +1,205 @@
+"""What runs left on disk, as pandas DataFrames: metrics, trajectories, rewards.
+
+`run` is a finished stage's folder, a run's `output` folder, or the file itself. pandas is imported at the first use.
+The iterators that read one line at a time are `rl_core.analysis.read_trajectories`, `iter_metrics` and `iter_rewards`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rl_core.analysis.trajectories import read_trajectories as iter_trajectories
+from rl_core.errors import DataError
+from rl_core.types import Trajectory
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "iter_metrics",
+    "iter_rewards",
+    "metrics_frame",
+    "read_analysis",
+    "read_metrics",
+    "read_rewards",
+    "read_trajectories",
+    "trajectory_frame",
+]
+
+METRICS, REWARDS, RECENT, ANALYSIS = "metrics.jsonl", "rewards.jsonl", "recent_rollouts.jsonl", "analysis.csv"
+
+
+def read_metrics(run: str | Path) -> pd.DataFrame:
+    """One row a step, one column a metric, indexed by step; NaN where a metric was not measured.
+
+    Of several values at one step, as a resumed run leaves them, the newest stands.
+    Raises: DataError where there are no metrics.
+    """
+    return metrics_frame(iter_metrics(run))
+
+
+def read_rewards(run: str | Path) -> pd.DataFrame:
+    """One row a rollout of training: iteration, level, seed, sample, success, reward, masked, and every part.
+
+    Parts are columns `reward/NAME` (raw) and `weighted/NAME` (what it added to the reward).
+    Raises: DataError where there is no such file, or a line of it is none.
+    """
+    import pandas as pd
+
+    return pd.DataFrame.from_records([_reward_row(row) for row in iter_rewards(run)])
+
+
+def read_analysis(run: str | Path) -> pd.DataFrame:
+    """Table of an analysis stage: one value a row, as model, group, name, metric, value, low, high, n.
+
+    `group` is all, level, kind, tool, or `minus MODEL` for a paired difference; low and high bound the 95% interval.
+    Raises: DataError where there is no analysis.
+    """
+    import pandas as pd
+
+    path = _file(run, ANALYSIS)
+    frame = pd.read_csv(path, keep_default_na=False, na_values={name: [""] for name in ("value", "low", "high", "n")})
+    if list(frame.columns) != ["model", "group", "name", "metric", "value", "low", "high", "n"]:
+        raise DataError(f"{path}: is no analysis.csv")
+    return frame
+
+
+def read_trajectories(run: str | Path, *, turns: bool = False) -> pd.DataFrame:
+    """One row an episode, of every trajectories file of an evaluation stage (column `model`) or of one file.
+
+    Args:
+        turns: one row a turn instead: what identifies the episode, then action, tool, observation, is_error.
+    Raises: DataError where there are no trajectories, or a line is none.
+    """
+    import pandas as pd
+
+    rows: list[dict[str, Any]] = []
+    for name, path in _trajectory_files(Path(run)):
+        made = _recent(path) if path.name == RECENT else ((trajectory, {}) for trajectory in iter_trajectories(path))
+        for trajectory, extra in made:
+            head = {"model": name, **extra} if name else dict(extra)
+            rows += _turn_rows(trajectory, head) if turns else [{**head, **_episode_row(trajectory)}]
+    return pd.DataFrame.from_records(rows)
+
+
+def trajectory_frame(trajectories: Iterable[Trajectory]) -> pd.DataFrame:
+    """As `read_trajectories`, of trajectories in memory (`Evaluation.trajectories`)."""
+    import pandas as pd
+
+    return pd.DataFrame.from_records([_episode_row(trajectory) for trajectory in trajectories])
+
+
+def metrics_frame(points: Iterable[tuple[float, Mapping[str, float]]]) -> pd.DataFrame:
+    """(step, metrics) as one row a step, sorted by step."""
+    import pandas as pd
+
+    by_step: dict[float, dict[str, float]] = {}
+    for step, metrics in points:
+        by_step.setdefault(step, {}).update(metrics)
+    index = pd.Index([int(step) if float(step).is_integer() else step for step in sorted(by_step)], name="step")
+    names = sorted({name for metrics in by_step.values() for name in metrics})
+    columns = {name: [by_step[step].get(name, math.nan) for step in sorted(by_step)] for name in names}
+    return pd.DataFrame(columns, index=index)
+
+
+def iter_metrics(run: str | Path) -> Iterator[tuple[int, dict[str, float]]]:
+    """(step, metrics) of every line of a metrics.jsonl, one at a time; a torn last line is passed over."""
+    path = _file(run, METRICS)
+    for row in _json_lines(path):
+        if not isinstance(row.get("metrics"), dict) or not isinstance(row.get("step"), int):
+            raise DataError(f'{path}: holds no metrics (a line is {{"step": 3, "metrics": {{...}}}})')
+        yield row["step"], row["metrics"]
+
+
+def iter_rewards(run: str | Path) -> Iterator[dict[str, Any]]:
+    """Every line of a rewards.jsonl, one at a time; a torn last line is passed over."""
+    path = _file(run, REWARDS)
+    for row in _json_lines(path):
+        if "rewards" not in row or "iteration" not in row:
+            raise DataError(f"{path}: holds no rewards of rollouts (a line has 'iteration', 'rewards', ...)")
+        yield row
+
+
+def _file(run: str | Path, name: str) -> Path:
+    path = Path(run)
+    found = path / name if path.is_dir() else path
+    if not found.is_file():
+        raise DataError(f"{path}: there is no {name} in it" if path.is_dir() else f"{path}: no such file or folder")
+    return found
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                if not line.endswith(b"\n"):  # cut off by a kill, or being written just now
+                    return
+                raise DataError(f"{path}:{number}: is not JSON ({error})") from None
+            if not isinstance(row, dict):
+                raise DataError(f"{path}:{number}: has to be an object")
+            yield row
+
+
+def _reward_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: value for name, value in row.items() if name != "rewards"}
+    parts = {name if name.startswith("weighted/") else f"reward/{name}": v for name, v in row["rewards"].items()}
+    return plain | parts
+
+
+def _trajectory_files(run: Path) -> list[tuple[str, Path]]:
+    """(model name, file); the name is "" where there is one file of no model in particular."""
+    if not run.is_dir():
+        return [("", run)]
+    named = [(path.stem.removeprefix("trajectories_"), path) for path in sorted(run.glob("trajectories_*.jsonl"))]
+    plain = [("", path) for name in ("trajectories.jsonl", RECENT) if (path := run / name).is_file()]
+    if not named and not plain:
+        raise DataError(f"{run}: there is no trajectories file in it (trajectories_NAME.jsonl, {RECENT})")
+    return named or plain[:1]
+
+
+def _recent(path: Path) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
+    """Trajectories of the newest iterations, with the iteration of each."""
+    for row in _json_lines(path):
+        iteration = row.pop("iteration", None)
+        yield Trajectory.from_json(row), {"iteration": iteration}
+
+
+def _episode_row(trajectory: Trajectory) -> dict[str, Any]:
+    plain = {name: value for name, value in trajectory.to_json().items() if name not in ("turns", "rewards", "row")}
+    rewards = {
+        name if name.startswith("weighted/") else f"reward/{name}": value for name, value in trajectory.rewards.items()
+    }
+    calls = sum(turn.tool_call is not None for turn in trajectory.turns)
+    errors = sum(turn.is_error for turn in trajectory.turns)
+    columns = {f"row/{name}": value for name, value in trajectory.row.items()}
+    counts = {
+        "num_turns": len(trajectory.turns),
+        "tool_calls": calls,
+        "misused": errors,
+        "completion": trajectory.completion,
+    }
+    return {**plain, **counts, **rewards, **columns}
+
+
+def _turn_rows(trajectory: Trajectory, head: Mapping[str, Any]) -> list[dict[str, Any]]:
+    episode = {name: getattr(trajectory, name) for name in ("environment", "level", "seed", "sample")}
+    return [
+        {
+            **head,
+            **episode,
+            "turn": index,
+            "action": turn.action,
+            "tool": turn.tool_call.name if turn.tool_call is not None else None,
+            "arguments": turn.tool_call.arguments if turn.tool_call is not None else None,
+            "observation": turn.observation,
+            "is_error": turn.is_error,
+            "num_tokens": turn.num_tokens,
+        }
+        for index, turn in enumerate(trajectory.turns)
+    ]

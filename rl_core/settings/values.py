@@ -1,0 +1,48 @@
+"""Values against type hints, as far as configs and settings express them."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["fits", "words"]
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value read from a config suits a type hint; hints that configs cannot express are not judged."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, argument) for argument in arguments)
+    if origin is typing.Literal:
+        return any(type(value) is type(choice) and value == choice for choice in arguments)
+    if origin in (list, tuple):
+        items = [argument for argument in arguments if argument is not Ellipsis]
+        return isinstance(value, list | tuple) and all(fits(item, items[0] if items else Any) for item in value)
+    if origin is dict or origin is Mapping:
+        return isinstance(value, Mapping) and all(
+            fits(key, arguments[0]) and fits(item, arguments[1]) for key, item in value.items()
+        )
+    if hint in (int, float):  # bool is an int to Python, not to a reader of a config; a whole number is a float
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+    if hint is None or hint is type(None):
+        return value is None
+    if isinstance(hint, type) and (hint in (str, bool) or dataclasses.is_dataclass(hint)):
+        return isinstance(value, hint)
+    return True
+
+
+def words(hint: Any) -> str:
+    """What a value has to be, for messages."""
+    if typing.get_origin(hint) is typing.Literal:
+        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(words(argument) for argument in typing.get_args(hint))
+    if hint is type(None):
+        return "None"
+    plain = {int: "a whole number", float: "a number", str: "text", bool: "True or False"}
+    if hint in plain:
+        return plain[hint]
+    return hint.__name__ if isinstance(hint, type) and not typing.get_origin(hint) else str(hint).replace("typing.", "")

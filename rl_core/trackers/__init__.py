@@ -1,0 +1,30 @@
+"""Trackers of the Python API: where a run's metrics go while it trains.
+
+A `tracker=` argument is one of these, or a list of several:
+
+    "terminal"                  a line an iteration
+    "jsonl:PATH", "csv:PATH"    a file; the prefix may be left out where the name ends in .jsonl or .csv
+    "tensorboard:FOLDER"        TensorBoard's event files (needs the package tensorboard)
+    "mlflow:URI", "mlflow"      an MLflow run, where the package `posttrain` is installed as a whole
+    an object                   whatever has the methods of `rl_core.Tracker`
+
+Others plug in by the entry point group `rl_core.trackers`: a name and a function (address, folder) -> tracker. A
+tracker may also have `begin(name, params)`, called when a run starts, and `close(status)`, called when it ends with
+status FINISHED, FAILED or KILLED; it may begin again afterwards.
+"""
+
+from rl_core.trackers.files import CsvTracker, JsonlTracker
+from rl_core.trackers.resolve import TrackerSource, begin, close, several
+from rl_core.trackers.tensorboard import TensorBoardTracker
+from rl_core.trackers.terminal import TerminalTracker
+
+__all__ = [
+    "CsvTracker",
+    "JsonlTracker",
+    "TensorBoardTracker",
+    "TerminalTracker",
+    "TrackerSource",
+    "begin",
+    "close",
+    "several",
+]

@@ -1,0 +1,104 @@
+"""Metrics in a JSON Lines or CSV file, one row for each call, on disk when the call returns."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from rl_core.errors import DataError
+from rl_core.storage.folders import write_text_atomic
+from rl_core.trackers.base import SilentTracker
+
+__all__ = ["CsvTracker", "JsonlTracker"]
+
+
+class JsonlTracker(SilentTracker):
+    """Appends lines {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}; `rl_core.read_metrics` reads them."""
+
+    def __init__(self, path: str | Path, *, cut: bool = False) -> None:
+        """`cut`: drop lines of later steps, which a resumed run measures again, before the first write."""
+        self.path = Path(path)
+        self._cuts = cut
+        self._is_cut = not cut
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one line. Values that are not finite are left out, as JSON has none."""
+        if not self._is_cut:
+            self._cut(step)
+            self._is_cut = True
+        finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
+        line = json.dumps({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    def begin(self, name: str, params: Mapping[str, object]) -> None:
+        """Cut again before the next write: a run that goes on may start from an earlier step."""
+        self._is_cut = not self._cuts
+
+    def _cut(self, step: int) -> None:
+        """End the file before the first line of a later step, or one that a crash tore."""
+        if not self.path.is_file():
+            return
+        place = 0
+        with self.path.open("r+b") as file:
+            for line in file:
+                try:
+                    if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+                        break
+                except (ValueError, KeyError, TypeError):
+                    break
+                place += len(line)
+            file.truncate(place)
+
+
+class CsvTracker(SilentTracker):
+    """One row a call: step, seconds since the epoch, and a column for each metric; blank where one was not measured.
+
+    A metric that appears later adds a column: the file is then rewritten, atomically.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._columns: list[str] = []
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append one row. Raises: DataError where the file holds something else."""
+        if not self._columns:
+            self._columns = self._header()
+        new = [name for name in metrics if name not in self._columns]
+        if new:
+            self._columns = [*(self._columns or ["step", "time"]), *new]
+            self._rewrite()
+        row = {"step": step, "time": f"{time.time():.3f}", **{name: repr(float(v)) for name, v in metrics.items()}}
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            csv.DictWriter(file, self._columns, restval="").writerow(row)
+
+    def _header(self) -> list[str]:
+        if not self.path.is_file():
+            return []
+        with self.path.open(encoding="utf-8", newline="") as file:
+            header = next(csv.reader(file), [])
+        if header and header[:2] != ["step", "time"]:
+            raise DataError(
+                f"{self.path}: is no file of metrics (its columns are {', '.join(header[:5])}); name another"
+            )
+        return header
+
+    def _rewrite(self) -> None:
+        """The same rows under more columns."""
+        rows = []
+        if self.path.is_file():
+            with self.path.open(encoding="utf-8", newline="") as file:
+                rows = list(csv.DictReader(file))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(self.path, text.getvalue())

@@ -1,0 +1,59 @@
+"""TensorBoard event files; the package tensorboard is imported at the first use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import SettingsError
+from rl_core.trackers.base import SilentTracker
+
+__all__ = ["TensorBoardTracker"]
+
+
+class TensorBoardTracker(SilentTracker):
+    """Scalars, and structures and tags as text, in a folder for `tensorboard --logdir`."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Raises: SettingsError where the package is missing."""
+        self.folder = Path(folder)
+        self._writer: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise SettingsError(
+                "tracker: TensorBoard needs the package tensorboard; install it, or posttrain[tensorboard]"
+            ) from error
+        self._make = SummaryWriter
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write scalars and flush them."""
+        writer = self._open()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    def log_dict(self, values: Mapping[str, Any], name: str) -> None:
+        """Write a structure as text."""
+        self._open().add_text(name, f"```json\n{json.dumps(values, indent=2, default=str)}\n```")
+
+    def set_tag(self, name: str, value: str) -> None:
+        """Write a tag as text."""
+        self._open().add_text(name, value)
+
+    def begin(self, name: str, params: Mapping[str, Any]) -> None:
+        """Write the run's settings as text."""
+        self.log_dict(params, f"{name}/settings")
+
+    def close(self, status: str) -> None:
+        """End the file; the next call opens another in the same folder."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            self._writer = self._make(str(self.folder))
+        return self._writer

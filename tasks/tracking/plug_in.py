@@ -1,0 +1,90 @@
+"""MLflow as a tracker of the Python API: `tracker="mlflow:URI"`, or `tracker=MlflowTracker(URI)`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_core.trackers.base import SilentTracker
+from tasks.tracking.run_tracker import RunTracker, Status
+from tasks.tracking.tracking import Tracking
+
+__all__ = ["MlflowTracker", "from_address"]
+
+
+class MlflowTracker(SilentTracker):
+    """One MLflow run for each training run. Nothing is opened before the run begins.
+
+    Metrics go to a journal on disk first and are delivered in the background, so a store that is slow or down costs no
+    step. A run that goes on after a stop stays the same MLflow run, as long as its folder is the same.
+    """
+
+    def __init__(
+        self,
+        uri: str | None = None,
+        *,
+        folder: str | Path | None = None,
+        experiment: str = "posttrain",
+        name: str | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Choose the store.
+
+        Args:
+            uri: as MLflow takes it (sqlite:///FILE, http://HOST:PORT); None = MLFLOW_TRACKING_URI, else a sqlite file
+                in `folder`.
+            folder: of the journal; None = a temporary one, so a new process starts a new MLflow run.
+            experiment: made where it is missing. name: of the run; None = the algorithm's.
+            timeout_s: seconds that `close` waits for the store; what is left is delivered at the next start.
+        """
+        self.uri, self.experiment, self.name, self.timeout_s = uri, experiment, name, timeout_s
+        self._folder = Path(folder) if folder is not None else None
+        self._run: RunTracker | None = None
+        self.run_id: str | None = None  # of the newest run
+
+    def begin(self, name: str, params: Mapping[str, Any]) -> None:
+        """Start the MLflow run, or go on with it."""
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="posttrain-tracking-"))
+        tracking = Tracking(self.uri, self._folder, self.experiment)
+        self._run = tracking.start_run(self.name or name, self._folder / "tracking", params=dict(params))
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        """Append to the journal."""
+        self._open().log_metrics(metrics, step)
+
+    def log_artifact(self, path: Path, folder: str = "") -> None:
+        """Keep a copy of a finished file or folder."""
+        self._open().log_artifact(path, folder)
+
+    def log_dict(self, values: Mapping[str, Any], name: str) -> None:
+        """Keep a structure as a JSON artifact."""
+        self._open().log_dict(values, name)
+
+    def set_tag(self, name: str, value: str) -> None:
+        """Attach a short text."""
+        self._open().set_tag(name, value)
+
+    def progress(self, done: int, total: int, message: str = "") -> None:
+        """Note how far the work is."""
+        self._open().progress(done, total, message)
+
+    def close(self, status: Status = "FINISHED") -> None:
+        """End the MLflow run; a later `begin` goes on with it."""
+        if self._run is not None:
+            self._run.close(status, timeout_s=self.timeout_s)
+            self.run_id = self._run.run_id
+            self._run = None
+
+    def _open(self) -> RunTracker:
+        if self._run is None:
+            self.begin("rl_core", {})
+        assert self._run is not None
+        return self._run
+
+
+def from_address(address: str, folder: Path | None) -> MlflowTracker:
+    """The tracker that "mlflow:ADDRESS" means; the entry point `mlflow` of the group rl_core.trackers."""
+    return MlflowTracker(address or None, folder=folder)

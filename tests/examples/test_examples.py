@@ -1,0 +1,86 @@
+"""Every example runs, offline and in seconds, and learns what it says it learns."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import matplotlib
+import pytest
+
+import rl_core
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Examples write to outputs/ where they are started."""
+    monkeypatch.chdir(tmp_path)
+
+
+def example(name):
+    specification = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def lines(name):
+    return (EXAMPLES / name).read_text().splitlines()
+
+
+def test_every_example_is_tested():
+    tests = Path(__file__).read_text()
+    names = {path.stem for path in EXAMPLES.glob("*.py")} | {path.name for path in EXAMPLES.glob("*.ipynb")}
+    assert len(names) == 6
+    for name in names:
+        assert f'"{name}"' in tests
+
+
+def test_the_minimal_loop_learns_and_hides_nothing(capsys):
+    source = lines("grpo_minimal.py")
+    assert len(source) <= 150
+    assert not any("rl_core.trainers" in line or "rl_core.training" in line for line in source)
+    success = example("grpo_minimal").main()
+    assert len(success) == 40
+    assert sum(success[:5]) / 5 < 0.7 and sum(success[-5:]) / 5 > 0.85
+    ratios = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines() if "ratio" in line]
+    assert ratios == pytest.approx([1.0] * 40, abs=1e-4)  # sampler and trainer agree on what was sampled
+
+
+def test_the_quick_start_is_ten_lines_and_learns():
+    module = lines("grpo_quickstart.py")
+    body = [line for line in module if line.strip() and not line.startswith(('"""', "if __name__", "    main()"))]
+    assert len(body) <= 12  # the two lines of `def` included
+    rewards = example("grpo_quickstart").main().metrics()["reward/mean"]
+    assert rewards.iloc[-1] > rewards.iloc[0] + 0.3
+    assert rl_core.generate("outputs/quickstart", ["owl"])
+
+
+def test_an_environment_of_one_s_own():
+    before, after = example("own_environment").main()
+    assert after > before + 0.05
+
+
+def test_a_reward_of_one_s_own():
+    seen = example("own_reward").main()
+    assert seen[-1] >= 0.7 and len(seen) < 8  # stopped by its callback
+
+
+def test_data_of_one_s_own():
+    metrics = example("sft_own_data").main()["eval/loss"].dropna()
+    assert metrics.iloc[-1] < 0.5 * metrics.iloc[0]
+    assert Path("outputs/sft_own_data/metrics.csv").is_file()
+
+
+def test_the_notebook():
+    matplotlib.use("Agg")
+    notebook = json.loads((EXAMPLES / "grpo.ipynb").read_text())
+    code = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(not cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")
+    names: dict = {}
+    for cell in code:
+        exec(compile(cell, "grpo.ipynb", "exec"), names)
+    rewards = names["metrics"]["reward/mean"]
+    assert rewards.iloc[-1] > rewards.iloc[0] + 0.2
+    assert len(names["figure"].axes) == 2

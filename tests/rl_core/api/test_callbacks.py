@@ -1,0 +1,66 @@
+"""Callbacks of the loop: called when, with what, and how they stop or fail."""
+
+import pytest
+from helpers.library import length, settings, small_policy
+
+import rl_core
+
+
+def train(*callbacks, **options):
+    return rl_core.grpo(
+        small_policy(), prompts=["say e"], heldout_prompts=["e", "f"], reward=length, callbacks=callbacks,
+        settings=settings(**options),
+    )  # fmt: skip
+
+
+def test_iterations_and_evaluations_are_told_in_order():
+    seen, evaluated = [], []
+
+    class Both:
+        def on_evaluation(self, event):
+            evaluated.append((event.iteration, event.metrics["eval/reward_mean"]))
+
+    training = train(lambda event: seen.append((event.kind, event.iteration, event.step)), Both(), eval_every=2)
+    training.run()
+    assert seen == [
+        ("iteration", 1, 1), ("iteration", 2, 2), ("evaluation", 2, 2), ("iteration", 3, 3),
+        ("evaluation", 3, 3),
+    ]  # fmt: skip
+    assert [iteration for iteration, _ in evaluated] == [2, 3]
+    assert evaluated[0][1] == training.metrics()["eval/reward_mean"].loc[2]
+
+
+def test_a_callback_stops_and_the_reason_is_told():
+    def enough(event):
+        if event.kind == "iteration" and event.iteration == 2:
+            event.stop("two are enough")
+
+    training = train(enough, iterations=9)
+    outcome = training.run()
+    assert (outcome.iterations, outcome.stop_reason) == (2, "two are enough")
+    assert training.run() is outcome
+
+
+def test_a_callback_that_raises_is_named_and_the_run_goes_on_afterwards():
+    failing = [True]
+
+    def plot(event):
+        if failing and event.iteration == 2:
+            failing.pop()
+            raise ZeroDivisionError("no data")
+
+    training = train(plot)
+    with pytest.raises(
+        rl_core.CallbackError, match=r"'.*plot' raised ZeroDivisionError: no data \(after the iteration"
+    ):
+        training.run()
+    assert training.run().iterations == 3
+    assert list(training.metrics().index) == [1, 2, 3]
+
+
+def test_errors_of_ours_pass_through():
+    def check(event):
+        raise rl_core.CheckFailed("not good enough")
+
+    with pytest.raises(rl_core.CheckFailed, match="not good enough"):
+        train(check).run()

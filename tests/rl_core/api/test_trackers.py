@@ -1,0 +1,108 @@
+"""Where metrics go: files, terminal, several at once, TensorBoard."""
+
+import csv
+import json
+import sys
+
+import pytest
+from helpers.library import length, settings, small_policy
+
+import rl_core
+from rl_core.trackers import several
+
+
+def train(tracker, **options):
+    training = rl_core.grpo(
+        small_policy(), prompts=["say e"], reward=length, tracker=tracker, settings=settings(), **options
+    )
+    training.run()
+    return training
+
+
+def test_several_at_once_say_the_same(tmp_path, capsys):
+    memory = rl_core.MemoryTracker()
+    training = train(
+        [memory, "terminal", f"csv:{tmp_path / 'a.csv'}", str(tmp_path / "b.jsonl")], output=tmp_path / "out"
+    )
+    rewards = [value for _, value in memory.series("reward/mean")]
+    assert len(rewards) == 3
+    with (tmp_path / "a.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    table = [row for row in table if row["reward/mean"]]  # the last one holds the seconds of the closing evaluation
+    assert [float(row["reward/mean"]) for row in table] == rewards and [row["step"] for row in table] == ["1", "2", "3"]
+    for place in (tmp_path / "b.jsonl", tmp_path / "out"):
+        assert list(rl_core.read_metrics(place)["reward/mean"]) == rewards
+    assert list(training.metrics()["reward/mean"]) == rewards
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines() if "/3 " in line] == [
+        [f"{n}/3", "reward/mean"] for n in (1, 2, 3)
+    ]
+
+
+def test_a_csv_takes_new_columns_and_is_gone_on_with(tmp_path):
+    path = tmp_path / "metrics.csv"
+    rl_core.CsvTracker(path).log_metrics({"train/loss": 0.5}, 1)
+    again = rl_core.CsvTracker(path)
+    again.log_metrics({"train/loss": 0.25, "eval/loss": 1.0}, 2)
+    again.log_metrics({"eval/loss": 2.0}, 3)
+    with path.open(newline="") as file:
+        rows = [(row["step"], row["train/loss"], row["eval/loss"]) for row in csv.DictReader(file)]
+    assert rows == [("1", "0.5", ""), ("2", "0.25", "1.0"), ("3", "", "2.0")]
+    other = tmp_path / "prices.csv"
+    other.write_text("name,price\nx,1\n")
+    with pytest.raises(rl_core.DataError, match="is no file of metrics"):
+        rl_core.CsvTracker(other).log_metrics({"train/loss": 0.5}, 1)
+    assert other.read_text() == "name,price\nx,1\n"
+
+
+def test_lines_that_a_resumed_run_measures_again_are_cut(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = rl_core.JsonlTracker(path)
+    for step in (1, 2, 3):
+        first.log_metrics({"train/loss": float(step)}, step)
+    with path.open("a") as file:
+        file.write('{"step": 4, "metr')  # torn by a kill
+    resumed = rl_core.JsonlTracker(path, cut=True)
+    resumed.log_metrics({"train/loss": 20.0, "train/x": float("nan")}, 2)
+    resumed.log_metrics({"train/loss": 30.0}, 3)
+    rows = [(row["step"], row["metrics"]["train/loss"]) for row in map(json.loads, path.read_text().splitlines())]
+    assert rows == [(1, 1.0), (2, 2.0), (2, 20.0), (3, 30.0)]
+    assert list(rl_core.read_metrics(path)["train/loss"]) == [1.0, 20.0, 30.0]
+
+
+class Keeper(rl_core.MemoryTracker):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def begin(self, name, params):
+        self.calls.append(("begin", name, params["settings"]["learning_rate"]))
+
+    def close(self, status):
+        self.calls.append(("close", status))
+
+
+def test_a_tracker_learns_when_a_run_begins_and_how_it_ends():
+    keeper = Keeper()
+    train(keeper)
+    assert keeper.calls == [("begin", "grpo", 1e-2), ("close", "FINISHED")]
+    failing = Keeper()
+    training = rl_core.grpo(small_policy(), prompts=["e"], reward=lambda _: [0.0], tracker=failing, settings=settings())
+    with pytest.raises(rl_core.RewardError):
+        training.run()
+    assert failing.calls[-1] == ("close", "FAILED")
+
+
+def test_tensorboard_is_asked_for_by_name_where_it_is_missing(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(rl_core.SettingsError, match="needs the package tensorboard"):
+        several(f"tensorboard:{tmp_path}")
+    with pytest.raises(rl_core.SettingsError, match="names no place; write tensorboard:PATH"):
+        several("tensorboard")
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    training = train(f"tensorboard:{tmp_path}")
+    events = reader.EventAccumulator(str(tmp_path)).Reload()
+    found = [(event.step, pytest.approx(event.value)) for event in events.Scalars("reward/mean")]
+    assert found == list(training.metrics()["reward/mean"].items())

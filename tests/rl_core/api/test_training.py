@@ -1,0 +1,315 @@
+"""Training through the Python API: run, stop, resume, save; and what is refused before anything is played."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+import torch
+from helpers.library import Echo, equal, length, settings, small_policy, weights
+
+import rl_core
+
+
+def test_a_reward_and_prompts_are_enough(tmp_path):
+    rows = [{"prompt": "1 + 2 =", "answer": "3", "level": "easy"}, {"prompt": "say e", "answer": "e", "level": "hard"}]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = []
+
+    def graded(trajectories):
+        seen.extend(trajectories)
+        return [float(t.row["answer"] in t.turns[0].action) for t in trajectories]
+
+    training = rl_core.grpo(small_policy(), prompts=path, reward=graded, settings=settings())
+    outcome = training.run()
+    assert (outcome.iterations, outcome.stop_reason) == (3, "iterations")
+    assert len(seen) == 3 * 2 * 3
+    assert {(t.row["answer"], t.level, t.prompt) for t in seen} <= {("3", "easy", "1 + 2 ="), ("e", "hard", "say e")}
+    assert list(training.metrics().index) == [1, 2, 3] and "reward/graded" in training.metrics().columns
+
+
+def test_the_reward_is_learned():
+    """More characters earn more: the mean rises well beyond what it started with."""
+    training = rl_core.grpo(
+        small_policy(), prompts=["say e"], reward=length, settings=settings(iterations=12, group_size=8)
+    )
+    training.run()
+    rewards = training.metrics()["reward/mean"]
+    assert rewards.iloc[-3:].mean() > rewards.iloc[:3].mean() + 0.5
+
+
+def test_a_reward_takes_the_place_of_the_environment_s_unless_both_are_weighed(tmp_path):
+    alone = rl_core.grpo(small_policy(), environment=Echo(), reward=length, settings=settings(iterations=1),
+                         output=tmp_path / "a")  # fmt: skip
+    alone.run()
+    row = next(rl_core.iter_rewards(tmp_path / "a"))
+    assert row["reward"] == row["rewards"]["length_function"]
+    both = rl_core.ppo(small_policy(), environment=Echo(), reward={"task": 1.0, length: 0.5},
+                       settings=settings(iterations=1), output=tmp_path / "b")  # fmt: skip
+    both.run()
+    row = next(rl_core.iter_rewards(tmp_path / "b"))
+    assert row["reward"] == pytest.approx(row["rewards"]["task"] + 0.5 * row["rewards"]["length_function"])
+    assert both.settings.algorithm == "ppo"
+
+
+def train(output=None, stop_at=None, iterations=4, reward=length, **options):
+    training = rl_core.grpo(
+        small_policy(), prompts=["say e", "1 + 2 ="], reward=reward, output=output,
+        settings=settings(iterations=iterations, **options),
+    )  # fmt: skip
+    if stop_at is not None:
+        step = training.trainer.step
+
+        def stopping():
+            if training.trainer.iteration == stop_at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return step()
+
+        training.trainer.step = stopping
+    return training
+
+
+def test_ctrl_c_and_again_give_the_same_weights_with_and_without_a_folder(tmp_path):
+    whole = train()
+    whole.run()
+    stopped = train(stop_at=1)
+    with pytest.raises(rl_core.Stopped, match="run\\(\\) goes on from here"):
+        stopped.run()
+    assert stopped.memory.state.iteration == 2
+    assert stopped.run().iterations == 4
+    assert equal(weights(stopped), weights(whole))
+    kept = train(tmp_path, stop_at=1)
+    with pytest.raises(rl_core.Stopped, match="resumes"):
+        kept.run()
+    fresh = train(tmp_path)  # as a new process would
+    outcome = fresh.run()
+    assert (outcome.iterations, outcome.resumed_iteration) == (4, 2)
+    assert equal(weights(fresh), weights(whole))
+    assert list(rl_core.read_metrics(tmp_path).index) == [1, 2, 3, 4]
+    assert list(rl_core.read_rewards(tmp_path)["iteration"].unique()) == [0, 1, 2, 3]
+
+
+def test_running_twice_trains_once():
+    training = train()
+    outcome = training.run()
+    before = weights(training)
+    assert training.run() is outcome and equal(weights(training), before)
+
+
+def test_two_trainers_in_one_process_do_not_meet():
+    alone = train()
+    alone.run()
+    first, second = train(), train(learning_rate=1e-3)
+    first.run(), second.run()
+    assert equal(weights(first), weights(alone)) and not equal(weights(first), weights(second))
+
+
+def test_a_resume_with_another_reward_or_setting_is_refused(tmp_path):
+    train(tmp_path, iterations=1).run()
+
+    def other(trajectories):
+        return [0.0 for _ in trajectories]
+
+    with pytest.raises(rl_core.ResumeRefused, match=r"reward\.other"):
+        train(tmp_path, reward=other).run()
+    with pytest.raises(rl_core.ResumeRefused, match=r"settings\.learning_rate"):
+        train(tmp_path, learning_rate=2e-2).run()
+    assert train(tmp_path, iterations=2).run().resumed_iteration == 1  # more iterations change none that was done
+
+
+def test_a_reward_that_raises_can_be_mended_and_the_run_goes_on():
+    state = {"broken": True}
+
+    def moody(trajectories):
+        if state["broken"]:
+            raise KeyError("answer")
+        return length(trajectories)
+
+    training = train(reward=moody)
+    with pytest.raises(rl_core.RewardError, match="reward 'moody' raised KeyError"):
+        training.run()
+    state["broken"] = False
+    assert training.run().iterations == 4
+
+
+def test_a_reward_of_the_wrong_length_is_named():
+    training = train(reward=lambda trajectories: [1.0])
+    with pytest.raises(rl_core.RewardError, match="'reward' gave 1 values for 6 trajectories"):
+        training.run()
+
+
+def test_saving(tmp_path):
+    training = train(iterations=1)
+    with pytest.raises(rl_core.CheckpointError, match="call run\\(\\) before save"):
+        training.save(tmp_path / "model")
+    training.run()
+    saved = training.save(tmp_path / "run" / "model")
+    loaded = rl_core.load_policy(saved)
+    assert equal(weights(training), [p.detach() for p in loaded.model.parameters()])
+    texts = rl_core.generate(tmp_path / "run", ["say e"], samples=2, seed=3)  # a folder with model/ in it
+    assert texts == training.generate(["say e"], samples=2, seed=3) and [len(part) for part in texts] == [2]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(rl_core.CheckpointError, match="cannot be written"):
+        training.save(tmp_path / "file")
+
+
+def test_adapters_are_trained_and_merged(tmp_path):
+    small_policy().save(tmp_path / "base")
+    source = rl_core.ModelSettings(path=str(tmp_path / "base"), lora=rl_core.LoraSettings(rank=2), device="cpu")
+    training = rl_core.grpo(source, prompts=["say e"], reward=length, settings=settings(kl_coef=0.1))
+    training.run()
+    trained = [name for name, p in training.model.named_parameters() if p.requires_grad]
+    assert trained and all("lora" in name for name in trained)
+    training.save(tmp_path / "out")
+    assert (tmp_path / "out" / "adapter").is_dir()
+    merged = rl_core.load_policy(tmp_path / "out").model
+    base = rl_core.load_policy(tmp_path / "base").model
+    assert not torch.equal(merged.model.layers[0].mlp.up_proj.weight, base.model.layers[0].mlp.up_proj.weight)
+    assert "policy/ref_kl" in training.metrics().columns
+
+
+def test_a_loaded_pair_is_used_as_it_is_and_its_reference_stays():
+    policy = small_policy()
+    training = rl_core.grpo((policy.model, policy.tokenizer), prompts=["e"], reward=length,
+                            settings=settings(kl_coef=0.1, iterations=1))  # fmt: skip
+    before = weights(training)
+    training.run()
+    assert training.model is policy.model and not equal(weights(training), before)
+    assert equal([p.detach() for p in training.trainer.learner.reference.parameters()], before)
+
+
+DEMONSTRATIONS = [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in range(12)]
+PAIRS = [{"prompt": f"{n} + 1 =", "chosen": str(n + 1), "rejected": "e"} for n in range(12)]
+
+
+@pytest.mark.parametrize(("kind", "data", "metric"), [
+    ("sft", DEMONSTRATIONS, "eval/loss"), ("dpo", PAIRS, "eval/loss"), ("reward_model", PAIRS, "eval/loss"),
+])  # fmt: skip
+def test_training_on_rows(kind, data, metric, tmp_path):
+    classes = {
+        "sft": rl_core.SFTSettings,
+        "dpo": rl_core.PreferenceSettings,
+        "reward_model": rl_core.RewardModelSettings,
+    }
+    chosen = classes[kind](epochs=4, batch_size=4, learning_rate=1e-2, warmup_steps=0, eval_every=1)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in data))
+    training = getattr(rl_core, kind)(small_policy(), path, heldout=0.25, settings=chosen)
+    start = training.evaluate()[metric]
+    outcome = training.run()
+    assert outcome.metrics[metric] < start
+    again = getattr(rl_core, kind)(small_policy(), data[3:], heldout=data[:3], settings=chosen)
+    assert again.run().steps == 12  # 9 rows in batches of at most 4, 4 epochs
+
+
+def test_a_trained_reward_model_rewards(tmp_path):
+    chosen = rl_core.RewardModelSettings(epochs=1, batch_size=4, learning_rate=1e-3)
+    policy = small_policy()
+    before = [p.detach().clone() for p in policy.model.parameters()]
+    training = rl_core.reward_model(policy, PAIRS, settings=chosen)
+    training.run()
+    training.save(tmp_path / "rm")
+    assert equal(before, list(policy.model.parameters()))  # what was handed in is a start, and stays
+    learned = rl_core.grpo(policy, prompts=["1 + 1 ="], reward_model=tmp_path / "rm", settings=settings())
+    learned.run()
+    assert "reward/learned" in learned.metrics().columns
+    with pytest.raises(rl_core.SettingsError, match='add the component "learned"'):
+        rl_core.grpo(policy, prompts=["e"], reward=length, reward_model=tmp_path / "rm")
+    with pytest.raises(rl_core.SettingsError, match="needs reward_model=FOLDER"):
+        rl_core.grpo(policy, prompts=["e"], reward="learned")
+
+
+def test_validation_on_held_out_prompts_chooses_the_weights_by_the_reward():
+    training = rl_core.grpo(
+        small_policy(), prompts=["say e"], heldout_prompts=["e", "ee"], reward=length,
+        settings=settings(eval_every=1, patience=5),
+    )  # fmt: skip
+    outcome = training.run()
+    evaluated = training.metrics()["eval/reward_mean"]
+    assert outcome.best_metric == evaluated.max() and outcome.metrics["eval/episodes"] == 2
+
+
+def test_evaluate_and_generate(tmp_path):
+    policy = small_policy()
+    result = rl_core.evaluate(policy, Echo(), settings=rl_core.EvaluationSettings(episodes=6, samples=2))
+    assert len(result.episodes) == 6 and len(result.trajectories) == 12 and set(result.by_level) == {"low", "high"}
+    rows = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}, {"prompt": "c", "n": 3}]
+    scored = rl_core.evaluate(policy, prompts=rows, reward=lambda ts: [float(t.row["n"]) for t in ts])
+    assert scored.reward_mean == 2.0 and [t.prompt for t in scored.trajectories] == ["a", "b", "c"]
+    assert list(rl_core.trajectory_frame(scored.trajectories)["row/n"]) == [1, 2, 3]
+    greedy = rl_core.SamplingSettings(temperature=0.0, max_completion_tokens=5)
+    texts = rl_core.generate(policy, ["a", "b"], samples=2, sampling=greedy)
+    assert [len(part) for part in texts] == [2, 2] and texts[0][0] == texts[0][1]
+    messages = [{"prompt": [{"role": "user", "content": "a"}]}]
+    assert rl_core.generate(policy, messages, sampling=greedy) == [[texts[0][0]]]
+
+
+def refused(match, error=rl_core.SettingsError, **arguments):
+    with pytest.raises(error, match=match):
+        rl_core.grpo(**{"model": small_policy(), "settings": settings(), **arguments})
+
+
+def test_what_is_refused_before_anything_is_played(tmp_path):
+    refused("neither is given")
+    refused("both are given", environment=Echo(), prompts=["a"], reward=length)
+    refused("prompts alone reward nothing", prompts=["a"])
+    refused("prompts alone reward nothing", prompts=["a"], reward={"task": 1.0, length: 0.0})
+    refused("is a class; hand in Echo\\(\\)", environment=Echo)
+    refused("make_environment", environment="echo")
+    refused("is no reward", prompts=["a"], reward=3)
+    refused("two parts are named", prompts=["a"], reward=[length, length])
+    refused("given twice", environment=Echo(), reward=length, settings=settings(rewards={"task": 1.0, "length": 0.1}))
+    refused("expected rl_core.PolicySettings", prompts=["a"], reward=length, settings=rl_core.SFTSettings())
+    refused("use rl_core.ppo", environment=Echo(), settings=settings(algorithm="ppo"))
+    refused("needs heldout_prompts", prompts=["a"], reward=length, settings=settings(eval_every=1))
+    refused("needs eval_every", environment=Echo(), settings=settings(patience=1))
+    refused("neither a function nor an object", environment=Echo(), callbacks=[3])
+    refused("Llama.* is no model.*with its tokenizer", model=small_policy().model, environment=Echo())
+    refused("create_policy", model=rl_core.ModelSettings(), environment=Echo())
+    refused("no model folder", rl_core.CheckpointError, model=tmp_path / "nothing", environment=Echo())
+    refused("no tracker 'tensorbord", environment=Echo(), tracker="tensorbord:x")
+    refused("has no method log_metrics", environment=Echo(), tracker=object())
+    launch = rl_core.LaunchSettings(kind="torchrun", processes=2)
+    refused("in this process", environment=Echo(), settings=settings(launch=launch))
+    with pytest.raises(rl_core.SettingsError, match="leaves nothing to evaluate on"):
+        rl_core.sft(small_policy(), DEMONSTRATIONS, heldout=0, settings=rl_core.SFTSettings(eval_every=1))
+    with pytest.raises(rl_core.SettingsError, match=r"heldout: 1\.5"):
+        rl_core.sft(small_policy(), DEMONSTRATIONS, heldout=1.5)
+    with pytest.raises(rl_core.SettingsError, match="hand in a list"):
+        rl_core.generate(small_policy(), "a question")
+
+
+def test_bad_rows_are_named(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "a"}\n{"question": "b"}\n{"prompt": 3}\n[]\n')
+    with pytest.raises(rl_core.RecordsError) as error:
+        rl_core.grpo(small_policy(), prompts=path, reward=length)
+    for text in (
+        "3 of 4 rows",
+        ":2: prompt: is missing",
+        ":3: prompt: has to be text, found a number (3)",
+        ":4: has to be",
+    ):
+        assert text in str(error.value)
+    with pytest.raises(rl_core.RecordsError, match=r"data\[1\]: prompt: is empty"):
+        rl_core.grpo(small_policy(), prompts=["a", " "], reward=length)
+    with pytest.raises(rl_core.DataError, match="1 of 2 rows have no level"):
+        rl_core.grpo(small_policy(), prompts=[{"prompt": "a", "level": "x"}, "b"], reward=length)
+    with pytest.raises(rl_core.RecordsError, match=r"data\[0\]: is .* tokens long, the context holds 64"):
+        rl_core.sft(small_policy(), [{"prompt": "x" * 100, "completion": "y"}, *DEMONSTRATIONS])
+
+
+@pytest.mark.parametrize(("values", "message"), [
+    ({"learing_rate": 1e-3}, "learing_rate: PolicySettings has no such setting; did you mean 'learning_rate'"),
+    ({"learning_rate": "1e-3"}, "learning_rate: '1e-3' is not a number; it is text, leave out the quotes"),
+    ({"algorithm": "grop"}, "algorithm: 'grop' is not one of .*; did you mean 'grpo'"),
+    ({"group_size": 2.5}, "group_size: 2.5 is not a whole number"),
+    ({"patience": True}, "patience: True is not a whole number or None"),
+    ({"sampling": {"temperature": 1.0}}, "sampling: .* write SamplingSettings"),
+])  # fmt: skip
+def test_settings_name_the_slip(values, message):
+    with pytest.raises(rl_core.SettingsError, match=message):
+        rl_core.PolicySettings(**values)
+    assert dataclasses.replace(rl_core.PolicySettings(learning_rate=1), epochs=2).learning_rate == 1

@@ -1,0 +1,117 @@
+"""A pipeline run: results, approval and progress are written by methods; the outcome goes to its record and tracker."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.errors import FolderBusy, Stopped
+from tasks.config import from_dict
+from tasks.pipeline import run as runs
+from tasks.pipeline.result import StageResult
+from tasks.pipeline.run import PipelineRun
+from tasks.pipeline.run_options import RunOptions
+
+RESULT = StageResult("sft", "f", "d", "k", False, 1.0, "r", {})
+
+
+def made(folder, options=None, **live):
+    settings = from_dict({"name": "t", "output": str(folder), "stages": {"sft": {}, "prepare_data": {}}})
+    return PipelineRun(settings, options, **live)
+
+
+@pytest.fixture
+def without_store(monkeypatch):
+    """Runs whose tracking is a list of the statuses that parent runs were closed with."""
+    closed = []
+
+    class Tracker:
+        def __init__(self, tracking, settings, options, *, started, resumed, on_progress):
+            self.parent = SimpleNamespace(folder=tracking.output / "t" / "runs" / "1", run_id="p")
+            self.parent.folder.mkdir(parents=True, exist_ok=True)
+            self.resumed = resumed
+
+        def log_settings(self):
+            pass
+
+        def close(self, status, error):
+            closed.append((status, error))
+
+    monkeypatch.setattr(runs, "PipelineTracker", Tracker)
+    monkeypatch.setattr(runs, "close_dead_runs", lambda tracking, home: [])
+    monkeypatch.setattr(runs.Tracking, "replay_all", lambda self, root: 0)
+    monkeypatch.setattr(runs, "_prepare_libraries", lambda threads: None)
+    return closed
+
+
+def test_results_are_added_not_assigned(tmp_path):
+    run = made(tmp_path)
+    run.add_result("sft", RESULT)
+    assert dict(run.results) == {"sft": RESULT}
+    with pytest.raises(TypeError):
+        run.results["policy"] = RESULT
+    for name in ("results", "approval", "fraction"):
+        with pytest.raises(AttributeError):
+            setattr(run, name, None)
+
+
+def test_fresh_passes_over_what_this_run_has_not_computed(tmp_path):
+    run = made(tmp_path, RunOptions(fresh=True, only="sft"))
+    assert run.is_fresh("sft", "k1") and not run.is_fresh("policy", "k1")
+    run.mark_computed("k1")
+    assert not run.is_fresh("sft", "k1") and run.is_fresh("sft", "k2")
+    assert not made(tmp_path).is_fresh("sft", "k1")
+    assert made(tmp_path, RunOptions(fresh=True)).is_fresh("policy", "k1")
+
+
+def test_progress_goes_to_the_display(tmp_path):
+    shown = []
+    run = made(tmp_path, on_progress=lambda *progress: shown.append(progress))
+    run.report_progress("sft", 1, 4, "x")
+    assert run.fraction == 0.25 and shown == [("sft", 1, 4, "x")]
+    run.report_progress("sft", 0, 0)
+    assert run.fraction == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "approval", "status", "closed"),
+    [
+        (None, None, "finished", "FINISHED"),
+        (None, "request", "waiting", "FINISHED"),
+        (Stopped("asked", 15), None, "stopped", "KILLED"),
+        (KeyboardInterrupt(), None, "stopped", "KILLED"),
+        (ValueError("x"), "request", "failed", "FAILED"),
+    ],
+)
+def test_the_outcome_is_recorded(tmp_path, without_store, error, approval, status, closed):
+    def use():
+        with made(tmp_path) as run:
+            run.await_approval(approval)
+            assert json.loads((run.home / "run.json").read_text())["status"] == "running"
+            with pytest.raises(FolderBusy):
+                made(tmp_path).__enter__()
+            if error is not None:
+                raise error
+
+    if error is None:
+        use()
+    else:
+        with pytest.raises(type(error)):
+            use()
+    assert without_store == [(closed, error)]
+    assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == status
+    with made(tmp_path) as again:  # the lock is free
+        assert again.tracker.resumed is (status in ("stopped", "waiting"))
+
+
+def test_a_run_that_cannot_open_frees_the_lock(tmp_path, without_store, monkeypatch):
+    def refuse(settings):
+        raise ValueError("no data")
+
+    monkeypatch.setattr(runs, "record_sources", refuse)
+    with pytest.raises(ValueError, match="no data"):
+        made(tmp_path).__enter__()
+    monkeypatch.undo()
+    record = runs.PipelineRecord(tmp_path / "t", RunOptions())
+    record.acquire()
+    record.release()
