@@ -15,16 +15,23 @@ NOUN_CLAUSE = re.compile(r"(What|Whether|Where|Who|Whose|How|Which)\b")
 CLEAN = (
     "flows",
     "rl_core/analysis",
+    "rl_core/capabilities",
+    "rl_core/cpu",
     "rl_core/data",
+    "rl_core/distributed",
     "rl_core/environments",
     "rl_core/errors.py",
     "rl_core/evaluation.py",
+    "rl_core/inference",
     "rl_core/losses",
     "rl_core/metrics.py",
+    "rl_core/models",
     "rl_core/probe.py",
     "rl_core/settings",
+    "rl_core/storage",
     "rl_core/timing.py",
     "rl_core/tracking.py",
+    "rl_core/training",
     "tests",
 )
 ASSERTING = re.compile(r"_*(assert|check|same|refuse|raises|warns|fail|expect)", re.IGNORECASE)

@@ -112,7 +112,7 @@ def _packing_trial(base: Any) -> tuple[float, float, float]:
 
 
 def packs_into_one_row(model: Any) -> bool:
-    """Whether the attention kernel tells packed sequences apart in a batch of one row only (flash kernels)."""
+    """True = the attention kernel tells packed sequences apart in a batch of one row only (flash kernels)."""
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
 
 

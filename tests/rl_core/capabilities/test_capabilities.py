@@ -1,4 +1,4 @@
-"""Which fast paths models may take: every reason that can be given is given by a model that has that property."""
+"""Decisions about fast paths: every reason is given by a model that has the property."""
 
 from __future__ import annotations
 
