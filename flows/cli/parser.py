@@ -350,7 +350,7 @@ def _add_monitor(commands: Any) -> None:
 
 
 def _add_runs(commands: Any) -> None:
-    examples = ["runs", "runs --limit 5", "runs --format csv > runs.csv"]
+    examples = ["runs", "runs --limit 5", "runs --format csv"]
     parser = _add(commands, "runs", "list runs, newest first, with status and result", examples)
     _add_config(parser, option=True)
     _add_output(parser)

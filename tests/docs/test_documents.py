@@ -5,11 +5,12 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from documents import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
@@ -17,10 +18,11 @@ from documents import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
 import rl_core
 from flows.cli.parser import build_parser
 from rl_core.environments import make
+from rl_core.types import Trajectory
 from tasks.config import from_dict
 from tasks.config.yaml_loader import read_yaml
 
-MOVING = not (ROOT / "rl_core/api").is_dir() or (ROOT / "rl_core/cpu").is_dir()  # layout.md is ahead until then
+MOVING = not (ROOT / "rl_core/capabilities").is_dir()  # rooms and commands that the documents name come with it
 FOLDERS = r"configs|deployments|docs|examples|flows|rl_core|tasks|tests"
 
 
@@ -121,14 +123,10 @@ def test_the_guessing_environment_plays(package):
 
 
 def test_the_reward_is_called_as_shown(package):
-    from rl_core.rewards.orchestrator import RewardOrchestrator
-    from rl_core.types import Rollout, RolloutGroup, Trajectory
+    from my_package.rewards import brevity
 
     trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", num_action_tokens=30)
-    trajectory.rewards = {"task": 1.0}
-    rollout = Rollout([1], [2], [True], [0.0], trajectory)
-    RewardOrchestrator({"task": 1.0, "my_package.rewards:brevity": 0.1}).score([RolloutGroup([rollout])])
-    assert rollout.reward == pytest.approx(1.0 + 0.1 * -0.01 * 30)
+    assert brevity([trajectory, trajectory]) == pytest.approx([-0.3, -0.3])  # -0.01 a token
 
 
 def calls_of(block):
@@ -171,6 +169,8 @@ def test_yaml_is_a_configuration(block, package, tmp_path):
 @pytest.mark.parametrize(("place", "line"), commands(), ids=[place for place, _ in commands()])
 def test_commands_parse(place, line):
     words = shlex.split(line.strip("`"), comments=True)[1:]
+    if MOVING and ("init" in words or "--format" in words):
+        pytest.skip("a command that comes with the move")
     if line.startswith("`"):  # in a sentence a command may stand without its arguments
         parsers = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
         known = (parsers.choices[words[0]] if words[0] in parsers.choices else build_parser())._option_string_actions
@@ -217,17 +217,20 @@ def test_every_equation_becomes_mathml(monkeypatch):
 
 @pytest.mark.skipif(importlib.util.find_spec("zensical") is None, reason="needs the extra docs")
 def test_the_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path):
-    settings = (ROOT / "mkdocs.yml").read_text().replace("site_dir: docs-site", f"site_dir: {tmp_path / 'site'}")
-    config = ROOT / ".mkdocs-test.yml"
-    config.write_text(settings)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", str(config)], cwd=ROOT,
-            env={"PYTHONPATH": str(DOCS / "tools"), "PATH": "/usr/bin:/bin"}, capture_output=True, text=True,
-        )  # fmt: skip
-    finally:
-        config.unlink()
+    """As `make docs` builds it, in a copy."""
+    shutil.copytree(DOCS, tmp_path / "docs")
+    shutil.copytree(ROOT / "tests/benchmarks/pictures", tmp_path / "docs/pictures", dirs_exist_ok=True)
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "paths: [.]" in settings
+    (tmp_path / "mkdocs.yml").write_text(settings.replace("paths: [.]", f"paths: [{ROOT}]"))
+    path = os.pathsep.join([str(DOCS / "tools"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    for path in Path(tmp_path / "site").rglob("*.html"):
-        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"(https?://[^\"]+)\"", path.read_text())
-        assert loaded == [], f"{path.name}: {loaded}"
+    built = list((tmp_path / "docs-site").rglob("*.html"))
+    assert len(built) > len(PAGES)
+    for page in built:
+        loaded = re.findall(r"<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=\"(https?://[^\"]+)\"", page.read_text())
+        assert loaded == [], f"{page.name}: {loaded}"
+    assert "clipped_policy_loss" in (tmp_path / "docs-site/api/index.html").read_text()

@@ -1,6 +1,9 @@
 """The command line: exit codes, messages, help, and what is imported when."""
 
 import contextlib
+import csv
+import io
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +17,7 @@ from flows.cli import main as cli
 from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, DataError, SettingsError, Stopped
 from tasks.config import from_dict
+from tasks.tracking import Tracking
 
 GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
 
@@ -424,3 +428,18 @@ def test_operations_without_runs_say_where_they_looked(command, tmp_path, capsys
     assert cli.main([*command.split(), "--output", str(tmp_path)]) == 2
     assert f"no runs in {tmp_path}" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_for_programs(tmp_path, capsys):
+    assert cli.main(["runs", "--output", str(tmp_path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    with Tracking(None, tmp_path).start_run("demo", tmp_path / "run") as run:
+        run.log_metrics({"train/loss": 0.5}, 1)
+        run.set_tag("result", "good, 'quoted'")
+    assert cli.main(["runs", "--output", str(tmp_path), "--format", "json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert (found["run"], found["status"], found["result"]) == ("demo", "finished", "good, 'quoted'")
+    assert found["metrics"] == {"train/loss": 0.5} and found["parent_run_id"] is None and found["seconds"] >= 0
+    assert cli.main(["runs", "--output", str(tmp_path), "--format", "csv"]) == 0
+    (row,) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (row["run_id"], row["metrics.train/loss"], row["result"]) == (found["run_id"], "0.5", "good, 'quoted'")
