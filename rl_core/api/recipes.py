@@ -37,7 +37,8 @@ from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training import loop
 from rl_core.training.callbacks import Callback
-from rl_core.training.loop import LoopMemory, LoopOutcome, Trainer
+from rl_core.training.loop import LoopMemory, LoopOutcome
+from rl_core.training.trainer_protocol import Trainer
 from rl_core.types import Rollout
 
 __all__ = ["Recipe", "policy_gradient", "preference", "reward_model", "sft", "thoughts"]

@@ -20,7 +20,8 @@ from rl_core.models import causal_lm
 from rl_core.settings import LoopSettings, SamplingSettings
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
-from rl_core.training.loop import LoopMemory, LoopOutcome, Trainer
+from rl_core.training.loop import LoopMemory, LoopOutcome
+from rl_core.training.trainer_protocol import Trainer
 
 if TYPE_CHECKING:
     import pandas as pd

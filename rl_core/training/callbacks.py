@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rl_core.errors import CallbackError, PosttrainError, SettingsError
 
 if TYPE_CHECKING:
-    from rl_core.training.loop import Trainer
+    from rl_core.training.trainer_protocol import Trainer
 
 __all__ = ["Callback", "TrainingEvent", "call_all", "check_callbacks"]
 

@@ -18,10 +18,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
@@ -33,7 +32,6 @@ from rl_core.storage.folders import write_text_atomic
 from rl_core.timing import collected
 from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
-from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import (
     check_fingerprint,
@@ -45,8 +43,9 @@ from rl_core.training.resume import (
 )
 from rl_core.training.signals import StopRequests
 from rl_core.training.throughput import throughput_metrics
+from rl_core.training.trainer_protocol import Trainer
 
-__all__ = ["LoopMemory", "LoopOutcome", "Trainer", "run_loop"]
+__all__ = ["LoopMemory", "LoopOutcome", "run_loop"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,36 +53,6 @@ HISTORY = 500  # newest values of each metric that are kept
 EXPORT_SECONDS = 5.0  # between two exports of them while training
 # The first of these that an iteration reports stands in the progress message.
 HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
-
-
-class Trainer(Protocol):
-    """Interface of a trainer. The loop itself saves the model's trainable weights, the optimizer step and global RNGs.
-
-    A trainer may also have a property `finished -> str | None`: the reason why it wants no further iteration.
-    """
-
-    @property
-    def model(self) -> nn.Module:
-        """The module whose trainable parameters and buffers are saved, and restored from the best evaluation."""
-
-    @property
-    def optimizer_step(self) -> OptimizerStep:
-        """Owner of the optimizer; `optimizer_step.num_steps` is the x axis of the metrics."""
-
-    def step(self) -> Mapping[str, float]:
-        """One iteration; its metrics, fully named (`train/loss`)."""
-
-    def evaluate(self) -> Mapping[str, float]:
-        """Metrics of the present weights on held-out data; changes nothing that training depends on but the RNG.
-
-        With ema_decay the loop has put the averaged weights into the model, in place.
-        """
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything else that the next step depends on: data order, curriculum, own generators, histories."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Inverse of `state_dict`."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +124,7 @@ def run_loop(
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
         history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
             seconds at most while training, and at the end.
-        callbacks: called in the first process after every iteration and evaluation (see `trainers.callbacks`).
+        callbacks: called in the first process after every iteration and evaluation (see `training.callbacks`).
         memory: written to while training; a later call on the same trainer goes on from it, without a checkpoint.
     Raises: Stopped after a stop request (state saved); CallbackError; ResumeRefused; NonFiniteError; CheckpointError;
         FolderBusy.
