@@ -156,7 +156,7 @@ def execute(
 
 @dataclass
 class _Handed:
-    """What the stages so far hand to the next ones; each property is a name that `PipelineStage.takes` may use."""
+    """Outputs of the stages so far, for the next ones; each property is a name that `PipelineStage.takes` may use."""
 
     pipeline_run: PipelineRun
     base: Path | str | None  # the model to start from; None = a preset, which prepare_data makes

@@ -1,4 +1,4 @@
-"""What runs left on disk, as pandas DataFrames: metrics, trajectories, rewards.
+"""Readers of a run's files as pandas DataFrames: metrics, trajectories, rewards.
 
 `run` is a finished stage's folder, a run's `output` folder, or the file itself. pandas is imported at the first use.
 The iterators that read one line at a time are `rl_core.analysis.read_trajectories`, `iter_metrics` and `iter_rewards`.

@@ -36,6 +36,7 @@ from rl_core.settings import (
     PreferenceSettings,
     RewardModelSettings,
     SFTSettings,
+    resolve_defaults,
 )
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
@@ -150,6 +151,7 @@ def policy_gradient(
     settings = with_rewards(settings, parts)
     functions = parts.functions if parts is not None else {}
     policy = load_policy(model, seed=seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = Path(output) if output is not None else None
     rewards = (
         RewardOrchestrator(settings.rewards, options=settings.reward_options, functions=functions)
@@ -204,6 +206,7 @@ def sft(
     settings = _of_kind(settings, SFTSettings)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     rows = conversations(data, heldout, policy.renderer, policy.context, seed)
     recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
     fingerprint = run_fingerprint("sft", settings, seed, model=model_name(model), data=rows.digest)
@@ -233,6 +236,7 @@ def dpo(
     settings = _of_kind(settings, PreferenceSettings)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
     recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint("dpo", settings, seed, model=model_name(model), data=pairs.digest)
@@ -262,6 +266,7 @@ def reward_model(
     settings = _of_kind(settings, RewardModelSettings)
     _check_heldout(heldout, settings)
     classifier, policy = _classifier(model, seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
     recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint("reward_model", settings, seed, model=model_name(model), data=pairs.digest)
@@ -368,7 +373,7 @@ def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy
         if path is None:
             raise SettingsError("model: ModelSettings without a path; name a folder or hub name in `path`")
         model, tokenizer = heads.reward_model_from(model_folder(path), settings, seed=seed)
-        return model, Policy(model, tokenizer, ChatRenderer(tokenizer))
+        return model, Policy(model, tokenizer, ChatRenderer(tokenizer), dataclasses.replace(settings, path=str(path)))
     policy = load_policy(source)
     with tempfile.TemporaryDirectory() as folder:  # transformers makes a classifier from files alone
         policy.save(folder)

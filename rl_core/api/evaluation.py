@@ -18,7 +18,7 @@ from rl_core.evaluation import Evaluation, heldout_requests, summarize
 from rl_core.evaluation import evaluate as play
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest, collect
-from rl_core.settings import EvaluationSettings, SamplingSettings
+from rl_core.settings import EvaluationSettings, SamplingSettings, resolve_defaults
 from rl_core.types import RolloutGroup
 
 __all__ = ["evaluate", "generate", "play_heldout", "validation"]
@@ -50,6 +50,7 @@ def evaluate(
     acting, _ = as_environment(environment, prompts, prompts, system)
     parts = reward_parts(reward) if reward is not None else None
     policy = load_policy(model)
+    given = resolve_defaults(given, policy.kind, policy.context)
     if isinstance(acting, Prompts):
         requests = [EpisodeRequest(level, row) for level, row in acting.heldout_levels()]
     else:
@@ -147,7 +148,7 @@ def generate(
         policy.renderer,
         requests,
         group_size=samples,
-        sampling=sampling or SamplingSettings(),
+        sampling=resolve_defaults(sampling or SamplingSettings(), policy.kind, policy.context),
         seed=seed,
     )
     return [[rollout.trajectory.turns[0].action for rollout in group.rollouts] for group in groups]

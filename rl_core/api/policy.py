@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.inference.engine import RolloutBackend, make_backend
 from rl_core.models import causal_lm
-from rl_core.settings import ModelSettings
+from rl_core.models.lora import is_lora
+from rl_core.settings import LoraSettings, ModelSettings
 
 __all__ = ["ModelSource", "Policy", "create_policy", "load_policy", "model_folder", "model_name"]
 
@@ -30,6 +32,14 @@ class Policy:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
+    origin: ModelSettings | None = None  # settings that it was read or made with; None = loaded by the caller
+
+    @property
+    def kind(self) -> ModelSettings:
+        """Model settings that choose the defaults of training: preset, full fine-tuning, or LoRA."""
+        if self.origin is not None:
+            return self.origin
+        return ModelSettings(path="loaded by the caller", lora=LoraSettings() if is_lora(self.model) else None)
 
     @property
     def context(self) -> int:
@@ -81,8 +91,9 @@ def load_policy(source: ModelSource, settings: ModelSettings | None = None, *, s
             f"model: {type(source).__name__} is no model; give a folder, a hub name, a (model, tokenizer) pair, "
             f"ModelSettings, or what load_policy returned{hint}"
         )
-    model, tokenizer = causal_lm.load(model_folder(source), settings or ModelSettings(), seed=seed)
-    return Policy(model, tokenizer, ChatRenderer(tokenizer))
+    settings = dataclasses.replace(settings or ModelSettings(), path=str(source))
+    model, tokenizer = causal_lm.load(model_folder(source), settings, seed=seed)
+    return Policy(model, tokenizer, ChatRenderer(tokenizer), settings)
 
 
 def create_policy(texts: Iterable[str], settings: ModelSettings | None = None, *, seed: int = 0) -> Policy:
@@ -96,11 +107,11 @@ def create_policy(texts: Iterable[str], settings: ModelSettings | None = None, *
     """
     settings = settings or ModelSettings()
     tokenizer = train_tokenizer(texts, settings.vocab_size)
-    return Policy(causal_lm.create(settings, tokenizer, seed), tokenizer, ChatRenderer(tokenizer))
+    return Policy(causal_lm.create(settings, tokenizer, seed), tokenizer, ChatRenderer(tokenizer), settings)
 
 
 def model_name(source: ModelSource) -> str:
-    """What a run's records call the model: its folder or hub name, or its class where it was loaded by the caller."""
+    """Model name in a run's records: its folder or hub name, or its class if loaded by the caller."""
     if isinstance(source, ModelSettings):
         return str(source.path)
     if isinstance(source, str | Path):

@@ -157,7 +157,7 @@ class Training(Generic[T]):
 
 
 def run_fingerprint(algorithm: str, settings: LoopSettings, seed: int, **others: Any) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be resumed: settings, seed, and the digests handed in."""
+    """Fingerprint that must match for a checkpoint to be resumed: settings, seed, and the digests handed in."""
     plain = dataclasses.asdict(settings)
     free = FREE + (LENGTHS if getattr(settings, "schedule", None) == "constant" else ())
     kept = {name: value for name, value in plain.items() if name not in free}

@@ -112,7 +112,7 @@ def _packing_trial(base: Any) -> tuple[float, float, float]:
 
 
 def packs_into_one_row(model: Any) -> bool:
-    """True = the attention kernel tells packed sequences apart in a batch of one row only (flash kernels)."""
+    """True if the attention kernel separates packed sequences only in a batch of one row (flash kernels)."""
     return "flash" in str(getattr(model.config, "_attn_implementation", None))
 
 

@@ -91,7 +91,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _remedy(value: Any, hint: Any) -> str:
-    """What to write instead, for slips that are often made; "" for others."""
+    """Correction of a common slip, for messages; "" for others."""
     choices = [hint, *typing.get_args(hint)]
     named = [
         name for choice in choices if typing.get_origin(choice) is typing.Literal for name in typing.get_args(choice)

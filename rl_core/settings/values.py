@@ -12,7 +12,7 @@ __all__ = ["fits", "words"]
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value read from a config suits a type hint; hints that configs cannot express are not judged."""
+    """True if a config value matches a type hint; hints that a config cannot express always match."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(fits(value, argument) for argument in arguments)
@@ -35,7 +35,7 @@ def fits(value: Any, hint: Any) -> bool:
 
 
 def words(hint: Any) -> str:
-    """What a value has to be, for messages."""
+    """Description of a type hint, for messages."""
     if typing.get_origin(hint) is typing.Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

@@ -103,7 +103,7 @@ def _with_parents(name: str) -> Iterator[str]:
 
 
 def _spec_of(name: str) -> ModuleSpec | None:
-    """Where a module lies, found as Python does but without running its packages; None = nowhere."""
+    """Location of a module, found as by Python but without running its packages; None = not found."""
     path: list[str] | None = None
     spec: ModuleSpec | None = None
     for part in _with_parents(name):
@@ -138,7 +138,7 @@ def _read(name: str, path: Path) -> bytes:
 
 
 def _imports(content: bytes, name: str, spec: ModuleSpec) -> list[_Import]:
-    """What a module's source imports; [] where it is no source (an extension module)."""
+    """Imports of a module's source; [] for an extension module."""
     if not str(spec.origin).endswith(".py"):
         return []
     try:

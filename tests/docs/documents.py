@@ -26,7 +26,7 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where it is, for messages and test names."""
+        """Location, for messages and test names."""
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 

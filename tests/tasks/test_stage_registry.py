@@ -16,7 +16,7 @@ from tasks.stage_registry import PipelineStage, register
 
 @pytest.fixture
 def registry(monkeypatch):
-    """What is registered in a test is gone after it."""
+    """Registry that is restored after each test."""
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
     return stage_registry
 

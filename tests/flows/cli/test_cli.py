@@ -282,7 +282,7 @@ def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
         (
             PermissionError(13, "no", "/else/logs"),
             1,
-            "posttrain: /else/logs: Permission denied; give a folder",
+            "posttrain: /else/logs: Permission denied; use a writable folder",
         ),
         (OSError(28, "no", b"/full"), 1, "posttrain: /full: No space left on device; make room, as with"),
     ],

@@ -1,4 +1,4 @@
-"""Where metrics go: files, terminal, several at once, TensorBoard."""
+"""Destinations of metrics: files, terminal, several at once, TensorBoard."""
 
 import csv
 import json

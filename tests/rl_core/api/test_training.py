@@ -177,7 +177,7 @@ def test_a_loaded_pair_is_used_as_it_is_and_its_reference_stays():
     before = weights(training)
     training.run()
     assert training.model is policy.model and not equal(weights(training), before)
-    assert equal([p.detach() for p in training.trainer.learner.reference.parameters()], before)
+    assert equal([p.detach() for p in training.trainer.actor_critic.reference.parameters()], before)
 
 
 DEMONSTRATIONS = [{"prompt": f"{n} + 1 =", "completion": str(n + 1)} for n in range(12)]

@@ -1,4 +1,4 @@
-"""Decisions about fast paths: every reason is given by a model that has the property."""
+"""Fast paths of models: every possible reason is given by a model with that property."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ def test_at_temperature_1_nothing_changes_to_the_bit() -> None:
 
 
 def test_whole_distributions_stay_at_temperature_1() -> None:
-    """Probes compare models by distributions that do not depend on the sampling temperature."""
+    """Probe measurements do not depend on the sampling temperature."""
     model, batch = make_model(torch.float32), at_temperatures()
     (hot,), (plain,) = next_token_logprobs(model, batch), next_token_logprobs(model, make_batch())
     assert torch.equal(hot, plain)

@@ -1,4 +1,4 @@
-"""What a stage runs of the user's code is part of its key, with what that imports; nothing else is."""
+"""User code that a stage runs, with its imports, is part of its key; nothing else is."""
 
 import dataclasses
 import textwrap
