@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,9 +34,9 @@ def explain(model: str, settings: ModelSettings | None, output: Path, tracking_u
     from rl_core.models import causal_lm, lora
 
     settings = settings or ModelSettings()
-    place = _resolved(model, output, tracking_uri)
     device = causal_lm.device_of(settings).type
-    found, is_loaded = _loaded(place, settings)
+    with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:  # a registered model may have to be downloaded
+        found, is_loaded = _loaded(_resolved(model, output, tracking_uri, Path(scratch)), settings)
     kind = type(lora.unwrap(found)).__name__
     adapters = " with adapters" if settings.lora is not None else ""
     head = (
@@ -46,14 +47,14 @@ def explain(model: str, settings: ModelSettings | None, output: Path, tracking_u
     return "\n".join([head, f"({source})", "", *_table(list(capabilities(found, device)))])
 
 
-def _resolved(model: str, output: Path, tracking_uri: str | None) -> str:
+def _resolved(model: str, output: Path, tracking_uri: str | None, scratch: Path) -> str:
     """The model folder or hub name."""
     place = next(iter(given_models([model]).values()), model)
     if not place.startswith("models:/"):
         return place
     from tasks.tracking import Tracking
 
-    return str(Tracking(tracking_uri, output).registry.resolve_model(place, output / "models"))
+    return str(Tracking(tracking_uri, output).registry.resolve_model(place, scratch))
 
 
 def _loaded(place: str, settings: ModelSettings) -> tuple[PreTrainedModel, bool]:

@@ -119,7 +119,7 @@ def run_loop(
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
         history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
             seconds at most while training, and at the end.
-        callbacks: called in the first process after every iteration and evaluation (see `trainers.callbacks`).
+        callbacks: called in the first process after every iteration and evaluation (see `training.callbacks`).
         memory: written to while training; a later call on the same trainer goes on from it, without a checkpoint.
     Raises: Stopped after a stop request (state saved); CallbackError; ResumeRefused; NonFiniteError; CheckpointError;
         FolderBusy.

@@ -1,4 +1,4 @@
-"""Interface between the training loop and the trainers."""
+"""Interface of a trainer, as the training loop uses it."""
 
 from __future__ import annotations
 

@@ -189,6 +189,25 @@ def test_dtype_and_adapters_are_those_of_the_config(tmp_path):
     assert "rollout decoder    yes" in explain(str(folder), settings, tmp_path)
 
 
+def test_a_registered_model_is_looked_up_in_the_store_of_the_output_folder(tmp_path, monkeypatch):
+    asked = []
+
+    class Tracking:
+        def __init__(self, uri, output):
+            asked.append((uri, output))
+            self.registry = self
+
+        def resolve_model(self, reference, cache_folder):
+            asked.append(reference)
+            assert cache_folder.is_dir() and tmp_path not in cache_folder.parents
+            return tiny_model(tmp_path / "version", family="llama")
+
+    monkeypatch.setattr("tasks.tracking.Tracking", Tracking)
+    text = explain("models:/policy@champion", None, tmp_path, "sqlite:///store.db")
+    assert text.startswith("models:/policy@champion: LlamaForCausalLM, ")
+    assert asked == [("sqlite:///store.db", tmp_path), "models:/policy@champion"]
+
+
 def test_a_model_that_is_not_there(tmp_path, capsys):
     assert cli.main(["doctor", "--model", str(tmp_path / "nothing"), "--output", str(tmp_path)]) == 1
     assert f"no model folder '{tmp_path / 'nothing'}'" in capsys.readouterr().err

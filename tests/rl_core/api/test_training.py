@@ -289,8 +289,8 @@ def test_bad_rows_are_named(tmp_path):
     for text in (
         "3 of 4 rows",
         ":2: prompt: is missing",
-        ":3: prompt: has to be text, found a number (3)",
-        ":4: has to be",
+        ":3: prompt: must be text, found a number (3)",
+        ":4: must be",
     ):
         assert text in str(error.value)
     with pytest.raises(rl_core.RecordsError, match=r"data\[1\]: prompt: is empty"):

@@ -155,7 +155,7 @@ def test_recordings_change_nothing_on_a_gpu(dtype, monkeypatch):
         assert one == pytest.approx(two, abs=1e-5)
 
 
-def test_rows_that_fill_up_a_step_touch_nobodys_slot(monkeypatch):
+def test_rows_that_fill_up_a_step_write_to_the_padding_slot_alone(monkeypatch):
     """Slots behind the active ones may belong to sequences that wait."""
     monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
     monkeypatch.setattr(decoder, "graphs_for", lambda device: StepGraphs(Recorder(), worth_it=2))

@@ -12,8 +12,9 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from rl_core.errors import DataError
 from rl_core.losses.kl import kl_penalty
-from rl_core.models import logprobs as module
-from rl_core.models.logprobs import completion_logprobs, next_token_logprobs, selected_logprobs
+from rl_core.models import chunked_head
+from rl_core.models.chunked_head import selected_logprobs
+from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
 from rl_core.models.lora import add_adapter
 from rl_core.settings import LoraSettings
 from rl_core.types import TrainBatch
@@ -296,13 +297,13 @@ def test_without_a_mask_the_attention_is_the_same_as_with_it() -> None:
 
 def test_the_head_sees_only_positions_that_carry_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    original = module._log_softmax
+    original = chunked_head.log_softmax_chunk
 
     def counting(hidden: torch.Tensor, *more: torch.Tensor | None) -> torch.Tensor:
         rows.append(len(hidden))
         return original(hidden, *more)
 
-    monkeypatch.setattr(module, "_log_softmax", counting)
+    monkeypatch.setattr(chunked_head, "log_softmax_chunk", counting)
     model, batch = make_model(), make_batch()
     logprobs_BS, _ = completion_logprobs(model, batch, chunk_tokens=4)
     assert rows == [4, 4, 1] and batch.num_loss_tokens == 9
@@ -356,7 +357,7 @@ def test_a_vocabulary_of_150_000_over_4_096_tokens_needs_no_table_of_both(temper
     program = f"""
 import resource, torch
 temperature = {temperature}
-from rl_core.models.logprobs import selected_logprobs
+from rl_core.models.chunked_head import selected_logprobs
 torch.manual_seed(0)
 hidden, weight = torch.randn(4096, 16, requires_grad=True), torch.randn(150_000, 16, requires_grad=True)
 targets = torch.randint(0, 150_000, (4096,))

@@ -1,0 +1,173 @@
+"""Output head and log-softmax at chosen positions, chunk by chunk, without a [B, S, V] tensor.
+
+N tokens, C of them in a chunk, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
+
+__all__ = ["at_least_float32", "default_chunk_tokens", "log_softmax_chunk", "selected_logprobs"]
+
+_CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
+
+
+def default_chunk_tokens(device_type: str, vocab_size: int) -> int:
+    """Positions of a chunk, by vocabulary and device."""
+    return max(128, _CHUNK_ELEMENTS.get(device_type, 2**24) // vocab_size)
+
+
+def selected_logprobs(
+    hidden_NH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    targets_N: torch.Tensor,
+    *,
+    temperatures_N: torch.Tensor | None = None,
+    with_entropy: bool = False,
+    chunk_tokens: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """log softmax((hidden W^T + bias) / temperature) at the targets, and the entropy, chunk by chunk, with gradient.
+
+    Args:
+        hidden_NH, weight_VH, bias_V: the head's input and parameters; the product is taken in their dtype (or in that
+            of autocast), everything after it in at least float32.
+        targets_N: int64 [N].
+        temperatures_N: float [N], above 0; None = 1.
+    Returns: logprobs [N] in nats, entropy [N] in nats or None; float32, or float64 for float64 input.
+    """
+    device = hidden_NH.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden_NH, weight_VH = hidden_NH.to(dtype), weight_VH.to(dtype)
+        bias_V = bias_V.to(dtype) if bias_V is not None else None
+    if chunk_tokens is None:
+        chunk_tokens = default_chunk_tokens(device, weight_VH.shape[0])
+    logprobs_N, entropy_N = _SelectedLogprobs.apply(
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, with_entropy, chunk_tokens
+    )
+    return logprobs_N, entropy_N if with_entropy else None
+
+
+class _SelectedLogprobs(torch.autograd.Function):
+    """Chunked head + log-softmax.
+
+    With p = softmax(z / T), z = h W^T + b, for upstream gradients g (log-prob) and e (entropy S = -sum p log p):
+        dL/dz = (g (onehot(target) - p) - e p (log p + S)) / T
+    When everything fits into one chunk, log p is kept for backward; else each chunk's is computed again there.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_NH: torch.Tensor,
+        weight_VH: torch.Tensor,
+        bias_V: torch.Tensor | None,
+        targets_N: torch.Tensor,
+        temperatures_N: torch.Tensor | None,
+        with_entropy: bool,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = hidden_NH.shape[0]
+        logprobs_N = hidden_NH.new_empty(count, dtype=at_least_float32(hidden_NH.dtype))
+        entropy_N = torch.empty_like(logprobs_N) if with_entropy else logprobs_N.new_empty(0)
+        kept: torch.Tensor | None = None
+        for start in range(0, count, chunk):
+            part = slice(start, start + chunk)
+            log_p_CV = log_softmax_chunk(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
+            logprobs_N[part] = log_p_CV.gather(1, targets_N[part, None]).squeeze(1)
+            if with_entropy:
+                entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
+            if count <= chunk and any(ctx.needs_input_grad[:3]):
+                kept = log_p_CV
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, kept)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
+        if not with_entropy:
+            ctx.mark_non_differentiable(entropy_N)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, kept = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        accurate = at_least_float32(hidden_NH.dtype)
+        if grad_logprobs_N is None:
+            grad_logprobs_N = torch.zeros_like(targets_N, dtype=accurate)
+        if temperatures_N is not None:  # here rather than at the [C, V] gradients, which are linear in these
+            grad_logprobs_N = grad_logprobs_N / temperatures_N
+            grad_entropy_N = grad_entropy_N / temperatures_N if grad_entropy_N is not None else None
+        grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
+        # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
+        grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
+        grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if needs_bias else None
+        for start in range(0, hidden_NH.shape[0], ctx.chunk):
+            part = slice(start, start + ctx.chunk)
+            log_p_CV = kept
+            if log_p_CV is None:
+                log_p_CV = log_softmax_chunk(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
+            grad_CV = log_p_CV.exp()
+            if grad_entropy_N is not None:
+                # -p (g + e (log p + S)); log p is finite, so p = 0 gives 0
+                factor_CV = (log_p_CV + entropy_N[part, None]).mul_(grad_entropy_N[part, None])
+                grad_CV.mul_(factor_CV.add_(grad_logprobs_N[part, None]).neg_())
+            else:
+                grad_CV.mul_(grad_logprobs_N[part, None].neg())
+            grad_CV.scatter_add_(1, targets_N[part, None], grad_logprobs_N[part, None])
+            if grad_bias_V is not None:
+                grad_bias_V += grad_CV.sum(0)
+            grad_CV = grad_CV.to(weight_VH.dtype)
+            if grad_hidden_NH is not None:
+                grad_hidden_NH[part] = input_grad(grad_CV, [weight_VH])
+            if grad_weight_VH is not None:
+                if accurate == weight_VH.dtype:
+                    add_weight_grad(grad_weight_VH, grad_CV, hidden_NH[part])
+                else:
+                    grad_weight_VH += grad_CV.t() @ hidden_NH[part]
+        return (
+            grad_hidden_NH,
+            grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None,
+            grad_bias_V.to(bias_V.dtype) if grad_bias_V is not None else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """At least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _part(values_N: torch.Tensor | None, part: slice) -> torch.Tensor | None:
+    return values_N[part] if values_N is not None else None
+
+
+def log_softmax_chunk(
+    hidden_CH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    bias_V: torch.Tensor | None,
+    temperatures_C: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """log softmax of the logits [C, V] over the temperatures, at least float32."""
+    logits_CV = linear(hidden_CH, [weight_VH])
+    if bias_V is not None:
+        logits_CV += bias_V
+    accurate = at_least_float32(logits_CV.dtype)
+    if temperatures_C is not None:  # in float32 as the sampler does it, in place: no third buffer
+        logits_CV = logits_CV.to(accurate).div_(temperatures_C[:, None])
+    return torch.log_softmax(logits_CV, dim=-1, dtype=accurate)
+
+
+def _sum_of_products(left_CV: torch.Tensor, right_CV: torch.Tensor) -> torch.Tensor:
+    """Row-wise dot products [C], in place of a third [C, V] buffer."""
+    return left_CV.mul_(right_CV).sum(-1)
