@@ -22,7 +22,6 @@ from rl_core.types import Trajectory
 from tasks.config import from_dict
 from tasks.config.yaml_loader import read_yaml
 
-MOVING = not (ROOT / "rl_core/capabilities").is_dir()  # rooms and commands that the documents name come with it
 FOLDERS = r"configs|deployments|docs|examples|flows|rl_core|tasks|tests"
 
 
@@ -64,7 +63,6 @@ def test_every_page_is_in_the_navigation():
     assert named == {str(page.relative_to(DOCS)) for page in PAGES}
 
 
-@pytest.mark.skipif(MOVING, reason="the modules have not moved to the rooms that the documents name")
 def test_named_files_exist():
     for page in PAGES:
         for path in re.findall(rf"`((?:{FOLDERS})/[\w./-]*)`", prose(page)):
@@ -73,7 +71,6 @@ def test_named_files_exist():
         assert (ROOT / path).exists() or (ROOT / "rl_core" / path).exists(), path
 
 
-@pytest.mark.skipif(MOVING, reason="the modules have not moved to the rooms that the documents name")
 @pytest.mark.parametrize("floor", ["rl_core", "tasks", "flows"])
 def test_layout_names_every_room(floor):
     text = (DOCS / "layout.md").read_text().partition(f"## `{floor}/`")[2].partition("\n## ")[0]

@@ -31,7 +31,7 @@ def test_a_missing_padding_token_is_refused_and_not_taken_for_0() -> None:
     for renderer in (Bare(), unset):
         with pytest.raises(DataError, match=rf"^pad_id: the renderer \({type(renderer).__name__}\) has no padding"):
             padding_id(renderer)
-    with pytest.raises(DataError, match="pad_id: -1 is no token id"):
+    with pytest.raises(DataError, match="pad_id: -1 is not a token id"):
         padding_id(Bare(), -1)
 
 
