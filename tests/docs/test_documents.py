@@ -166,8 +166,6 @@ def test_yaml_is_a_configuration(block, package, tmp_path):
 @pytest.mark.parametrize(("place", "line"), commands(), ids=[place for place, _ in commands()])
 def test_commands_parse(place, line):
     words = shlex.split(line.strip("`"), comments=True)[1:]
-    if MOVING and ("init" in words or "--format" in words):
-        pytest.skip("a command that comes with the move")
     if line.startswith("`"):  # in a sentence a command may stand without its arguments
         parsers = next(action for action in build_parser()._actions if isinstance(action, argparse._SubParsersAction))
         known = (parsers.choices[words[0]] if words[0] in parsers.choices else build_parser())._option_string_actions
