@@ -144,7 +144,12 @@ def _devices() -> Iterator[Finding]:
     try:
         import torch
     except Exception as error:  # a broken native library raises OSError, among others
-        yield Finding("torch import", "bad", f"{type(error).__name__}: {error}", "install torch again, see README")
+        yield Finding(
+            "torch import",
+            "bad",
+            f"{type(error).__name__}: {error}",
+            "install torch again (docs/quickstart.md, 'GPUs')",
+        )
         return
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     limit = os.environ.get("OMP_NUM_THREADS")
@@ -156,7 +161,9 @@ def _devices() -> Iterator[Finding]:
     )
     if not torch.cuda.is_available():
         built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
-        yield Finding("gpu", "note", f"none: {built}", "fine for the demo; for large models see README, 'With a GPU'")
+        yield Finding(
+            "gpu", "note", f"none: {built}", "fine for the demo; for large models see docs/quickstart.md, 'GPUs'"
+        )
         return
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 ELSEWHERE = "use a writable folder (--output, or output: in the configuration), or fix this one"
+FIRST_ROWS = 1000  # rows of each data file that `validate` reads
 # File system errors that a user can fix; any other OSError is a bug and shown with its traceback.
 REFUSALS = {
     errno.EACCES: ELSEWHERE,
@@ -167,13 +168,54 @@ def validate(arguments: argparse.Namespace) -> int:
 
         print(yaml.safe_dump(resolve(settings), sort_keys=False, allow_unicode=True), end="")
         return 0
+    data = _check_rows(settings)
     print(f"{arguments.config}: fine")
     print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
     print(f"  stages    {' -> '.join(settings.stages.active)}")
-    print(f"  model     {settings.model.path or f'preset {settings.model.preset}, from scratch'}")
-    print(f"  acts in   {settings.environment.name}")
+    print(f"  model     {_model_line(settings)}")
+    for line in data:
+        print(f"  data      {line}")
+    if _acts(settings):
+        print(f"  acts in   {settings.environment.name}")
     print(f"  writes to {Path(settings.output).absolute() / settings.name}")
     return 0
+
+
+def _check_rows(settings: PipelineSettings) -> list[str]:
+    """One line per data file; raises for bad rows among its first FIRST_ROWS, which `run` would refuse as well."""
+    from rl_core.data.files import data_files
+    from rl_core.data.records import check_first_rows
+
+    data, lines = settings.stages.prepare_data, []
+    if data is None:
+        return []
+    for kind, place in (("demonstrations", data.demonstrations), ("preferences", data.preferences)):
+        for path in data_files(Path(place)) if place else []:
+            rows = check_first_rows(kind, path, FIRST_ROWS, data.on_bad_row)
+            checked = f"first {rows} rows" if rows == FIRST_ROWS else f"all {rows} rows"
+            lines.append(f"{path} ({kind}, {checked} checked)")
+    return lines
+
+
+def _model_line(settings: PipelineSettings) -> str:
+    path = settings.model.path
+    if path is None:
+        return f"preset {settings.model.preset}, from scratch"
+    if path.startswith("models:"):
+        return f"{path} (registered; looked up when it runs)"
+    return path if Path(path).is_dir() else f"{path} (no folder here, so a Hugging Face name; looked up when it runs)"
+
+
+def _acts(settings: PipelineSettings) -> bool:
+    """True if some stage plays episodes or asks the environment's demonstrator."""
+    stages = settings.stages
+    data = stages.prepare_data
+    own = {"prepare_data"}
+    if data is not None and data.demonstrations:
+        own.add("sft")
+    if data is not None and data.preferences:
+        own |= {"preference", "reward_model"}
+    return bool(set(stages.active) - own)
 
 
 def profile(arguments: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ __all__ = [
     "Records",
     "Row",
     "RowSource",
+    "check_first_rows",
     "read_demonstrations",
     "read_preferences",
     "read_prompts",
@@ -30,6 +31,8 @@ RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in me
 
 _ROLES = ("system", "user", "assistant", "tool")
 _OPTIONAL = ("level", "kind", "seed")
+_DEMONSTRATION_COLUMNS = ("messages", "prompt", "completion", *_OPTIONAL)
+_PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected", *_OPTIONAL)
 _LISTED = 10  # bad rows listed in a message
 
 _logger = logging.getLogger(__name__)
@@ -78,8 +81,7 @@ def read_demonstrations(
         token_length, context: a row with more than `context` tokens by `token_length` is a bad row.
     Raises: DataError if the file as a whole is unusable; RecordsError (listing the first ten bad rows) on "stop".
     """
-    columns = ("messages", "prompt", "completion", *_OPTIONAL)
-    return _read(path, columns, _demonstration, on_bad_row, max_rows, token_length, context)
+    return _read(path, _DEMONSTRATION_COLUMNS, _demonstration, on_bad_row, max_rows, token_length, context)
 
 
 def read_preferences(
@@ -94,8 +96,7 @@ def read_preferences(
 
     Arguments, optional columns and errors are those of `read_demonstrations`.
     """
-    columns = ("prompt", "chosen", "rejected", *_OPTIONAL)
-    return _read(path, columns, _preference, on_bad_row, max_rows, token_length, context)
+    return _read(path, _PREFERENCE_COLUMNS, _preference, on_bad_row, max_rows, token_length, context)
 
 
 def read_prompts(path: RowSource, *, on_bad_row: str = "stop", max_rows: int | None = None) -> Records:
@@ -132,6 +133,18 @@ def read_questions(
     return _read(path, columns, question, on_bad_row, max_rows, token_length, context)
 
 
+def check_first_rows(kind: str, path: str | Path, max_rows: int, on_bad_row: str = "stop") -> int:
+    """Check of the first `max_rows` rows of a file of `kind` (demonstrations or preferences) without a tokenizer.
+
+    Returns: the number of rows checked. Raises: as `read_demonstrations`.
+    """
+    columns, schema = {
+        "demonstrations": (_DEMONSTRATION_COLUMNS, _demonstration),
+        "preferences": (_PREFERENCE_COLUMNS, _preference),
+    }[kind]
+    return _checked(path, columns, schema, on_bad_row, max_rows).num_rows
+
+
 def _read(
     source: RowSource,
     columns: tuple[str, ...] | None,
@@ -141,6 +154,21 @@ def _read(
     token_length: Callable[[Row], int] | None,
     context: int | None,
 ) -> Records:
+    records = _checked(source, columns, schema, on_bad_row, max_rows, token_length, context)
+    records.digest = _digest(source, records.rows)
+    return records
+
+
+def _checked(
+    source: RowSource,
+    columns: tuple[str, ...] | None,
+    schema: Callable[[Row], Row],
+    on_bad_row: str,
+    max_rows: int | None,
+    token_length: Callable[[Row], int] | None = None,
+    context: int | None = None,
+) -> Records:
+    """Rows and problems, reported; without the digest."""
     if on_bad_row not in ("stop", "skip"):
         raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
     name = str(source) if isinstance(source, str | Path) else "data"
@@ -164,7 +192,6 @@ def _read(
         raise DataError(f"{name}: holds no row")
     records.num_skipped = len(records.problems)
     report(name, records.problems, records.num_rows, on_bad_row)
-    records.digest = _digest(source, records.rows)
     return records
 
 

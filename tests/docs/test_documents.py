@@ -71,6 +71,20 @@ def test_named_files_exist():
         assert (ROOT / path).exists() or (ROOT / "rl_core" / path).exists(), path
 
 
+def test_code_and_configs_name_documents_that_exist():
+    """`docs/page.md, 'Section'` in a message or comment; the README has no section that others send readers to."""
+    named = []
+    for floor in ("configs", "flows", "rl_core", "tasks"):
+        for path in (path for path in (ROOT / floor).rglob("*") if path.suffix in {".py", ".yaml"}):
+            text = path.read_text(encoding="utf-8")
+            assert not re.search(r"README, ['\"]", text), path
+            named += re.findall(r"(docs/[\w/-]+\.md)(?:, '([^']+)')?", text)
+    assert len(named) > 3 and any(section for _, section in named)
+    for page, section in named:
+        assert not section or section.lower().replace(" ", "-") in anchors(ROOT / page), f"{page}, '{section}'"
+        assert (ROOT / page).is_file(), page
+
+
 @pytest.mark.parametrize("floor", ["rl_core", "tasks", "flows"])
 def test_layout_names_every_room(floor):
     text = (DOCS / "layout.md").read_text().partition(f"## `{floor}/`")[2].partition("\n## ")[0]

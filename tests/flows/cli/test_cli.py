@@ -135,6 +135,41 @@ def test_validate_warns_of_a_reward_model_that_no_reward_uses(config, capsys):
     assert capsys.readouterr().err == ""
 
 
+OWN_DATA = """
+name: own
+model: {path: no_such_folder}
+stages:
+  prepare_data: {demonstrations: rows.jsonl}
+  sft: {}
+"""
+
+
+def test_validate_reads_rows_and_says_what_it_did_not_check(tmp_path, monkeypatch, capsys):
+    """Own data and no environment: the rows are read, the model is a hub name, and nothing acts anywhere."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(OWN_DATA)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 2)
+    assert cli.main(["validate", "own.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert f"data      {tmp_path / 'rows.jsonl'} (demonstrations, all 2 rows checked)" in out
+    assert "model     no_such_folder (no folder here, so a Hugging Face name; looked up when it runs)" in out
+    assert "acts in" not in out
+    assert cli.main(["validate", "own.yaml", "-s", "stages.evaluate={}"]) == 0
+    assert "acts in   pixel_grid" in capsys.readouterr().out
+
+
+def test_validate_refuses_a_bad_row(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.yaml").write_text(OWN_DATA)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n{"prompt": "a"}\n')
+    assert cli.main(["validate", "own.yaml"]) == 2
+    captured = capsys.readouterr()
+    assert f"{tmp_path / 'rows.jsonl'}:2: completion: is missing" in captured.err and captured.out == ""
+    monkeypatch.setattr(cli, "FIRST_ROWS", 1)
+    assert cli.main(["validate", "own.yaml"]) == 0
+    assert "first 1 rows checked" in capsys.readouterr().out
+
+
 def test_validate_show_prints_a_config_that_loads(config, capsys, tmp_path):
     assert cli.main(["validate", config, "--show", "-s", "seed=5"]) == 0
     shown = tmp_path / "shown.yaml"
