@@ -294,7 +294,7 @@ def _add_up(commands: Any) -> None:
         "--deployments",
         metavar="FOLDER",
         help="folder of prefect.yaml and automations.yaml; entrypoints are relative to its parent "
-        "(default: those of this checkout)",
+        "(default: those that come with posttrain)",
     )
     parser.add_argument(
         "--gpu-slots", type=_positive, metavar="N", help="limit 'gpu': concurrent stages on GPUs (default: one per GPU)"
