@@ -82,9 +82,9 @@ class Evaluation:
     truncated_rate: float  # share of rollouts cut by a limit
     tokens_per_second: float  # sampled tokens / seconds of all rollouts
     seconds: float
-    episodes: list[EpisodeResult]  # in the order of the requests
-    trajectories: list[Trajectory] = field(default_factory=list)  # not part of `to_json`
-    rollouts: list[Rollout] = field(default_factory=list)  # the same with token ids; not part of `to_json`
+    episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
+    trajectories: list[Trajectory] = field(default_factory=list, repr=False)  # not part of `to_json`
+    rollouts: list[Rollout] = field(default_factory=list, repr=False)  # the same with token ids; not part of `to_json`
 
     @property
     def samples(self) -> int:

@@ -415,7 +415,7 @@ def runs(arguments: argparse.Namespace) -> int:
         print(_exported(run_records(output, uri=uri, limit=arguments.limit), arguments.format), end="")
         return 0
     rows = list_runs(output, uri=uri, limit=arguments.limit)
-    print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run configs/demo.yaml")
+    print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run demo")
     return 0
 
 

@@ -112,10 +112,10 @@ def _add_run(commands: Any) -> None:
         "run",
         "run a pipeline; stages finished with the same settings and data are skipped",
         [
-            "run configs/demo.yaml",
-            "run configs/demo.yaml --set stages.policy.learning_rate=1e-3 --set seed=1",
-            "run configs/demo.yaml --set stages.analyze=null --set 'stages.evaluate.levels=[easy, hard]'",
-            "run configs/gsm8k.yaml --set environment.options.path=train.jsonl",
+            "run demo",
+            "run demo --set stages.policy.learning_rate=1e-3 --set seed=1",
+            "run demo --set stages.analyze=null --set 'stages.evaluate.levels=[easy, hard]'",
+            "run gsm8k --set environment.options.path=train.jsonl",
         ],
     )
     _add_config(parser)
@@ -125,9 +125,9 @@ def _add_run(commands: Any) -> None:
 
 def _add_retrain(commands: Any) -> None:
     examples = [
-        "retrain configs/demo.yaml",
-        "retrain configs/demo.yaml --force --reason 'tools have changed'",
-        "retrain configs/gsm8k.yaml --start base --set environment.options.path=train.jsonl",
+        "retrain demo",
+        "retrain demo --force --reason 'tools have changed'",
+        "retrain gsm8k --start base --set environment.options.path=train.jsonl",
     ]
     about = "retrain if there is data new to the champion, and promote the result if it passes the gate"
     parser = _add(commands, "retrain", about, examples)
@@ -143,7 +143,7 @@ def _add_retrain(commands: Any) -> None:
 
 
 def _add_validate(commands: Any) -> None:
-    examples = ["validate configs/demo.yaml", "validate configs/demo.yaml --set stages.policy.group_size=16 --show"]
+    examples = ["validate demo", "validate demo --set stages.policy.group_size=16 --show"]
     parser = _add(commands, "validate", "check a configuration without running anything", examples)
     _add_config(parser)
     parser.add_argument("--show", action="store_true", help="print all settings, defaults included, as YAML")
@@ -151,9 +151,9 @@ def _add_validate(commands: Any) -> None:
 
 def _add_stage(commands: Any) -> None:
     examples = [
-        "stage prepare_data configs/demo.yaml",
-        "stage policy configs/demo.yaml --model outputs/my-sft-model",
-        "stage sft configs/demo.yaml --set stages.sft.epochs=1 --fresh",
+        "stage prepare_data demo",
+        "stage policy demo --model outputs/my-sft-model",
+        "stage sft demo --set stages.sft.epochs=1 --fresh",
     ]
     about = "run one stage; its inputs come from finished stages, or those run first"
     parser = _add(commands, "stage", about, examples)
@@ -165,7 +165,7 @@ def _add_stage(commands: Any) -> None:
 
 
 def _add_profile(commands: Any) -> None:
-    examples = ["profile configs/demo.yaml", "profile configs/demo.yaml --stage sft --iterations 20"]
+    examples = ["profile demo", "profile demo --stage sft --iterations 20"]
     about = "profile a few iterations of a training stage by phase"
     parser = _add(commands, "profile", about, examples)
     _add_config(parser)
@@ -183,8 +183,8 @@ def _at_least_two(text: str) -> int:
 
 def _add_evaluate(commands: Any) -> None:
     examples = [
-        "evaluate models:/demo@champion --config configs/demo.yaml",
-        "evaluate path/to/model -c configs/demo.yaml --set stages.evaluate.episodes=100",
+        "evaluate models:/demo@champion --config demo",
+        "evaluate path/to/model -c demo --set stages.evaluate.episodes=100",
     ]
     about = "evaluate a model on the held-out episodes of a configuration"
     parser = _add(commands, "evaluate", about, examples)
@@ -196,8 +196,8 @@ def _add_evaluate(commands: Any) -> None:
 def _add_analyze(commands: Any) -> None:
     examples = [
         "analyze outputs/demo/stages/evaluate/KEY --out report",
-        "analyze sft.jsonl policy.jsonl --config configs/demo.yaml",
-        "analyze path/to/sft path/to/policy models:/demo@champion --config configs/demo.yaml",
+        "analyze sft.jsonl policy.jsonl --config demo",
+        "analyze path/to/sft path/to/policy models:/demo@champion --config demo",
     ]
     about = "analyse trajectory files, or models on the same episodes: tables, figures, an HTML report"
     parser = _add(commands, "analyze", about, examples)
@@ -211,8 +211,8 @@ def _add_analyze(commands: Any) -> None:
 
 def _add_promote(commands: Any) -> None:
     examples = [
-        "promote --config configs/demo.yaml --note 'loops on hard questions'    (back to the champion before)",
-        "promote --version 3 --config configs/demo.yaml",
+        "promote --config demo --note 'loops on hard questions'    (back to the champion before)",
+        "promote --version 3 --config demo",
     ]
     about = "move the alias champion manually: back to the previous champion, or to any version"
     parser = _add(commands, "promote", about, examples)
@@ -294,7 +294,7 @@ def _add_up(commands: Any) -> None:
         "--deployments",
         metavar="FOLDER",
         help="folder of prefect.yaml and automations.yaml; entrypoints are relative to its parent "
-        "(default: those of this checkout)",
+        "(default: those that come with posttrain)",
     )
     parser.add_argument(
         "--gpu-slots", type=_positive, metavar="N", help="limit 'gpu': concurrent stages on GPUs (default: one per GPU)"
@@ -361,7 +361,7 @@ def _add_runs(commands: Any) -> None:
 
 
 def _add_doctor(commands: Any) -> None:
-    examples = ["doctor", "doctor --config configs/gsm8k.yaml", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B"]
+    examples = ["doctor", "doctor --config gsm8k", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B"]
     about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
     parser = _add(commands, "doctor", about, examples)
     parser.add_argument("--repair", action="store_true", help="mark killed runs as dead and offer to resume them")

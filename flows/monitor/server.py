@@ -34,7 +34,7 @@ def _open(output: Path) -> Reader:
     if not output.exists():
         raise SettingsError(
             f"--output: {output.absolute()} does not exist; name the folder that runs write to, or start one: "
-            "posttrain run configs/demo.yaml"
+            "posttrain run demo"
         )
     if not output.is_dir():
         raise SettingsError(f"--output: {output.absolute()} is a file; name the folder that runs write to")
@@ -53,7 +53,7 @@ def export(output: Path, run: str, folder: Path) -> list[Path]:
     reader = _open(output)
     found = reader.run(reader.choose(run) if run else "")
     if found is None:
-        raise DataError(f"no runs in {reader.output}; start one: posttrain run configs/demo.yaml")
+        raise DataError(f"no runs in {reader.output}; start one: posttrain run demo")
     for stage in found.stages:
         if stage.journal is not None:
             offset = -1  # a truncated last line is never read: stop when there is no progress

@@ -114,7 +114,7 @@ def _welcome(reader: Reader, choice: Choice) -> dict[str, Any]:
     lines = [
         "No runs here yet.",
         f"This page watches {reader.output}. It shows a run as soon as one starts there:",
-        "$ posttrain run configs/demo.yaml",
+        "$ posttrain run demo",
     ]
     return {"kind": "note", "id": "welcome", "lines": lines}
 

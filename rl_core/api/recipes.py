@@ -69,7 +69,7 @@ class Recipe(Generic[T]):
         callbacks: Sequence[Callback] = (),
         memory: LoopMemory | None = None,
     ) -> LoopOutcome:
-        """Train to the end, or resume from the folder `checkpoints`. Arguments and errors: `trainers.loop.run_loop`."""
+        """Train to the end, or resume from the folder `checkpoints`. Arguments and errors: `training.loop.run_loop`."""
         return loop.run_loop(
             self.trainer,
             settings,

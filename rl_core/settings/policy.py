@@ -187,7 +187,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.minibatches > self.prompts_per_iteration * self.group_size:
             raise SettingsError(f"minibatches: {self.minibatches} is more than the rollouts of one iteration")
         if self.critic is not None and self.algorithm in GROUP_ALGORITHMS:
-            raise SettingsError(f"critic: not used by {self.algorithm}, whose advantages are group-relative; remove it")
+            raise SettingsError(
+                f"critic: not used by {self.algorithm}, whose advantages are group-relative; remove it, or set "
+                "algorithm to ppo"
+            )
         if self.algorithm == "reinforce" and self.epochs * self.minibatches > 1 and self.importance == "none":
             raise SettingsError(
                 "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "

@@ -62,7 +62,8 @@ class LoopOutcome:
     best_iteration: int | None = None  # the iteration whose weights were restored or kept
     resumed_iteration: int = 0  # 0 = from the start
     seconds: float = 0.0  # of this process
-    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY))  # the newest values of every metric
+    # the newest values of every metric
+    history: MetricHistory = field(default_factory=lambda: MetricHistory(HISTORY), repr=False)
 
 
 @dataclass

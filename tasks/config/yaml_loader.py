@@ -22,6 +22,7 @@ __all__ = ["Document", "parse_value", "read_yaml"]
 
 MAX_BYTES = 256 * 1024  # a pipeline's file has a few KiB; PyYAML needs about a second for 256 KiB
 MAX_DEPTH = 32  # nested blocks
+_STARTER = " (`posttrain init FOLDER` writes one to start from)"
 MAX_NODES = 20_000  # values after the expansion of aliases
 
 _NULL = re.compile(r"~|null|Null|NULL|")
@@ -50,12 +51,10 @@ def read_yaml(path: str | Path) -> Document:
     text = _read_text(Path(path), str(path))
     document = _parse(text, str(path))
     if document.data is None and not document.problems:
-        raise SettingsError(f"{path}: is empty; a pipeline needs at least `name` and `stages` (see configs/demo.yaml)")
+        raise SettingsError(f"{path}: is empty; a pipeline needs at least `name` and `stages`{_STARTER}")
     if not isinstance(document.data, dict):
         kind = "a list" if isinstance(document.data, list) else "a single value"
-        raise SettingsError(
-            f"{path}: holds {kind}; a pipeline is a mapping of `key: value` lines (see configs/demo.yaml)"
-        )
+        raise SettingsError(f"{path}: holds {kind}; a pipeline is a mapping of `key: value` lines{_STARTER}")
     return document
 
 
@@ -81,6 +80,8 @@ def _read_text(path: Path, name: str) -> str:
         near = f"; {path.parent} has {', '.join(found[:8])}" if found else f"; the current folder is {Path.cwd()}"
         if path.name == name and not path.suffix:
             near = f", and no shipped config; these are shipped: {', '.join(config_names())}{near}"
+        elif path.stem in config_names():
+            near = f"; the shipped config is named without folder and suffix: {path.stem}{near}"
         raise SettingsError(f"{name}: no such file{near}")
     try:
         with path.open("rb") as file:

@@ -33,6 +33,7 @@ _OWN = ("rl_core", "tasks", "flows")
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
 _IMPORT_CALLS = ("import_module", "importlib.import_module", "__import__")
+_SUPPRESS_CALLS = ("suppress", "contextlib.suppress")
 _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception", "BaseException")
 
 
@@ -154,8 +155,8 @@ def _imports(content: bytes, name: str, spec: ModuleSpec) -> list[_Import]:
 def _statements(nodes: Iterable[ast.AST], required: bool) -> Iterator[tuple[ast.AST, bool]]:
     """Import statements and calls among and below nodes; False = the module can be imported without it.
 
-    That is so within functions, below `if`, and in a `try` that catches an ImportError. What only a type checker
-    sees is left out.
+    That is so within functions, below `if`, and where a `try` or a `suppress` catches an ImportError. What only a type
+    checker sees is left out.
     """
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Call):
@@ -163,15 +164,28 @@ def _statements(nodes: Iterable[ast.AST], required: bool) -> Iterator[tuple[ast.
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
             yield from _statements(node.orelse, False)
             continue
-        optional = isinstance(node, ast.If | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
-            isinstance(node, ast.Try) and any(_catches_import_error(handler) for handler in node.handlers)
+        optional = (
+            isinstance(node, ast.If | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            or (isinstance(node, ast.Try) and any(_catches_import_error(handler.type) for handler in node.handlers))
+            or (isinstance(node, ast.With) and any(_suppresses_import_error(item) for item in node.items))
         )
         yield from _statements(ast.iter_child_nodes(node), required and not optional)
 
 
-def _catches_import_error(handler: ast.ExceptHandler) -> bool:
-    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+def _catches_import_error(caught: ast.expr | None) -> bool:
+    """Test of what an `except` names; None = everything."""
+    kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
     return any(kind is None or ast.unparse(kind) in _IMPORT_ERRORS for kind in kinds)
+
+
+def _suppresses_import_error(item: ast.withitem) -> bool:
+    """Test of a `with` item for `contextlib.suppress` of an ImportError."""
+    call = item.context_expr
+    return (
+        isinstance(call, ast.Call)
+        and ast.unparse(call.func) in _SUPPRESS_CALLS
+        and any(_catches_import_error(argument) for argument in call.args)
+    )
 
 
 def _imported(node: ast.AST, package: str, name: str, required: bool) -> Iterator[_Import]:

@@ -207,6 +207,11 @@ def test_metrics_are_flat_and_named():
     assert "greedy/success_rate" in play(fails_hard, REQUESTS).metrics("greedy")
 
 
+def test_its_text_is_its_numbers_alone():
+    text = repr(play(fails_hard, REQUESTS))
+    assert "success_rate=0.5" in text and "EpisodeResult" not in text and "Trajectory" not in text
+
+
 def test_json_round_trip():
     result = play(fails_hard, REQUESTS, samples=2)
     back = Evaluation.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False)))

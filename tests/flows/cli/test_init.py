@@ -73,6 +73,12 @@ def test_a_shipped_config_is_found_by_its_name_unless_there_is_a_file(tmp_path, 
         load("nothing")
 
 
+def test_the_path_that_a_shipped_config_has_in_a_checkout_is_answered_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SettingsError, match="named without folder and suffix: demo; "):
+        load("configs/demo.yaml")
+
+
 def test_every_config_of_the_checkout_ships():
     assert shipped.config_names() == sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 

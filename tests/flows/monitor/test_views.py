@@ -47,7 +47,7 @@ def test_every_tab_of_every_kind_of_folder_can_be_drawn(tmp_path, tab):
 
 def test_an_empty_folder_says_what_to_do(tmp_path):
     found = view(Reader(tmp_path), Choice(), "overview")
-    assert "$ posttrain run configs/demo.yaml" in found["blocks"][0]["lines"]
+    assert "$ posttrain run demo" in found["blocks"][0]["lines"]
     assert found["head"]["status"] == "no run"
 
 

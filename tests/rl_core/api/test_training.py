@@ -96,6 +96,7 @@ def test_running_twice_trains_once():
     outcome = training.run()
     before = weights(training)
     assert training.run() is outcome and equal(weights(training), before)
+    assert "iterations=" in repr(outcome) and "MetricHistory" not in repr(outcome)
 
 
 def test_two_trainers_in_one_process_do_not_meet():

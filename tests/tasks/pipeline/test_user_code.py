@@ -98,6 +98,10 @@ def test_an_import_path_among_options_counts(home):
         ("import json, torch, rl_core.types\nfrom tasks import stage", {"main"}),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import helper", {"main"}),
         ("try:\n    import not_there\nexcept ImportError:\n    import helper", {"main", "helper"}),
+        (
+            "from contextlib import suppress\nwith suppress(ImportError):\n    import not_there, helper",
+            {"main", "helper"},
+        ),
         ("def late():\n    import not_there", {"main"}),
         ("import circle_a", {"main", "circle_a", "circle_b"}),
     ],
