@@ -72,8 +72,12 @@ def prefect_defaults() -> Iterator[None]:
     if not missing:
         yield
         return
+    handlers = {
+        name: value for name, value in prefect_environment().items() if name.startswith("PREFECT_LOGGING_HANDLERS")
+    }
     with temporary_settings(missing):
-        setup_logging()
+        with patch.dict(os.environ, {**handlers, **os.environ}):  # no settings: read from the environment alone
+            setup_logging()
         yield
 
 
