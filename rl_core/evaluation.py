@@ -42,6 +42,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PLAYED = ("trajectories", "rollouts")  # fields of an Evaluation that are stored in separate files
+_TIMED = ("tokens_per_second", "seconds")  # that differ from one evaluation of a model to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,8 @@ class Evaluation:
     action_tokens_mean: float
     misuse_rate: float  # share of turns with misuse of a tool
     truncated_rate: float  # share of rollouts cut by a limit
-    tokens_per_second: float  # sampled tokens / seconds of all rollouts
-    seconds: float
+    tokens_per_second: float  # sampled tokens / seconds of all rollouts; 0 = unknown
+    seconds: float  # 0 = unknown
     episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
     trajectories: list[Trajectory] = field(default_factory=list, repr=False)  # not part of `to_json`
     rollouts: list[Rollout] = field(default_factory=list, repr=False)  # the same with token ids; not part of `to_json`
@@ -112,8 +113,12 @@ class Evaluation:
         return {f"{prefix}/{name}": value for name, value in plain.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl."""
-        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _PLAYED}
+        """Plain dict of what was found: equal for equal episodes.
+
+        Without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl, and without timings,
+        which `metrics` gives.
+        """
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _PLAYED + _TIMED}
         row["interval"] = list(self.interval)
         row["by_level"] = {level: rate._asdict() for level, rate in self.by_level.items()}
         row["by_kind"] = {kind: rate._asdict() for kind, rate in self.by_kind.items()}
@@ -123,12 +128,12 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Self:
-        """Inverse of `to_json`; `trajectories` and `rollouts` are empty.
+        """Inverse of `to_json`; `trajectories` and `rollouts` are empty, timings 0.
 
         Raises: DataError if the row was not written by `to_json`.
         """
         try:
-            kept = dict(row)
+            kept = {**dict.fromkeys(_TIMED, 0.0), **row}
             kept["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
             kept["by_level"] = {level: Rate(**rate) for level, rate in row["by_level"].items()}
             kept["by_kind"] = {kind: Rate(**rate) for kind, rate in row["by_kind"].items()}
