@@ -24,6 +24,7 @@ from rl_core.environments.environment import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.heldout_seeds import draw_heldout
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import Rollout, StopReason, Trajectory
 
@@ -83,6 +84,7 @@ class Evaluation:
     tokens_per_second: float  # sampled tokens / seconds of all rollouts
     seconds: float
     episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
+    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)  # level -> `HeldOut.to_json`; {} = not known
     trajectories: list[Trajectory] = field(default_factory=list, repr=False)  # not part of `to_json`
     rollouts: list[Rollout] = field(default_factory=list, repr=False)  # the same with token ids; not part of `to_json`
 
@@ -155,11 +157,14 @@ class PairedResult:
         return {**dataclasses.asdict(self), "success": self.success._asdict(), "reward": self.reward._asdict()}
 
 
-def heldout_requests(environment: Environment, settings: EvaluationSettings, seed: int) -> list[EpisodeRequest]:
-    """Held-out episodes: levels in equal shares, each with its own seeds, interleaved.
+def heldout_requests(
+    environment: Environment, settings: EvaluationSettings, seed: int, taken: Collection[EpisodeRequest] = ()
+) -> list[EpisodeRequest]:
+    """Held-out episodes: levels in equal shares, each with its own questions, interleaved.
 
     Determined by environment, settings and seed, so that every model gets the same ones. A level with fewer held-out
-    episodes than its share contributes all of them, with a warning.
+    episodes than its share contributes all of them, with a warning. `taken`: episodes used elsewhere; neither they nor
+    their questions are drawn (`rollouts.heldout_seeds`).
     Raises: SettingsError for an unknown level; DataError for a level without held-out episodes.
     """
     levels = settings.levels or environment.levels
@@ -170,15 +175,20 @@ def heldout_requests(environment: Environment, settings: EvaluationSettings, see
     if settings.episodes < len(levels):
         raise SettingsError(f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate")
     per_level: list[list[EpisodeRequest]] = []
+    used = {level: {request.seed for request in taken if request.level == level} for level in levels}
     for index, level in enumerate(levels):
         share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
         seeds = environment.seeds_of("heldout", level)
         if not len(seeds):
             raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
-        if len(seeds) < share:
-            logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(seeds), share)
         # Seeding by text makes the draw of a level independent of the other levels.
-        picked = random.Random(f"heldout/{seed}/{level}").sample(seeds, min(share, len(seeds)))
+        rng = random.Random(f"heldout/{seed}/{level}")
+        picked = draw_heldout(environment, level, share, rng, used[level])
+        if not picked:
+            logger.warning("level %s has no other held-out episodes; those used elsewhere are used again", level)
+            picked = draw_heldout(environment, level, share, rng)
+        if len(picked) < share:
+            logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(picked), share)
         per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
     longest = max(map(len, per_level))
     return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
@@ -187,7 +197,7 @@ def heldout_requests(environment: Environment, settings: EvaluationSettings, see
 def validation_requests(
     environment: Environment, episodes: int, levels: Sequence[str], seed: int, reported: Collection[EpisodeRequest]
 ) -> list[EpisodeRequest]:
-    """Validation episodes for early stopping and model selection, disjoint from the `reported` ones.
+    """Validation episodes for early stopping and model selection; neither they nor their questions are `reported`.
 
     Raises: SettingsError if too few remain.
     """
@@ -196,8 +206,7 @@ def validation_requests(
         share = episodes // len(levels) + (index < episodes % len(levels))
         seeds = environment.seeds_of("heldout", level)
         taken = {request.seed for request in reported if request.level == level}
-        rng = random.Random(f"validation/{seed}/{level}")
-        picked = [s for s in rng.sample(seeds, min(len(seeds), share + len(taken))) if s not in taken][:share]
+        picked = draw_heldout(environment, level, share, random.Random(f"validation/{seed}/{level}"), taken)
         if len(picked) < share:
             raise SettingsError(
                 f"eval_episodes: level '{level}' has {len(seeds)} held-out episodes; the evaluation uses "

@@ -85,7 +85,7 @@ def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) ->
     """Controls on held-out episodes that validation did not use to pick the model."""
     settings: ThoughtsSettings = context.settings
     choice = EvaluationSettings(episodes=settings.check_episodes, levels=settings.levels)
-    requests = heldout_requests(trainer.environment, choice, context.seed + 1)
+    requests = heldout_requests(trainer.environment, choice, context.seed + 1, taken=trainer.heldout)
     examine = functools.partial(
         measure_gains,
         policy.model,
