@@ -18,6 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.capabilities import decoding
+from rl_core.capabilities.positions import row_limit
 from rl_core.data.batches import pad_rows
 from rl_core.environments.step_pool import Turnover, resolve
 from rl_core.inference.sampling import (
@@ -42,7 +43,7 @@ class TransformersBackend:
     """A `RolloutBackend` for any transformers causal LM, adapters included."""
 
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
-        self.max_length = max_length
+        self.max_length = min(max_length, row_limit(model) or max_length)
         self._model = model
         self._eos_ids = frozenset(eos_ids)
         self._pad_id = pad_id
@@ -80,7 +81,8 @@ class TransformersBackend:
         mask_BS = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device)
         cache: Any = None
         while True:
-            positions = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
+            # of rows that have acted and decode on, none beyond those that the model has
+            positions = (mask_BS.cumsum(1) - 1).clamp(0, self.max_length - 1)[:, -ids_BS.shape[1] :]
             output = self._model(
                 input_ids=ids_BS,
                 attention_mask=mask_BS,
