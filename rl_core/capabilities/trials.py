@@ -125,7 +125,7 @@ def router_logits(model: Any) -> Decision:
             found = getattr(base.base_model(ids_BS, use_cache=False, output_router_logits=True), "router_logits", None)
     except (TypeError, ValueError) as error:  # a family that does not know the question
         return Decision(name, False, f"asked for them, it failed: {type(error).__name__}: {error}", fallback)
-    if not found or experts is None or any(logits.shape[:-1].numel() != 3 for logits in found):
+    if not found or experts is None or any(logits is None or logits.shape[:-1].numel() != 3 for logits in found):
         return Decision(name, False, f"{type(base).__name__} gives none: it has no experts, or hides them", fallback)
     return Decision(name, True, f"{len(found)} routers of {found[0].shape[-1]} experts, {experts} per token", fallback)
 
