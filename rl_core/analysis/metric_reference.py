@@ -258,6 +258,8 @@ _POLICY = MetricGroup(
                "cut.", "Large: too many or too large steps on the same rollouts."),
         Metric("policy/clip_fraction_low", "share", "Of these, clipped at the lower bound (advantage below 0)."),
         Metric("policy/clip_fraction_high", "share", "Of these, clipped at the upper bound (advantage above 0)."),
+        Metric("policy/clip_fraction_dual", "share",
+               "Of these, capped by `dual_clip` (advantage below 0); only where that is set."),
         Metric("policy/ratio_mean", "-", "Mean probability ratio current over old.", "Far from 1."),
         Metric("policy/ratio_max", "-", "Largest ratio of a token (sequence).",
                "Far above the clip: single tokens have moved a long way."),

@@ -27,8 +27,10 @@ from rl_core.inference.decoder import AppendedTokens, Decoder
 from rl_core.inference.sampling import (
     RolloutBackend,
     RolloutSequence,
+    check_logprob,
     check_observation,
     check_prompt,
+    check_weights,
     uniforms,
 )
 from rl_core.inference.transformers_backend import TransformersBackend
@@ -74,6 +76,7 @@ class Engine:
             check_prompt(sequence, self.max_length)
         if not sequences:
             return
+        check_weights(self._model)
         with merged(self._model):
             self._decoder.bind()
             _Run(self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length).play()
@@ -243,6 +246,8 @@ class _Run:
             tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
         chosen, logprobs = self._sample(tokens, positions, n, appended)
         rows = self._rows[:n]
+        for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
+            check_logprob(float(logprobs[slot]), int(self._sampled[slot]), self._decoder.dtype)
         self._length[:n] += 1
         self._sampled[:n] += 1
         self._pending[:n] = chosen

@@ -1,5 +1,6 @@
 """Scenarios of sharded_scenarios.py for trainers that sample from their own policy."""
 
+import dataclasses
 import functools
 
 from helpers import thinkers
@@ -96,6 +97,8 @@ def scenarios(process_group, folder, numbers):
     yield "inner rewards", lambda: run(of(rewards=inner_rewards()))
     lora = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     yield "policy adapters", lambda: run(of(model=model_of(lora=lora), learning_rate=5e-2))
+    noisy = dataclasses.replace(lora, dropout=0.3)
+    yield "dropout", lambda: run(of(model=model_of(lora=noisy), learning_rate=5e-2, dropout=True, **TWICE))
     renderer = thinkers.renderer_of_texts()
     yield (
         "thoughts",
