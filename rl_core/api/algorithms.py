@@ -66,7 +66,7 @@ def grpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """GRPO, or the algorithm of its kin that `settings.algorithm` names (dr_grpo, dapo, gspo, cispo, rloo).
+    """GRPO, or the algorithm of its kin that `settings.algorithm` names (dr_grpo, dapo, gspo, cispo, sapo, rloo).
 
     Arguments and errors: `policy_gradient`.
     """
