@@ -144,3 +144,5 @@ def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(
     long = [("level", seed) for seed in range(5000)]
     note(first, "shared", dataclasses.replace(asked("c"), episodes=episodes_sketch("e", long)))
     assert max(len(value) for value in first.model_tags("shared").values()) < 5000  # MLflow's column
+    stored = {attempt.id: attempt for attempt in read_attempts(second, "shared")}[asked("c").id]
+    assert stored.episodes == episodes_sketch("e", long) and len(stored.episodes) == SKETCH
