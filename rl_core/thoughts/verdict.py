@@ -29,9 +29,7 @@ class ThoughtVerdict:
     lost: dict[str, float]  # share of the own gain lost in each control; above 1 where it does harm
     failures: list[str]  # reasons against; [] = genuine
     episodes: int
-    p_values: dict[str, float] = field(
-        default_factory=dict
-    )  # one-sided: own above 0, own above control
+    p_values: dict[str, float] = field(default_factory=dict)  # one-sided: own above 0, own above control
 
     @property
     def genuine(self) -> bool:

@@ -249,9 +249,18 @@ def test_its_text_is_its_numbers_alone():
 def test_json_round_trip():
     result = play(fails_hard, REQUESTS, samples=2)
     back = Evaluation.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False)))
-    assert back.trajectories == [] and back.metrics() == result.metrics()
+    timed = {"eval/seconds": 0.0, "eval/tokens_per_second": 0.0}  # not kept
+    assert result.seconds > 0 and back.trajectories == [] and back.metrics() == result.metrics() | timed
     assert back.episodes == result.episodes and back.by_level == result.by_level and back.interval == result.interval
     assert compare(back, result).success.difference == 0.0
+
+
+def test_played_again_its_json_is_the_same():
+    first, again = (play(fails_hard, REQUESTS) for _ in range(2))
+    again.seconds, again.tokens_per_second = 2 * first.seconds, first.tokens_per_second / 2  # on a busier machine
+    assert first.to_json() == again.to_json()
+    kept = first.to_json() | {"seconds": 3.0, "tokens_per_second": 7.0}  # as earlier versions wrote it
+    assert Evaluation.from_json(kept).seconds == 3.0
 
 
 @pytest.mark.parametrize("row", [{}, {"interval": 3}, {"episodes": []}])
