@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_core.data.reasoning import after_thought
 from rl_core.errors import SettingsError, ToolMisuse, nearest
 from rl_core.types import ToolCall
 
@@ -100,7 +101,7 @@ class Toolset:
 
         Raises: ToolMisuse for a call with an unknown tool, invalid arguments, or malformed JSON.
         """
-        text = text.rpartition("</think>")[2]  # calls inside a reasoning model's thought do not count
+        text = after_thought(text)  # calls inside a reasoning model's thought do not count
         if OPEN_TAG in text:
             return self._parse_hermes(text)
         lines = text.strip().splitlines()

@@ -67,6 +67,9 @@ def collect(
     Raises: EnvironmentFault naming environment, level and seed when an environment raises, hangs or breaks its
         protocol; DataError when a prompt leaves no room in the context.
     """
+    for_environment = getattr(renderer, "for_environment", None)  # of a ChatRenderer
+    if for_environment is not None:
+        renderer = for_environment(environment.tools.schema())
     with ExitStack() as stack:
         pool = None
         if environment.blocking:

@@ -153,14 +153,15 @@ def _tokenizer_and_model(
     settings = context.pipeline.model
     if "base" in context.inputs:
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
-        return ChatRenderer(tokenizer), causal_lm.context_length(context.inputs["base"], settings)
+        return ChatRenderer(tokenizer, settings), causal_lm.context_length(context.inputs["base"], settings)
     texts = [message["content"] for row in sets["demonstrations"].rows for message in row["messages"]]
     texts += [row[name] for row in sets["preferences"].rows for name in ("prompt", "chosen", "rejected")]
     tokenizer = train_tokenizer(texts or _opening_texts(environment), settings.vocab_size)
+    causal_lm.use_own_template(tokenizer, settings)
     model = causal_lm.create(settings, tokenizer, context.seed)
     causal_lm.save(model, tokenizer, context.folder / "model")
     summary["parameters"] = causal_lm.num_parameters(model)
-    return ChatRenderer(tokenizer), settings.context
+    return ChatRenderer(tokenizer, settings), settings.context
 
 
 def _keep_what_fits(
