@@ -217,7 +217,7 @@ def sft(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    rows = conversations(data, heldout, policy.renderer, policy.context, seed)
+    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
     recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest

@@ -63,7 +63,7 @@ HERMES = (
     "{{ m['content'] or '' }}{% for call in m.get('tool_calls') or [] %}"
     "{% if m['content'] or not loop.first %}\n{% endif %}"
     '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
-    "{% endfor %}<|im_end|>{% endgeneration %}\n"
+    "{% endfor %}<|im_end|>{% endgeneration %}{{ '\n' }}"
     "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
