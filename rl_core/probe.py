@@ -19,6 +19,7 @@ from rl_core.data.conversation import training_sequences
 from rl_core.data.records import Row
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
+from rl_core.models.rotary import longest_sequence
 from rl_core.models.turn_states import turn_spans, turn_states
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import TrainRow, make_batches
@@ -87,7 +88,7 @@ def mean_nll(subject: Subject, conversations: Sequence[Row]) -> tuple[float | No
 
     Perplexity is its exponential, comparable only between models with the same tokenizer.
     """
-    context = int(getattr(subject.model.config, "max_position_embeddings", None) or 2**20)
+    context = longest_sequence(subject.model)
     rows, count = [], 0
     for row in conversations:
         sequences = training_sequences(subject.renderer, row["messages"], row.get("tools"))

@@ -215,8 +215,8 @@ class ChatRenderer:
         if found:
             raise SettingsError(
                 f"model.history_thoughts: after a {found[0]} message this chat template renders the policy's earlier "
-                "turns anew, and an episode is one sequence of tokens as they were sampled; use keep for rollouts of several "
-                "turns (template serves demonstrations and episodes of one turn)"
+                "turns anew, and an episode is one sequence of tokens as they were sampled; use keep for rollouts of "
+                "several turns (template serves demonstrations and episodes of one turn)"
             )
 
     def _body(self, message: Mapping[str, Any]) -> str:
