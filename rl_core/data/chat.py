@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
@@ -59,6 +60,9 @@ class ChatRenderer:
         self.facts: TemplateFacts = examine(self.template)
         self._control = control_pattern(self.facts.control)
         self._markers = control_pattern(self.facts.markers)
+        special = set(tokenizer.all_special_tokens)
+        special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._unmarked = control_pattern([text for text in self.facts.control if text not in special])
         self.eos_id = self._id_of(self.facts.end_of_turn)
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
         self._control_ids = {self._id_of(text) for text in self.facts.control} | {self.eos_id}
@@ -98,10 +102,6 @@ class ChatRenderer:
         if key not in self._with_tools:
             self._with_tools[key] = ChatRenderer(self.tokenizer, self.settings, tools)
         return self._with_tools[key]
-
-    def for_environment(self, tools: Sequence[Mapping[str, Any]]) -> ChatRenderer:
-        """The renderer for an environment with these tools: they reach the template where `native_tools` says so."""
-        return self.with_tools(tools) if self.settings.native_tools else self
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the opening messages and the header of the first action.
@@ -229,8 +229,13 @@ class ChatRenderer:
                 "the chat template writes another header before a message with tool_calls than before the policy's "
                 "turn; write the calls into content, or name another template in model.chat_template"
             )
-        body = whole[len(header) :]
-        return body.rpartition(self.facts.end_of_turn)[0] if self.facts.end_of_turn in body else body.rstrip("\n")
+        body, end = whole[len(header) :].rstrip("\n"), self.facts.end_of_turn
+        if self.facts.writes_end and not body.rstrip().endswith(end):
+            raise DataError(
+                f"the chat template does not end a message with tool_calls by {end}, as it ends others, so a policy "
+                "would not stop there; write the calls into content, or name another template in model.chat_template"
+            )
+        return body.rstrip().removesuffix(end) if self.facts.writes_end else body
 
     def _after_header(self, text: str) -> str:
         """Text of an action as it goes on after its header, which may have opened or closed a thought."""
@@ -256,8 +261,11 @@ class ChatRenderer:
         return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _spelled(self, text: str) -> list[int]:
-        """Token ids of text in which special tokens are plain characters."""
-        return cast(list[int], self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+        """Token ids of text in which control tokens are plain characters."""
+        cuts = [0, *(match.start() + 1 for match in self._unmarked.finditer(text)), len(text)]
+        pieces = [text[start:stop] for start, stop in pairwise(cuts)]
+        encoded = [self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True) for piece in pieces]
+        return [token for piece in encoded for token in cast(list[int], piece["input_ids"])]
 
     def _id_of(self, token: str) -> int:
         found = self.tokenizer.convert_tokens_to_ids(token)

@@ -250,8 +250,10 @@ def _tokens(
     if arguments:
         called = _called({_ARGUMENT: _VALUE} if arguments == "object" else f'{{"{_ARGUMENT}": "{_VALUE}"}}')
         inside = _tried(template, [_user(), called], False)
-    headers = {text for text in added if text in skeleton}
+    # Some families' role tokens are not marked as special; a plain word that was added as a token is no role.
+    headers = {text for text in added if text in skeleton and not (text[0].isalnum() or text[-1].isalnum())}
     written = {text for text in special if text in inside and text not in skeleton}
+    written -= {text for text in written if inside.rstrip().endswith(text)}  # an end of turn of its own
     markers = ((set(_MARKERS) & set(added)) | written) - never
     control = (special | headers | never) - markers
     return tuple(sorted(control)), tuple(sorted(markers))

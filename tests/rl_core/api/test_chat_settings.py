@@ -84,6 +84,23 @@ def test_native_tools_are_in_the_prompt_of_rollouts_and_of_rows_alike() -> None:
     assert '"function": {"name": "zoom"' in subject.tokenizer.decode(prompt)
 
 
+XML = HERMES.replace(
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>',
+    "<function={{ call.function.name }}>{{ call.function.arguments | tojson }}</function>",
+)
+
+
+@pytest.mark.parametrize(("template", "reason"), [(XML, "'<function="), (DATED, "does not describe tools")])
+def test_native_tools_that_no_call_would_reach_are_refused(template: str, reason: str) -> None:
+    subject = policy(template, native_tools=True)
+    environment = make("pixel_grid")
+    with pytest.raises(rl_core.SettingsError, match=rf"^model.native_tools.*{reason}"):
+        collect(
+            environment, subject.backend(), subject.renderer, [EpisodeRequest(environment.levels[0], 5)],
+            group_size=1, sampling=SamplingSettings(max_completion_tokens=4), seed=1,
+        )  # fmt: skip
+
+
 def test_a_resumed_run_has_the_same_day_and_variables(tmp_path: Path) -> None:
     def train(**settings: object) -> None:
         options = SFTSettings(max_steps=2, batch_size=2, checkpoint_every=1)

@@ -277,3 +277,13 @@ def test_prompts_take_the_same_messages() -> None:
     assert '<tool_call>{"name": "zoom", "arguments": {"row": 2}}' in shown(renderer, renderer.prompt_ids(row["prompt"]))
     with pytest.raises(RecordsError, match=r"prompt\[0\].colour: is not understood"):
         read_prompts([{"prompt": [{**user("u"), "colour": "red"}]}])
+
+
+def test_a_call_that_ends_with_another_token_is_refused() -> None:
+    template = HERMES.replace(
+        "<|im_end|>{% endgeneration %}", "{{ '<|call|>' if m.tool_calls else '<|im_end|>' }}{% endgeneration %}"
+    )
+    renderer = ChatRenderer(family(template, ("<|call|>",)))
+    assert "<|call|>" not in renderer.facts.markers
+    with pytest.raises(DataError, match=r"does not end a message with tool_calls by <\|im_end\|>"):
+        training_sequences(renderer, read(user("u"), assistant("", tool_calls=[call(1)]))["messages"])
