@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
 from rl_core.cpu.allocator import keep_freed_memory
+from rl_core.cpu.waiting import bound_waiting
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn, wait_for_any
 from rl_core.inference.decoder import AppendedTokens, Decoder
@@ -60,6 +61,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
         keep_freed_memory()
+        bound_waiting()
         self.max_length = min(max_length, row_limit(model) or max_length)
         self._model = model
         self._pad_id = pad_id

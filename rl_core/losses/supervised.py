@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rl_core.errors import DataError
+from rl_core.losses.aggregation import aggregate
 from rl_core.losses.masking import check_count, check_inputs, masked_sum
 
 __all__ = ["entropy_bonus", "entropy_coef_at", "entropy_from_logits", "supervised_loss", "token_entropy"]
@@ -34,18 +35,24 @@ def supervised_loss(
 
 
 def entropy_bonus(
-    entropy_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
+    entropy_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Negative mean entropy per loss token; add entropy_coef times this to a loss to raise the entropy.
 
     Args:
         entropy_BT: float [B, T], nats, entropy of each token's distribution, with gradient.
+        loss_weights_BT: float [B, T], see `aggregation.token_weights`; None = the token mean, 1 / num_loss_tokens.
     Returns: scalar loss; {"entropy"}: mean entropy, nats per token.
     Raises: DataError on shapes, non-finite values, or an empty step.
     """
     check_inputs(loss_mask_BT, entropy=entropy_BT)
-    entropy = masked_sum(entropy_BT, loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
-    return -entropy, {"entropy": entropy.detach()}
+    entropy = masked_sum(entropy_BT.detach(), loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
+    term = aggregate(entropy_BT, loss_mask_BT, num_loss_tokens=num_loss_tokens, loss_weights_BT=loss_weights_BT)
+    return -term, {"entropy": entropy}
 
 
 def entropy_coef_at(count: int, *, start: float, decay: float = 0.9995, floor: float = 0.0) -> float:

@@ -81,6 +81,10 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     router_aux_loss_coef: float = setting(
         0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
     )
+    loss_on: Literal["all", "last"] = setting(
+        "all",
+        doc="assistant turns that carry loss: all, or the last one; a message's own weight 0 takes it out as well",
+    )
     # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
     packing: bool = setting(
         False, doc="pack several demonstrations into one row with separate attention; saves padding"

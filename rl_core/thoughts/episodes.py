@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rl_core.environments.environment import Environment
 from rl_core.environments.tool_question import ANSWER_WORD, read_answer
-from rl_core.errors import DataError, EnvironmentFault
+from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
@@ -87,6 +87,12 @@ class ThoughtReader:
     """Splits turns into thought and answer, and tokenises correct answers, for one tokenizer."""
 
     def __init__(self, renderer: ThoughtRenderer, *, max_thought_tokens: int = 2**20) -> None:
+        if getattr(renderer, "opened_thought", ""):
+            raise SettingsError(
+                "thoughts: the model's chat template opens a thought of its own before every action, which this "
+                "trainer would count as part of the answer; train it with stages.policy, or name a template that opens "
+                "none in model.chat_template"
+            )
         self._renderer = renderer
         self._max_thought_tokens = max_thought_tokens
         self._word_ids = renderer.action_ids(ANSWER_WORD)[:-1]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rl_core.cpu.allocator import keep_freed_memory
+from rl_core.cpu.waiting import bound_waiting
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
 from rl_core.models.dropout import training_mode
@@ -51,6 +52,7 @@ class OptimizerStep:
         process_group: ProcessGroup = SINGLE_PROCESS,
     ) -> None:
         keep_freed_memory()
+        bound_waiting()
         self.model = model
         self.process_group = process_group
         self.settings = settings

@@ -84,6 +84,8 @@ def scenarios(process_group, folder, numbers):
 
     held = {"kl_coef": 0.1, "entropy_coef": 0.01}
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
+    soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
+    yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
         critic = CriticSettings(kind=kind)
@@ -110,7 +112,7 @@ def scenarios(process_group, folder, numbers):
     )
     stateful = {
         "algorithm": "ppo", "critic": CriticSettings(kind="separate"), "replay": ReplaySettings(), "kl_coef": 0.1,
-        "importance": "token", "curriculum": STAGES, "rollback": ROLLBACK, "checkpoint_every": 3, "iterations": 7,
+        "importance": "vtrace", "curriculum": STAGES, "rollback": ROLLBACK, "checkpoint_every": 3, "iterations": 7,
     }  # fmt: skip
 
     def long(iterations, place=None):

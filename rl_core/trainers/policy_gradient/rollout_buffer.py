@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.inference.sampling import sequence_seed
+from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
@@ -28,7 +29,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
-from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, gae_advantages
+from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, value_advantages
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -250,7 +251,8 @@ class RolloutBuffer:
     def _estimate_from_values(self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None) -> dict[str, float]:
         """GAE and returns of all rows; masked rows and filtered tokens lose their mask."""
         assert self.values_RS is not None and self.value_after_R is not None
-        self.advantages_RS, self.returns_RS = gae_advantages(
+        ratios_RS = self._trace_ratios()
+        self.advantages_RS, self.returns_RS = value_advantages(
             rewards_R.to(device=self.device, dtype=torch.float32),
             torch.tensor([sample.is_truncated for sample in self.samples], device=self.device),
             self.values_RS,
@@ -259,6 +261,9 @@ class RolloutBuffer:
             gamma=self.settings.gamma,
             gae_lambda=self.settings.gae_lambda,
             kl_penalty_RS=penalty_RS,
+            ratios_RS=ratios_RS,
+            rho_cap=self.settings.weight_cap,
+            c_cap=self.settings.vtrace_c,
         )
         masked_R1 = torch.tensor([[sample.is_masked] for sample in self.samples], device=self.device)
         self.mask_RS = self.mask_RS & ~masked_R1  # carries no loss, for the critic neither
@@ -269,10 +274,22 @@ class RolloutBuffer:
             "value/returns_mean": float(masked_sum(self.returns_RS, self.mask_RS) / count),
             "value/values_mean": float(masked_sum(self.values_RS, self.mask_RS) / count),
         }
+        if ratios_RS is not None:
+            weights_RS = ratios_RS.clamp(max=self.settings.weight_cap)
+            metrics["policy/importance_mean"] = float(masked_sum(weights_RS, self.mask_RS) / count)
+            size = effective_sample_size(weights_RS, self.mask_RS)
+            metrics["policy/effective_sample_share"] = size / float(count)
         if self.settings.filter_threshold:
             self.mask_RS = self.mask_RS & (self.advantages_RS.abs() >= self.settings.filter_threshold)
             self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         return metrics
+
+    def _trace_ratios(self) -> torch.Tensor | None:
+        """Ratio of the old policy to the sampler at each loss token, for V-trace; None = not asked for."""
+        if self.settings.importance != "vtrace":
+            return None
+        assert self.old_logprobs_RS is not None and self.sampler_logprobs_RS is not None
+        return importance_ratios(self.old_logprobs_RS, self.sampler_logprobs_RS, self.mask_RS)
 
 
 def make_actor_critic(
