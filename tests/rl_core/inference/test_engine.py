@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSequence, make_model, model_named
+from helpers.tile_code import tile_code
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
+from rl_core import timing
 from rl_core.capabilities import Decision, decoding, packed_weights
-from rl_core.cpu import fused_decode, int8_gemm
+from rl_core.cpu import build, fused_decode, int8_gemm
 from rl_core.errors import DataError
 from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
@@ -33,6 +35,15 @@ class Rerun(StepGraphs):
         super().__init__(lambda compute, inputs: lambda: compute(inputs), worth_it=2)
 
 
+def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have products by tiles, in plain C where the processor has none."""
+    code = tile_code()
+    if code is None:
+        pytest.skip("needs a C compiler and a processor with AVX-512")
+    monkeypatch.setattr(int8_gemm, "load", lambda: int8_gemm.Int8Gemm(code))
+    monkeypatch.setattr(build, "load", lambda: code)
+
+
 @pytest.fixture(params=["tiles", "compiled", "packed", "in place", "recorded"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Engine implementation: with packed copies of the weights, as for small models on a CPU, and with compiled code
@@ -44,9 +55,9 @@ def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(decoder, "graphs_for", lambda device: Rerun())
     if request.param == "packed":
         monkeypatch.setattr(fused_decode, "load", lambda: None)
-    if request.param == "tiles" and int8_gemm.load() is None:
-        pytest.skip("needs a C compiler and a processor with tiles")
-    if request.param != "tiles":
+    if request.param == "tiles":
+        with_tiles(monkeypatch)
+    else:
         monkeypatch.setattr(int8_gemm, "load", lambda: None)
     if request.param == "compiled" and fused_decode.load() is None:
         pytest.skip("needs a C compiler")
@@ -148,6 +159,26 @@ def test_sampler_and_trainer_agree(model: PreTrainedModel) -> None:
         if temperature in (0.5, 2.0):
             assert trainer_gap(model, play(plain, temperature=temperature), temperature) < 1e-4
             assert trainer_gap(model, play(engine, temperature=temperature)) > 0.1, "at 1 it is another distribution"
+
+
+def test_norms_that_weigh_a_quiet_channel_heavily(weights: str) -> None:
+    """A norm's weight of 3,000, which packing multiplies into the weights after it, where the hidden state is small."""
+    model = make_model("llama", head_dim=16, initializer_range=0.1)
+    trunk = model.model
+    with torch.no_grad():
+        for layer in trunk.layers:
+            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                part.weight[5] *= 1e-5
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight[5] = 3000.0
+        trunk.embed_tokens.weight[:, 5] *= 1e-5
+        trunk.norm.weight[5] = 3000.0
+    engine, _ = backends(model)
+    with timing.collected() as found:
+        assert trainer_gap(model, play(engine)) < 1e-5
+    if weights == "tiles":  # of 2 layers the inputs of two of four products, and that of the head
+        assert found["packed_weights_in_float"] == 2 * (4 * 16 + 2 * 2 * 16 + 2 * 64) + VOCAB
+        assert found["packed_weights"] == sum(p.numel() for p in model.parameters() if p.ndim == 2) - VOCAB * 32
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7])
