@@ -115,6 +115,9 @@ class EvaluationSettings(Settings):
 
     episodes: int = setting(500, ge=2, doc="number of held-out episodes, the same for every model")
     episodes_seed: int | None = setting(None, ge=0, doc="seed of the episode draw; default: the pipeline's seed")
+    episodes_draw: int = setting(
+        0, ge=0, doc="draw 0, 1, 2, ... of that seed; they share no episode, also where few are held out"
+    )
     levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
     samples: int = setting(1, ge=1, doc="rollouts per episode; above 1 reports pass@k")
     greedy: bool = setting(True, doc="also report greedy decoding")

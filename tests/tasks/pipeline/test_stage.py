@@ -120,7 +120,7 @@ class Tracker:
     def set_tag(self, name, value):
         self.tags[name] = value
 
-    def close(self, status):
+    def close(self, status, timeout_s=30.0):
         self.closed.append(status)
 
 
