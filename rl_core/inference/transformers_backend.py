@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from rl_core.capabilities.positions import row_limit
 from rl_core.environments.step_pool import Turnover, resolve
-from rl_core.inference.sampling import RolloutSequence, check_observation, check_prompt, draw, uniforms
+from rl_core.inference.sampling import RolloutSequence, check_observation, check_prompt, draw, penalized, uniforms
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.settings import SamplingSettings
@@ -46,18 +46,20 @@ class TransformersBackend:
             for start in range(0, len(sequences), sampling.slots):
                 rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
                 while rows:
-                    self._play_turn(rows, sampling.temperature)
+                    self._play_turn(rows, sampling)
                     turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
     @torch.inference_mode()
-    def _play_turn(self, rows: list[_Row], temperature: float) -> None:
+    def _play_turn(self, rows: list[_Row], sampling: SamplingSettings) -> None:
         """Sample one action for every row."""
         device = self._model.device
         width = max(len(row.ids) for row in rows)
         ids_BS = torch.tensor([[self._pad_id] * (width - len(row.ids)) + row.ids for row in rows], device=device)
         mask_BS = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device)
         cache: Any = None
+        restriction = sampling if sampling.is_restricted else None
+        seen_BV: torch.Tensor | None = None
         while True:
             # of rows that have acted and decode on, none beyond those that the model has
             positions = (mask_BS.cumsum(1) - 1).clamp(0, self.max_length - 1)[:, -ids_BS.shape[1] :]
@@ -70,7 +72,14 @@ class TransformersBackend:
             )
             cache = output.past_key_values
             uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
-            tokens_B, logprobs_B = draw(output.logits[:, -1], uniforms_B, temperature)
+            logits_BV = output.logits[:, -1]
+            if sampling.repetition_penalty != 1:
+                if seen_BV is None:
+                    seen_BV = _seen(rows, logits_BV)
+                logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
+            tokens_B, logprobs_B = draw(logits_BV, uniforms_B, sampling.temperature, restriction)
+            if seen_BV is not None:
+                seen_BV.scatter_(1, tokens_B[:, None], True)
             for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
                 if not row.has_acted(self._eos_ids):
                     row.add(token, logprob)
@@ -78,6 +87,14 @@ class TransformersBackend:
                 return
             ids_BS = tokens_B[:, None]  # rows that have acted decode on; their tokens are dropped
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
+
+
+def _seen(rows: list[_Row], like_BV: torch.Tensor) -> torch.Tensor:
+    """bool [B, V], True = the token stands in the row."""
+    seen_BV = torch.zeros_like(like_BV, dtype=torch.bool)
+    for row, ids in zip(seen_BV, (row.ids for row in rows), strict=True):
+        row[torch.tensor(ids, device=like_BV.device)] = True
+    return seen_BV
 
 
 class _Row:
@@ -92,6 +109,7 @@ class _Row:
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
         self._num_sampled = 0
         self._hit_limit = False
+        self._has_stop_texts, self._is_stopped = bool(sampling.stop), False
 
     def next_uniform(self) -> float:
         """The uniform of the next token; it stays the same for a row that has acted."""
@@ -103,14 +121,18 @@ class _Row:
         self.logprobs.append(logprob)
         self.ids.append(token)
         self._num_sampled += 1
+        self._is_stopped = self._has_stop_texts and self.sequence.should_stop(self.action)
 
     def has_acted(self, eos_ids: Collection[int]) -> bool:
         """True = this turn's action has ended, or has reached the sequence's limit."""
-        return bool(self.action) and (self.action[-1] in eos_ids or len(self.ids) >= self.limit)
+        return bool(self.action) and (self._has_ended(eos_ids) or len(self.ids) >= self.limit)
+
+    def _has_ended(self, eos_ids: Collection[int]) -> bool:
+        return self.action[-1] in eos_ids or self._is_stopped
 
     def end_turn(self, eos_ids: Collection[int]) -> Turnover:
         """Hand the action over."""
-        self._hit_limit = self.action[-1] not in eos_ids
+        self._hit_limit = not self._has_ended(eos_ids)
         return self.sequence.advance(self.action, self.logprobs, self._hit_limit)
 
     def goes_on(self, observation: list[int] | None) -> bool:
