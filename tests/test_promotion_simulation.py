@@ -14,7 +14,7 @@ def load_benchmark():
 
 
 def test_wrong_promotions_stay_below_alpha_over_all_attempts_on_the_same_episodes():
-    """The bound of 5% holds for the chance itself; 100 plays of 60 episodes lie within 4 deviations (2.2 points each)."""
+    """The bound of 5% holds for the chance itself; 100 plays lie within 4 deviations (2.2 points each)."""
     simulation = load_benchmark()
     found = simulation.wrong_promotions(repetitions=100, episodes=60, seed=1, attempts=(1, 10))
     assert found["spend"][10] <= 0.05 + 4 * 0.022
