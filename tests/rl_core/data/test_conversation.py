@@ -123,6 +123,26 @@ def test_reasoning_before_a_call() -> None:
         )
 
 
+def test_reasoning_has_the_form_of_the_template() -> None:
+    """Another form than <think> on lines of its own, and arguments as JSON text."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}:"
+        "{% if m.get('reasoning_content') %}[THINK]{{ m['reasoning_content'] }}[/THINK]{% endif %}{{ m['content'] }}"
+        "{% for call in m.get('tool_calls') or [] %}{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}"
+        "{{ call.function.arguments + '' }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    renderer = ChatRenderer(family(template, ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")))
+    assert renderer.facts.renders_calls == "text" and len(renderer.facts.markers) == 4
+    row = read(user("u"), assistant("so", reasoning_content="look", tool_calls=[call(2)]))
+    ((ids, mask),) = training_sequences(renderer, row["messages"])
+    text = learned(renderer, (ids, mask))
+    assert text == '[THINK]look[/THINK]so[TOOL_CALLS]zoom[ARGS]{"row": 2}<|im_end|>'
+    assert all(ids.count(renderer.tokenizer.convert_tokens_to_ids(marker)) == 1 for marker in renderer.facts.markers)
+    parsed = ZOOM.parse(renderer.action_text(ids[mask.index(True) :]))
+    assert parsed is not None and parsed.arguments == {"row": 2}
+
+
 TWO = (
     user("u"),
     assistant("<think>\nlook\n</think>\n\nzoom"),
