@@ -97,6 +97,16 @@ def test_a_call_that_the_template_leaves_out_is_written_in_tags() -> None:
     assert '"arguments": {"row": 2}}' in history, "nor is it lost as part of a prompt"
 
 
+def test_a_call_that_the_template_writes_as_two_turns_is_written_in_tags() -> None:
+    twice = HERMES.replace(
+        "{% endfor %}<|im_end|>{% end", "<|im_end|>\n<|im_start|>assistant\n{% endfor %}<|im_end|>{% end"
+    )
+    renderer = ChatRenderer(family(twice, CALL))
+    assert renderer.facts.renders_calls == ""
+    text = renderer.assistant_text(read(user("u"), assistant("", tool_calls=[call(2)]))["messages"][1])
+    assert text == '<tool_call>{"name": "zoom", "arguments": {"row": 2}}</tool_call>'
+
+
 @pytest.mark.parametrize("template", [OPENS_KEEPS_LAST, OPENS_AND_STRIPS])
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_the_thought_of_the_turn(template: str, name: str) -> None:
