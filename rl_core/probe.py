@@ -17,6 +17,8 @@ from rl_core.analysis.probe_results import ModelProbe
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import training_sequences
 from rl_core.data.records import Row
+from rl_core.losses.kl import exact_forward_kl
+from rl_core.losses.supervised import token_entropy
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
 from rl_core.models.rotary import longest_sequence
@@ -129,10 +131,9 @@ def divergence(
             batch = batch.to(device)
             theirs = next_token_logprobs(reference, batch) if reference is not None else None
             for log_p_CV in next_token_logprobs(model, batch):
-                p_CV = log_p_CV.exp()
-                entropy_N.append(-(p_CV * log_p_CV).sum(-1).cpu())
+                entropy_N.append(token_entropy(log_p_CV).cpu())
                 if theirs is not None:
-                    kl_N.append((p_CV * (log_p_CV - next(theirs))).sum(-1).cpu())
+                    kl_N.append(exact_forward_kl(log_p_CV, next(theirs)).cpu())
             for row in batch.rows:
                 spans = turn_spans(rollouts[row].loss_mask)
                 turns_N += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]

@@ -66,7 +66,7 @@ def grpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """GRPO, or the algorithm of its kin that `settings.algorithm` names (dr_grpo, dapo, gspo, cispo, rloo).
+    """GRPO, or the algorithm of its kin that `settings.algorithm` names (dr_grpo, dapo, gspo, cispo, sapo, rloo).
 
     Arguments and errors: `policy_gradient`.
     """
@@ -393,6 +393,9 @@ def _validation(
         rows = environment.heldout_levels()
         if not rows:
             raise SettingsError("eval_every: needs heldout_prompts to evaluate on")
+        shared = {seed for level in environment.levels for seed in environment.held_out(level).shared}
+        if len(shared) < len(rows):
+            rows = [(level, row) for level, row in rows if row not in shared]
         requests = [EpisodeRequest(level, row) for level, row in rows[: settings.eval_episodes]]
     else:
         levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels

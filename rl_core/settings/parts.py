@@ -34,7 +34,9 @@ class LoraSettings(Settings):
 
     rank: int = setting(16, ge=1, doc="rank of the update matrices")
     alpha: float = setting(32.0, gt=0, doc="scale: the update is alpha / rank * B A")
-    dropout: float = setting(0.0, ge=0, lt=1, doc="dropout on the adapter's input")
+    dropout: float = setting(
+        0.0, ge=0, lt=1, doc="dropout on the adapter's input, where the stage trains with `dropout`"
+    )
     target_modules: tuple[str, ...] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         doc="names of the linear layers with an adapter",

@@ -80,7 +80,7 @@ class ThoughtEpisode:
     ids: list[int]  # prompt and completion, as sampled
     steps: list[ThoughtStep]
     level: str
-    is_truncated: bool  # True = cut off before the environment ended it: bootstrapped from the baseline
+    is_truncated: bool  # True = truncated by its environment: bootstrapped from the baseline; limits of sampling end it
 
 
 class ThoughtReader:
@@ -167,7 +167,7 @@ def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollo
         ids=[*rollout.prompt_ids, *rollout.completion_ids],
         steps=steps,
         level=played.level,
-        is_truncated=played.stop_reason in (StopReason.ENVIRONMENT, StopReason.MAX_TURNS),
+        is_truncated=played.stop_reason == StopReason.ENVIRONMENT,
     )
 
 

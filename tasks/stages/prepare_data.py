@@ -86,7 +86,8 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
     """Rows of {messages, level, kind, seed}: from a file, or written by the environment's demonstrator."""
     settings: DataSettings = context.settings
     if settings.demonstrations is not None:
-        return _read(context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary)
+        found = _read(context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary)
+        return _told_apart(found)
     if context.pipeline.stages.sft is None:
         return _Found()
     levels = settings.levels or environment.levels
@@ -103,6 +104,8 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
                 "file, so there is nothing for stages.sft to learn from"
             )
         row = {"messages": demonstration.messages, "level": level, "kind": demonstration.kind, "seed": seed, **tools}
+        by_content = environment.held_out(level).by == "content"
+        row["question"] = environment.question(seed, level) if by_content else f"{level} {seed}"  # decides the split
         found.rows.append(row)
         found.places.append((found.source, len(found.rows)))
         shown[level] += 1
@@ -110,6 +113,16 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
         if len(found.rows) % 500 == 0:
             context.tracker.progress(len(found.rows), settings.num_demonstrations, "demonstrations")
     summary["demonstrator_success"] = {level: round(right[level] / shown[level], 4) for level in shown}
+    return found
+
+
+def _told_apart(found: _Found) -> _Found:
+    """Demonstrations that all begin alike are told apart by the seeds of their episodes, if they have some."""
+    openings = {splits.prompt_key(splits.opening_text(row["messages"])) for row in found.rows}
+    if len(openings) == 1 and all("seed" in row for row in found.rows):
+        logger.warning("%s: all demonstrations begin with the same text; they are held out by seed only", found.source)
+        for row in found.rows:
+            row["question"] = f"{row.get('level', '')} {row['seed']}"
     return found
 
 
@@ -217,11 +230,8 @@ def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
 
 
 def _demonstration_prompt(row: Row) -> str:
-    """Split key of a demonstration: its episode if it has one, else all text before the first assistant message."""
-    if "seed" in row and "level" in row:
-        return f"{row['level']} {row['seed']}"
-    opening = itertools.takewhile(lambda message: message["role"] != "assistant", row["messages"])
-    return "\n".join(message["content"] for message in opening)
+    """Split key of a demonstration: its question if the environment knows it, else its text before the first answer."""
+    return str(row["question"]) if "question" in row else splits.opening_text(row["messages"])
 
 
 def _preference_prompt(row: Row) -> str:
