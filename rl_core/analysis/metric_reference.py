@@ -57,6 +57,10 @@ _TRAINING = MetricGroup(
         Metric("train/loss", "loss",
                "The total loss of the optimizer step, all terms included (nats per token in SFT).",
                "SFT: rises or stays flat. Policy gradients: its level says nothing; watch success and KL instead."),
+        Metric("train/nll", "nats/token", "The loss of SFT without its router term (`router_aux_loss_coef`)."),
+        Metric("train/router_aux_loss", "-",
+               "Load-balancing loss of a mixture's routers in SFT: experts per token where the load is even.",
+               "Grows: a few experts take most tokens; raise `router_aux_loss_coef`."),
         Metric("train/grad_norm", "-", "Global gradient norm before clipping at `max_grad_norm`.",
                "Steadily above `max_grad_norm`, or spikes far above its usual level: lower the learning rate."),
         Metric("train/grokfast_grad_norm", "-", "Global norm after the slow gradients of Grokfast were added."),
@@ -241,6 +245,7 @@ _POLICY = MetricGroup(
         Metric("policy/entropy", "nats/token", "Mean entropy of the token distribution.",
                "Falls to near 0 early: exploration is over; raise `entropy_coef`, `clip_eps_high`, or lower the "
                "rate."),
+        Metric("policy/router_aux_loss", "-", "Load-balancing loss of a mixture's routers (`router_aux_loss_coef`)."),
         Metric("policy/entropy_coef", "-", "Weight of the entropy bonus."),
         Metric("policy/kl", "nats/token",
                "KL(old || current) of the update, k3 estimator. Exactly 0 with one step per rollout, since then old "

@@ -121,6 +121,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
     entropy_floor: float = setting(0.0, ge=0, doc="lower bound of entropy_coef")
+    router_aux_loss_coef: float = setting(
+        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
+    )
     importance: Literal["none", "token", "sequence", "geometric", "vtrace"] = setting(
         "none",
         doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts: of each "
