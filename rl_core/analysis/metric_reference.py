@@ -387,6 +387,10 @@ _PERF = MetricGroup(
                "Trained tokens (SFT, reward model, preference) or sampled tokens (policy, thoughts) per second of "
                "the iteration."),
         Metric("perf/rollout_tokens_per_second", "tokens/s", "Sampled tokens per second of rollout time."),
+        Metric("perf/float_weight_share", "share",
+               "Weights that rollouts multiply in float32 because they, or others of their input, are too large for "
+               "three digits of 8 bits of their line (CPUs with matrix tiles).",
+               "Above a few percent: rollouts are slower; the results are as exact."),
         Metric("perf/update_tflops", "TFLOP/s", "Operations per second of the optimizer steps."),
         Metric("perf/mfu", "share", "The same over the GPU's bfloat16 peak (known GPUs only)."),
         Metric("perf/memory_gb", "GB",

@@ -336,5 +336,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """entropy_floor must not exceed entropy_coef; sampling must not be greedy."""
         self.sampling.check_trainable()
+        if self.sampling.stop:
+            raise SettingsError("sampling.stop: a thought ends by the end-of-turn token; remove it")
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

@@ -106,7 +106,7 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Pairs need rollouts that differ."""
-        self.sampling.check_trainable()
+        self.sampling.check_varied()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
-        self.sampling.check_trainable()
+        self.sampling.check_varied()
         if self.loss == "ipo" and self.label_smoothing > 0:
             raise SettingsError(
                 f"label_smoothing: {self.label_smoothing} is not defined for ipo, which bounds the margin itself; "
