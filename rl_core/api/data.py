@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
 from rl_core.data.records import Records, Row, RowSource, read_demonstrations, read_preferences, read_prompts
 from rl_core.data.splits import opening_text, overlap_report, prompt_key, split_by_prompt
@@ -71,8 +72,9 @@ def as_environment(
 
 
 def conversations(
-    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int
-) -> Split[tuple[list[int], list[bool]]]:
+    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int,
+    loss_on: Literal["all", "last"] = "all",
+) -> Split[TrainingSequence]:  # fmt: skip
     """Demonstrations as (token ids, loss mask), `heldout` of them (a share by prompt, or rows of their own) held out.
 
     Raises: RecordsError listing bad rows, those longer than the context among them.
@@ -82,13 +84,16 @@ def conversations(
         return read_demonstrations(source, token_length=length, context=context)
 
     def length(row: Row) -> int:
-        return len(renderer.conversation(row["messages"])[0])
+        return max(len(ids) for ids, _ in sequences(row))
+
+    def sequences(row: Row) -> list[TrainingSequence]:
+        return training_sequences(renderer, row["messages"], row.get("tools"), loss_on)
 
     parts = _split(
         data, heldout, read, lambda row: opening_text(row["messages"]), seed,
         otherwise=lambda row: str(row["messages"][:-1]),
     )  # fmt: skip
-    train, rest = ([renderer.conversation(row["messages"]) for row in part] for part in (parts.train, parts.heldout))
+    train, rest = ([s for row in part for s in sequences(row)] for part in (parts.train, parts.heldout))
     return Split(train, rest, parts.digest)
 
 

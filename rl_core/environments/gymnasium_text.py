@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_core.data.reasoning import after_thought
 from rl_core.environments.environment import Demonstration, Environment, Episode, Step
 from rl_core.environments.optional_packages import require_module
 from rl_core.environments.tools import Toolset
@@ -75,7 +76,7 @@ def plain(text: str) -> str:
 
 def said(text: str) -> str:
     """Text after the thought, if there is one."""
-    return text.rpartition("</think>")[2].strip()
+    return after_thought(text).strip()
 
 
 class GymnasiumEpisode(Episode):

@@ -16,12 +16,18 @@ _DRAWS = 20  # seeds looked at per episode that is wanted, at most
 
 
 def draw_heldout(
-    environment: Environment, level: str, count: int, rng: random.Random, taken: Collection[int] = ()
+    environment: Environment,
+    level: str,
+    count: int,
+    rng: random.Random,
+    taken: Collection[int] = (),
+    *,
+    repeat: bool = True,
 ) -> list[int]:
     """Up to `count` held-out seeds of a level, none of which asks a question of the training episodes.
 
-    Seeds with a question that is drawn already, or that a seed in `taken` asks, come last, with a warning. Where
-    questions cannot be held out (`Environment.held_out`), only the seeds differ.
+    Seeds with a question that is drawn already, or that a seed in `taken` asks, come last, with a warning, or with
+    `repeat` False not at all. Where questions cannot be held out (`Environment.held_out`), only the seeds differ.
     Args:
         taken: seeds that are used elsewhere.
     """
@@ -44,7 +50,7 @@ def draw_heldout(
         if by_content:
             asked.add(question)
         picked.append(seed)
-    again = repeated[: count - len(picked)]
+    again = repeated[: count - len(picked)] if repeat else []
     if again:
         logger.warning(
             "level %s: %d of %d held-out episodes repeat a question; no others were found", level, len(again), count

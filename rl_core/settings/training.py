@@ -49,6 +49,11 @@ class OptimizerSettings(Settings):
     activation_checkpointing: bool = setting(
         False, doc="recompute activations in backward: less memory, about a third slower"
     )
+    dropout: bool = setting(
+        False,
+        doc="the dropout that the model (and its adapter) is configured with, in updates; false: none, so that "
+        "log-probs of sampler, old policy and reference agree with the update's",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,11 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations per optimizer step")
+    dropout: bool = setting(True, doc="the dropout that the model (and its adapter) is configured with, in updates")
+    loss_on: Literal["all", "last"] = setting(
+        "all",
+        doc="assistant turns that carry loss: all, or the last one; a message's own weight 0 takes it out as well",
+    )
     # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
     packing: bool = setting(
         False, doc="pack several demonstrations into one row with separate attention; saves padding"
@@ -143,6 +153,8 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
         if self.loss in ("orpo", "kto") and self.sft_coef > 0:
             why = "holds the chosen completions' cross-entropy already" if self.loss == "orpo" else "has no chosen side"
             raise SettingsError(f"sft_coef: {self.sft_coef} does not go with {self.loss}, which {why}; remove it")
+        if self.loss == "kto" and self.dropout:
+            raise SettingsError("dropout: the reference point of kto is measured without dropout; leave it off")
         if self.loss == "kto" and self.batch_size < 2:
             raise SettingsError("batch_size: kto estimates a divergence over the batch; use at least 2")
         if self.loss == "kto" and self.desirable_weight == self.undesirable_weight == 0:

@@ -64,7 +64,7 @@ def stage_pairs(context: StageContext) -> StagePairs:
 def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
     """The preference rows or labelled completions that the data stage checked and split by prompt."""
     policy_tokenizer = causal_lm.load_tokenizer(context.inputs["model"], context.pipeline.model)
-    renderer = ChatRenderer(policy_tokenizer)
+    renderer = ChatRenderer(policy_tokenizer, context.pipeline.model)
     rows = {split: read_jsonl(data / f"preferences_{split}.jsonl") for split in ("train", "heldout")}
     train, heldout = pairs_of_rows(rows["train"], rows["heldout"], renderer, _use(context), context.seed)
     # The baseline of people: the answer with more characters.

@@ -12,8 +12,9 @@ QUIET = SimpleNamespace(progress=lambda *_: None, log_dataset=lambda *_: None)
 
 
 def split(tmp_path, environment, **settings):
+    pipeline = SimpleNamespace(stages=SimpleNamespace(sft=object()), model=SimpleNamespace(native_tools=False))
     context = SimpleNamespace(
-        settings=DataSettings(**settings), pipeline=SimpleNamespace(stages=SimpleNamespace(sft=object())),
+        settings=DataSettings(**settings), pipeline=pipeline,
         tracker=QUIET, pipeline_run=SimpleNamespace(parent=QUIET), folder=tmp_path, seed=0,
     )  # fmt: skip
     found = prepare_data._demonstrations(context, environment, {})
