@@ -109,7 +109,8 @@ _TRAINING = MetricGroup(
         Metric("train/value_mean", "reward", "Mean prediction of that baseline."),
         Metric("train/answer_nll", "nats/token", "Negative log-likelihood of the right answers (thoughts)."),
         Metric("train/accuracy", "share",
-               "Pairs ranked in the right order; a tie counts half (reward model, preference).",
+               "Pairs ranked in the right order; a tie counts half (reward model, preference). `kto`: rows on their "
+               "label's side of the reference point.",
                "Near 1 while `eval/accuracy` stays low: it memorises the pairs."),
         Metric("train/margin", "score",
                "Mean difference chosen minus rejected: of scores (reward model) or of implicit rewards (preference).",
@@ -117,7 +118,8 @@ _TRAINING = MetricGroup(
         Metric("train/ranking_loss", "nats", "Bradley-Terry loss without the centring term (reward model)."),
         Metric("train/reward_mean", "score", "Mean score of both sides of the pairs (reward model)."),
         Metric("train/chosen_reward", "nats",
-               "Implicit reward of the chosen side: beta times its log-ratio to the reference (preference).",
+               "Implicit reward of the chosen side: beta times its log-ratio to the reference (preference); `simpo`, "
+               "`orpo`: beta times its mean log-prob; `kto`: of the desirable rows.",
                "Falls below 0: the chosen answers lose probability too; set `sft_coef`."),
         Metric("train/chosen_logprob", "nats", "Summed log-prob of the chosen completions (preference).",
                "Falls steadily: set `sft_coef`."),
@@ -127,7 +129,11 @@ _TRAINING = MetricGroup(
                "Keeps growing: raise `beta` or stop earlier."),
         Metric("train/rejected_reward", "nats", "The same for the rejected side."),
         Metric("train/chosen_nll", "nats/token",
-               "Cross-entropy of the chosen completions (preference, `sft_coef` above 0)."),
+               "Cross-entropy of the chosen completions (preference, `sft_coef` above 0; `orpo`)."),
+        Metric("train/log_odds", "nats", "Mean log odds ratio of chosen to rejected (`orpo`)."),
+        Metric("train/reference_point", "nats",
+               "Mean log-ratio of mismatched completions, at least 0 (`kto`).",
+               "Keeps growing: the policy leaves the reference; raise `beta`."),
     ),
 )
 
@@ -152,6 +158,8 @@ _EVALUATION = MetricGroup(
         Metric("eval/rejected_reward", "nats", "The same for the rejected side."),
         Metric("eval/chosen_nll", "nats/token", "Held-out cross-entropy of the chosen completions (preference)."),
         Metric("eval/chosen_logprob", "nats", "Summed held-out log-prob of the chosen completions (preference)."),
+        Metric("eval/log_odds", "nats", "Mean held-out log odds ratio of chosen to rejected (`orpo`)."),
+        Metric("eval/reference_point", "nats", "Mean held-out log-ratio of mismatched completions (`kto`)."),
         Metric("eval/rejected_logprob", "nats", "The same for the rejected completions."),
         Metric("eval/reference_kl", "nats/token",
                "k1 estimate of KL(reference || policy) on the held-out pairs (preference)."),

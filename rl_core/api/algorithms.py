@@ -8,7 +8,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -240,6 +240,7 @@ def dpo(
     model: ModelSource,
     data: RowSource,
     *,
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] | None = None,
     heldout: RowSource | float = 0.1,
     settings: PreferenceSettings | None = None,
     output: str | Path | None = None,
@@ -247,18 +248,23 @@ def dpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PreferenceTrainer]:
-    """Direct preference optimisation (DPO, conservative DPO or IPO, as the settings say); the reference is `model`.
+    """Preference optimisation by DPO or another loss; the reference, where the loss has one, is `model`.
 
     Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list.
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. For `kto` also rows
+            {"prompt", "completion", "label"}, true = desirable.
+        loss: in place of `settings.loss`.
         others: as in `sft`.
-    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
+    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used; DataError for rows that
+        do not go with the loss.
     """
     settings = _of_kind(settings, PreferenceSettings)
+    if loss is not None:
+        settings = dataclasses.replace(settings, loss=loss)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
+    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
     recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
@@ -291,7 +297,8 @@ def reward_model(
     """A Bradley-Terry reward model on preference pairs: `model` with a new scalar head, every weight trained.
 
     Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list.
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. A `margin` (at least 0) is
+            subtracted from the difference of the scores before the sigmoid.
         others: as in `sft`. A model that is loaded already is copied, not changed.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """
@@ -299,7 +306,7 @@ def reward_model(
     _check_heldout(heldout, settings)
     classifier, policy = _classifier(model, seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
+    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
     recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest

@@ -33,7 +33,7 @@ from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.tracking import Tracker
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.trainers.preference import PreferenceTrainer
-from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training import loop
 from rl_core.training.callbacks import Callback
@@ -102,7 +102,9 @@ def reward_model(
     seed: int, process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[RewardModelTrainer]:  # fmt: skip
     """A Bradley-Terry reward model (`models.heads`) on preference pairs."""
-    rows, rows_heldout = ([(pair.chosen_ids, pair.rejected_ids) for pair in part] for part in (train, heldout))
+    rows, rows_heldout = (
+        [ScoredPair(pair.chosen_ids, pair.rejected_ids, pair.margin) for pair in part] for part in (train, heldout)
+    )
     trainer = RewardModelTrainer(model, pad_id, rows, rows_heldout, settings, seed, process_group)
     return Recipe(trainer, trainer.total_steps, "eval/accuracy" if settings.patience is not None else None)
 
@@ -112,7 +114,10 @@ def preference(
     references: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[PreferenceTrainer]:  # fmt: skip
-    """DPO, conservative DPO or IPO on preference pairs; `references` as in `PreferenceTrainer`."""
+    """The loss that the settings name, on preference pairs (kto: `data.pairs.mismatched_pairs`).
+
+    `references`: as in `PreferenceTrainer`.
+    """
     trainer = PreferenceTrainer(
         policy.model, policy.renderer.pad_id, train, heldout, settings, seed, references, process_group
     )
