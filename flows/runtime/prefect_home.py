@@ -35,6 +35,8 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         "DO_NOT_TRACK": "true",
         # The first start of the embedded server creates its database; the default of 20 s is tight on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        # A call to an API that is away waits 2 + 4 + 8 seconds, which outlast a restart; the default is a minute.
+        "PREFECT_CLIENT_MAX_RETRIES": "3",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
         # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
