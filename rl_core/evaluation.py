@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rl_core.analysis.statistics import (
     Difference,
@@ -34,6 +34,7 @@ __all__ = [
     "compare",
     "evaluate",
     "heldout_requests",
+    "paired_differences",
     "summarize",
     "validation_requests",
 ]
@@ -160,12 +161,16 @@ class PairedResult:
         return {**dataclasses.asdict(self), "success": self.success._asdict(), "reward": self.reward._asdict()}
 
 
-def heldout_requests(environment: Environment, settings: EvaluationSettings, seed: int) -> list[EpisodeRequest]:
+def heldout_requests(
+    environment: Environment, settings: EvaluationSettings, seed: int, excluded: Collection[EpisodeRequest] = ()
+) -> list[EpisodeRequest]:
     """Held-out episodes: levels in equal shares, each with its own seeds, interleaved.
 
     Determined by environment, settings and seed, so that every model gets the same ones. A level with fewer held-out
-    episodes than its share contributes all of them, with a warning.
-    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes.
+    episodes than its share contributes all of them to draw 0, with a warning. A later draw (`settings.episodes_draw`)
+    has the full share of every level, without the episodes of the draws before it and the `excluded` ones.
+    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes, or without enough of
+    them for the draw.
     """
     levels = settings.levels or environment.levels
     for level in levels:
@@ -177,23 +182,49 @@ def heldout_requests(environment: Environment, settings: EvaluationSettings, see
     per_level: list[list[EpisodeRequest]] = []
     for index, level in enumerate(levels):
         share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
-        seeds = environment.seeds_of("heldout", level)
-        if not len(seeds):
-            raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
-        if len(seeds) < share:
-            logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(seeds), share)
-        # Seeding by text makes the draw of a level independent of the other levels.
-        picked = random.Random(f"heldout/{seed}/{level}").sample(seeds, min(share, len(seeds)))
+        taken = {request.seed for request in excluded if request.level == level}
+        picked = _drawn(environment, level, share, seed, settings.episodes_draw, taken)
         per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
     longest = max(map(len, per_level))
     return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
 
 
+def _drawn(environment: Environment, level: str, share: int, seed: int, draw: int, excluded: set[int]) -> list[int]:
+    """Seeds of one level in a draw of the held-out episodes; see `heldout_requests`."""
+    seeds = environment.seeds_of("heldout", level)
+    if not len(seeds):
+        raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
+    if len(seeds) < share:
+        logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(seeds), share)
+    # Seeding by text makes the draw of a level independent of the other levels.
+    picked = random.Random(f"heldout/{seed}/{level}").sample(seeds, min(share, len(seeds)))
+    taken = excluded | set(picked)
+    for number in range(1, draw + 1):
+        rng = random.Random(f"heldout/{seed}/{level}/{number}")
+        found = rng.sample(seeds, min(len(seeds), share + len(taken)))
+        picked = [found_seed for found_seed in found if found_seed not in taken][:share]
+        if len(picked) < share:
+            raise DataError(
+                f"level '{level}' has {len(seeds)} held-out episodes, too few for draw {number} of {share} that were "
+                "not used before"
+            )
+        taken.update(picked)
+    return picked
+
+
 def validation_requests(
-    environment: Environment, episodes: int, levels: Sequence[str], seed: int, reported: Collection[EpisodeRequest]
+    environment: Environment,
+    episodes: int,
+    levels: Sequence[str],
+    seed: int,
+    reported: Collection[EpisodeRequest],
+    setting: str = "eval_episodes",
+    other: str = "evaluate.episodes",
 ) -> list[EpisodeRequest]:
     """Validation episodes for early stopping and model selection, disjoint from the `reported` ones.
 
+    Args:
+        setting, other: names of the settings for `episodes` and for the number of `reported` ones, for the error.
     Raises: SettingsError if too few remain.
     """
     requests: list[EpisodeRequest] = []
@@ -205,9 +236,8 @@ def validation_requests(
         picked = [s for s in rng.sample(seeds, min(len(seeds), share + len(taken))) if s not in taken][:share]
         if len(picked) < share:
             raise SettingsError(
-                f"eval_episodes: level '{level}' has {len(seeds)} held-out episodes; the evaluation uses "
-                f"{len(taken)} of them; {len(picked)} are left for validation, {share} are needed. "
-                "Lower evaluate.episodes or eval_episodes"
+                f"{setting}: level '{level}' has {len(seeds)} held-out episodes; {other} takes {len(taken)} of them; "
+                f"{len(picked)} are left, {share} are needed. Lower {other} or {setting}"
             )
         requests += [EpisodeRequest(level=level, seed=s) for s in picked]
     return requests
@@ -303,13 +333,7 @@ def compare(
 
     Raises: DataError without common episodes.
     """
-    before = {episode.key: episode for episode in champion.episodes}
-    pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
-    if not pairs:
-        raise DataError(
-            f"the two evaluations have no episode in common ({len(challenger.episodes)} and {len(champion.episodes)} "
-            "episodes); evaluate both with the same environment, levels, number of episodes and seed"
-        )
+    pairs = _pairs(challenger, champion)
     wins = sum(new.success > old.success for new, old in pairs)
     losses = sum(new.success < old.success for new, old in pairs)
     success, reward = (
@@ -321,6 +345,27 @@ def compare(
     )  # fmt: skip
     unpaired = len(challenger.episodes) + len(champion.episodes) - 2 * len(pairs)
     return PairedResult(success, reward, len(pairs), unpaired, wins, losses, sign_test(wins, losses))
+
+
+def paired_differences(
+    challenger: Evaluation, champion: Evaluation, metric: Literal["success", "reward"] = "success"
+) -> list[float]:
+    """Challenger minus champion on each common episode, samples of an episode averaged.
+
+    Raises: DataError without common episodes.
+    """
+    return [getattr(new, metric) - getattr(old, metric) for new, old in _pairs(challenger, champion)]
+
+
+def _pairs(challenger: Evaluation, champion: Evaluation) -> list[tuple[EpisodeResult, EpisodeResult]]:
+    before = {episode.key: episode for episode in champion.episodes}
+    pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
+    if not pairs:
+        raise DataError(
+            f"the two evaluations have no episode in common ({len(challenger.episodes)} and {len(champion.episodes)} "
+            "episodes); evaluate both with the same environment, levels, number of episodes and seed"
+        )
+    return pairs
 
 
 def _rate(episodes: Iterable[EpisodeResult]) -> Rate:

@@ -17,6 +17,7 @@ from rl_core.analysis.probe_results import ModelProbe
 from rl_core.data.chat import ChatRenderer
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
+from rl_core.models.rotary import longest_sequence
 from rl_core.models.turn_states import turn_spans, turn_states
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import TrainRow, make_batches
@@ -85,7 +86,7 @@ def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tu
 
     Perplexity is its exponential, comparable only between models with the same tokenizer.
     """
-    context = int(getattr(subject.model.config, "max_position_embeddings", None) or 2**20)
+    context = longest_sequence(subject.model)
     rows = []
     for messages in conversations:
         ids, mask = subject.renderer.conversation(messages)

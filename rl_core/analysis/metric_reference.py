@@ -326,8 +326,8 @@ _TOOL = MetricGroup(
 
 _THOUGHTS = MetricGroup(
     "Thoughts: `thoughts/`",
-    "Of the stage `thoughts`; the last two rows are its final test, each also with `_low` and `_high` (bootstrap "
-    "95%).",
+    "Of the stage `thoughts`; the last three rows are its final test, gain and drop also with `_low` and `_high` "
+    "(bootstrap 95%).",
     (
         Metric("thoughts/gain", "nats", "Gain of the own thought per answered turn, within +-`gain_clip`.",
                "Not above 0: thoughts do not help."),
@@ -342,6 +342,9 @@ _THOUGHTS = MetricGroup(
                "0: the stage fails unless `require_genuine` is off."),
         Metric("thoughts/gain_{condition}", "nats",
                "Mean gain with the own thoughts (`own`) and with each control (`shuffled`, `filler`, `truncated`)."),
+        Metric("thoughts/p_{condition}", "-",
+               "One-sided exact tests: `own` of its gain above 0, a control of own gain above the control's.",
+               "Above 0.025: not genuine."),
         Metric("thoughts/drop_{control}", "nats", "Own gain minus that of the control, paired by episode.",
                "Interval includes 0: the content of the thoughts does not matter."),
     ),
@@ -435,11 +438,20 @@ _PROMOTION = MetricGroup(
     (
         Metric("promotion/success_rate", "share", "Success of the challenger."),
         Metric("promotion/champion_success_rate", "share", "Success of the champion on the same episodes."),
-        Metric("promotion/gain", "share", "Paired difference challenger minus champion."),
+        Metric("promotion/gain", "share",
+               "Paired difference challenger minus champion, of rewards with `metric: reward`."),
         Metric("promotion/gain_low", "share",
                "Lower bound of its bootstrap interval; promotion needs it above `min_gain`."),
         Metric("promotion/gain_high", "share", "Upper bound of that interval.",
                "Below 0: the challenger is worse for sure."),
+        Metric("promotion/p_value", "-", "One-sided exact test that the gain is not above `min_gain`."),
+        Metric("promotion/alpha", "-", "Level of this attempt; promotion needs `p_value` at or below it.",
+               "Small after many attempts on the same episodes: `repeated_attempts: fresh`, or more episodes."),
+        Metric("promotion/alpha_left", "-", "What is left of `alpha` for later attempts on the same episodes."),
+        Metric("promotion/attempt", "attempts", "Attempts of this model on the same episodes, this one included."),
+        Metric("promotion/episodes", "episodes", "Held-out episodes that both played."),
+        Metric("promotion/discordant", "episodes", "Those of them with different outcomes.",
+               "Below `min_discordant`: nothing is promoted; play more episodes."),
     ),
 )
 

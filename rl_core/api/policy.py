@@ -18,6 +18,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.inference.engine import RolloutBackend, make_backend
 from rl_core.models import causal_lm
 from rl_core.models.lora import is_lora
+from rl_core.models.rotary import longest_sequence
 from rl_core.settings import LoraSettings, ModelSettings
 
 __all__ = ["ModelSource", "Policy", "create_policy", "load_policy", "model_folder", "model_name"]
@@ -44,7 +45,7 @@ class Policy:
     @property
     def context(self) -> int:
         """Longest sequence, in tokens."""
-        return int(getattr(self.model.config, "max_position_embeddings", 2**20))
+        return longest_sequence(self.model)
 
     def backend(self) -> RolloutBackend:
         """A rollout backend over this model's own weights."""

@@ -19,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.capabilities import decoding
+from rl_core.capabilities.positions import row_limit
 from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn, wait_for_any
@@ -57,7 +58,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
         keep_freed_memory()
-        self.max_length = max_length
+        self.max_length = min(max_length, row_limit(model) or max_length)
         self._model = model
         self._pad_id = pad_id
         self._decoder = Decoder(model)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.capabilities.positions import row_limit
 from rl_core.environments.step_pool import Turnover, resolve
 from rl_core.inference.sampling import RolloutSequence, check_observation, check_prompt, draw, uniforms
 from rl_core.models.causal_lm import evaluating
@@ -28,7 +29,7 @@ class TransformersBackend:
     """A `RolloutBackend` for any transformers causal LM, adapters included."""
 
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
-        self.max_length = max_length
+        self.max_length = min(max_length, row_limit(model) or max_length)
         self._model = model
         self._eos_ids = frozenset(eos_ids)
         self._pad_id = pad_id
@@ -58,7 +59,8 @@ class TransformersBackend:
         mask_BS = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device)
         cache: Any = None
         while True:
-            positions = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
+            # of rows that have acted and decode on, none beyond those that the model has
+            positions = (mask_BS.cumsum(1) - 1).clamp(0, self.max_length - 1)[:, -ids_BS.shape[1] :]
             output = self._model(
                 input_ids=ids_BS,
                 attention_mask=mask_BS,

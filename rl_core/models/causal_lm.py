@@ -21,6 +21,7 @@ from transformers import (
 
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models import lora
+from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
 
 __all__ = [
@@ -105,6 +106,7 @@ def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(config)
+        fix_frequencies(model, settings.rope_context)
         if settings.lora is not None:
             model = lora.add_adapter(model, settings.lora)
     return model.to(device=device_of(settings), dtype=dtype_of(settings)).train()
@@ -143,6 +145,7 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype_of(settings), trust_remote_code=settings.trust_remote_code
             )
+            fix_frequencies(model, settings.rope_context)
             if settings.lora is not None:
                 model = lora.add_adapter(model, settings.lora)
     except SettingsError:
@@ -172,14 +175,14 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
 def context_length(path: str | Path, settings: ModelSettings) -> int:
     """Longest sequence, in tokens, of the model in a folder or under a hub name; 2^20 where its config names none.
 
-    Raises: CheckpointError when there is no such model.
+    Raises: CheckpointError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
     """
     place = _checked_place(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
     except Exception as error:
         raise _unreadable(place, "config", error) from error
-    return int(getattr(config, "max_position_embeddings", None) or 2**20)
+    return longest_of_config(config, settings.rope_context)
 
 
 def load_pretrained(
@@ -209,6 +212,7 @@ def load_pretrained(
         raise CheckpointError(
             f"the weights in '{place}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
         )
+    fix_frequencies(model, settings.rope_context)
     return model
 
 

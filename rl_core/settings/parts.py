@@ -41,6 +41,12 @@ class ModelSettings(Settings):
     preset: Literal["nano", "tiny", "small"] = setting("tiny", doc="size of a from-scratch model; unused with path")
     vocab_size: int = setting(512, ge=300, doc="size of the byte-level BPE vocabulary trained for a preset")
     context: int = setting(256, ge=16, doc="longest sequence (tokens) of a preset")
+    rope_context: int | None = setting(
+        None,
+        ge=1,
+        doc="only models whose rotary frequencies follow the length (longrope, dynamic): longest sequence (tokens), "
+        "whose frequencies every row gets; default: sequences end where the frequencies would change",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", doc="dtype of the weights in memory")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", doc="auto: GPU if available")
     lora: LoraSettings | None = setting(None, doc="train adapters instead of all weights")
@@ -109,6 +115,9 @@ class EvaluationSettings(Settings):
 
     episodes: int = setting(500, ge=2, doc="number of held-out episodes, the same for every model")
     episodes_seed: int | None = setting(None, ge=0, doc="seed of the episode draw; default: the pipeline's seed")
+    episodes_draw: int = setting(
+        0, ge=0, doc="draw 0, 1, 2, ... of that seed; they share no episode, also where few are held out"
+    )
     levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
     samples: int = setting(1, ge=1, doc="rollouts per episode; above 1 reports pass@k")
     greedy: bool = setting(True, doc="also report greedy decoding")

@@ -114,6 +114,14 @@ class Tracking:
         """Attach short texts to a version."""
         self.registry.tag_version(name, version, dict(tags))
 
+    def model_tags(self, name: str) -> dict[str, str]:
+        """Tags of the registered model itself."""
+        return self.registry.model_tags(name)
+
+    def tag_model(self, name: str, key: str, value: str) -> None:
+        """Set a tag of the registered model itself."""
+        self.registry.tag_model(name, key, value)
+
     def download(self, name: str, version: int, cache_folder: Path) -> Path:
         """The Hugging Face folder of a version, on this machine."""
         return self.registry.download(self.registry.version(name, version), cache_folder)

@@ -2,6 +2,7 @@ import json
 import logging
 
 import pytest
+from helpers.evaluations import evaluation
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.statistics import wilson_interval
@@ -9,7 +10,15 @@ from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import resolve
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, SettingsError
-from rl_core.evaluation import Evaluation, compare, evaluate, heldout_requests, summarize, validation_requests
+from rl_core.evaluation import (
+    Evaluation,
+    compare,
+    evaluate,
+    heldout_requests,
+    paired_differences,
+    summarize,
+    validation_requests,
+)
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, ToolCall, Trajectory, Turn
@@ -144,6 +153,31 @@ def test_requests_refuse_a_level_without_episodes():
     environment.seeds_of = lambda split, level: []
     with pytest.raises(DataError, match="no held-out episodes of level 'easy'"):
         heldout_requests(environment, EvaluationSettings(), 0)
+
+
+def test_draws_share_no_episode_and_end_with_the_pool(caplog):
+    environment = SumEnvironment()
+    pool = range(2**30, 2**30 + 100)
+    environment.seeds_of = lambda split, level: pool
+    chosen = {"episodes": 20, "levels": ("easy",)}
+    first = heldout_requests(environment, EvaluationSettings(**chosen), 0)
+    excluded = [EpisodeRequest("easy", seed) for seed in pool if EpisodeRequest("easy", seed) not in first][:20]
+    seen = {request.seed for request in first + excluded}
+    for draw in (1, 2, 3):
+        requests = heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded)
+        assert len(requests) == 20 and not seen & {request.seed for request in requests}
+        assert requests == heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded)
+        seen |= {request.seed for request in requests}
+    with pytest.raises(DataError, match=r"level 'easy' has 100 held-out episodes, too few for draw 4 of 20"):
+        heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=4), 0, excluded)
+
+
+def test_differences_are_those_of_the_common_episodes():
+    ours, theirs = evaluation([2, 1, 0, 2], samples=2), evaluation([1, 1, 2], samples=2, first=1)
+    assert paired_differences(ours, theirs) == [0.0, -0.5, 0.0]
+    assert paired_differences(ours, theirs, "reward") == [0.0, -0.5, 0.0]
+    with pytest.raises(DataError, match="no episode in common"):
+        paired_differences(ours, evaluation([1], first=9))
 
 
 def test_validation_episodes_are_held_out_and_not_reported_on():

@@ -5,7 +5,8 @@ Suffixes: P prompts, G rollouts per prompt, R rows of an iteration, S whole sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -15,7 +16,16 @@ from rl_core.losses.masking import fill_masked
 from rl_core.settings import Algorithm
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 
-__all__ = ["advantage_metrics", "comparison_advantages", "fill_masked_rewards", "gae_advantages", "last_token_rewards"]
+__all__ = [
+    "SignalWarning",
+    "advantage_metrics",
+    "comparison_advantages",
+    "fill_masked_rewards",
+    "gae_advantages",
+    "last_token_rewards",
+]
+
+logger = logging.getLogger(__name__)
 
 # Comparison of each algorithm without a critic; algorithms that share one differ in the loss alone.
 _METHODS: dict[str, GroupMethod] = {
@@ -130,3 +140,34 @@ def advantage_metrics(
         "train/zero_advantage_rate": float((advantages == 0).double().mean()),
         "train/filtering_rate": filtered,
     }
+
+
+class SignalWarning:
+    """One warning when iteration after iteration no advantage differs from 0, so that nothing is learned.
+
+    It warns again only after an iteration that had a signal. The count is no part of a checkpoint: it decides nothing.
+    """
+
+    def __init__(self, iterations: int = 10) -> None:
+        """`iterations` without a signal, in a row, before the warning."""
+        self._iterations = iterations
+        self._silent = 0
+
+    def observe(self, metrics: Mapping[str, float], rewards: Sequence[float]) -> None:
+        """Count one iteration, whose metrics are those of `advantage_metrics` and whose rollouts had these rewards."""
+        if metrics.get("train/zero_advantage_rate", 1.0) < 1:  # absent: every group was dropped
+            self._silent = 0
+            return
+        self._silent += 1
+        if self._silent == self._iterations:
+            lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
+            every = (
+                f"every rollout has the reward {lowest:g}"
+                if lowest == highest
+                else (f"rewards lie between {lowest:g} and {highest:g}, but are the same for all rollouts of a prompt")
+            )
+            logger.warning(
+                "no advantage differed from 0 in the last %d iterations, so nothing is learned: in the last one %s. "
+                "Check the reward function on a completion; begin with easier prompts, SFT, a reward with partial "
+                "credit, or a larger group_size", self._iterations, every,
+            )  # fmt: skip

@@ -32,7 +32,7 @@ from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.rollouts.training_seeds import SeedOrders
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
-from rl_core.trainers.policy_gradient.advantages import advantage_metrics
+from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
@@ -102,6 +102,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
         self._seeds = SeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
+        self._signal = SignalWarning()
         self._penalties = {}
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
@@ -144,6 +145,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
         metrics |= self._update(rng)
+        if self.process_group.is_rank_zero:
+            self._signal.observe(metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked])
         stopped = time.perf_counter()
         metrics |= self._throughput(rollouts, stopped - started, playing) | {
             "perf/reward_seconds": updating - started - playing,

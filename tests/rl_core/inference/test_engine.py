@@ -202,6 +202,18 @@ def test_limits() -> None:
         assert [(len(ids), hit) for ids, hit in by_context.turns] == [(5, True)]  # 20 - 15
 
 
+def test_finished_rows_stay_within_learned_positions() -> None:
+    """A row at its context's end waits for others of its batch, decoded on: GPT-2 has no such places."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=16))
+    full, short = ScriptedSequence(list(range(3, 15)), 0), ScriptedSequence([4, 5], 1)
+    alone = ScriptedSequence([4, 5], 1)
+    backend = TransformersBackend(model, eos_ids=[], pad_id=0, max_length=16)
+    backend.run([full, short], sampling(max_completion_tokens=14))
+    backend.run([alone], sampling(max_completion_tokens=14))
+    assert [len(s.completion_ids) for s in (full, short)] == [4, 14]
+    assert short.turns == alone.turns
+
+
 def test_an_end_token_at_the_very_limit_is_no_cut() -> None:
     model = make_model("llama")
     prompts = [[5, 6, token] for token in range(3, VOCAB)]

@@ -1,5 +1,6 @@
 """Files, folders and devices that a configuration names."""
 
+import json
 import os
 from pathlib import Path
 
@@ -152,6 +153,23 @@ def test_context_of_the_folder_limits_completions(home):
     assert load(path).stages.evaluate.sampling.max_completion_tokens == 32  # the default leaves room
     key, text = problem_of(path, "stages.evaluate.sampling.max_completion_tokens=64")
     assert key == "stages.evaluate.sampling.max_completion_tokens" and "64 leaves no room" in text
+
+
+def test_context_of_frequencies_that_follow_the_length(home):
+    folder = home / "work" / "policy"
+    folder.mkdir()
+    longrope = {"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    shape = {"model_type": "phi3", "hidden_size": 16, "num_attention_heads": 4, "pad_token_id": 0, "vocab_size": 9}
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps({**shape, **lengths, "rope_scaling": longrope}))
+    path = config(home, model("policy"))
+    assert load(path).stages.evaluate.sampling.max_completion_tokens == 32  # half of 64, not of 256
+    assert load(path, ["model.rope_context=128"]).stages.evaluate.sampling.max_completion_tokens == 64
+    key, text = problem_of(path, "model.rope_context=512")
+    assert key == "model.rope_context" and text.startswith("512, but the model is made for sequences of up to 256")
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    key, text = problem_of(path, "model.rope_context=32")
+    assert key == "model.rope_context" and "do not depend on the length; leave it out" in text
 
 
 # Output and device
