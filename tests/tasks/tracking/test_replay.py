@@ -55,6 +55,19 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(tracking
     assert DeliveryCursor.load(policy).versions.popitem()[1] == 2
     assert list((policy / ".tracking").rglob("*.safetensors")) == []  # the copy has gone
 
+    gate = away.start_run("promote", root / "stages" / "p", parent_folder=parent.folder)
+    gate.log_alias("champion", VersionOf("late", shas["sft"]), {"gate.decision": "promoted"})
+    gate.log_alias("champion", VersionOf("late", shas["policy"]), {"gate.decision": "promoted"})
+    gate.close()
+    tracking.set_champion("late", 1)  # by hand, after both
+    assert tracking.replay_all(root) == 0 and tracking.champion("late").version == 1
+    client.delete_registered_model_alias("late", "champion")  # a database that lost it
+    cursor = DeliveryCursor.load(gate.folder)
+    cursor.events_offset = 0
+    cursor.save(gate.folder)
+    assert tracking.replay_all(root) == 0
+    assert (tracking.champion("late").version, tracking.champion("late").tags["gate.decision"]) == (2, "promoted")
+
     # a database that was made anew: everything is sent again, the model from where it lies now
     cursor = DeliveryCursor.load(policy)
     cursor.identity = "of the database before"
