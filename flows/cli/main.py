@@ -20,17 +20,18 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
+from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
 from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 ELSEWHERE = "use a writable folder (--output, or output: in the configuration), or fix this one"
 ROOM = "make room, as with `posttrain gc`; the same command resumes from the last checkpoint"
@@ -62,6 +63,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe, as in `posttrain runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def command() -> NoReturn:
+    """The console script: `main`, then the end of the process."""
+    code = main()
+    if stopping.asked.is_set() or outlived.api_is_away.is_set():
+        # Prefect would go on for a minute, trying to send what nobody takes. Everything of ours is closed.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -497,4 +510,4 @@ TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -8,11 +8,14 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-__all__ = ["Outcome", "noted", "run"]
+__all__ = ["Outcome", "api_is_away", "noted", "run"]
+
+api_is_away = threading.Event()  # Prefect could not be told how a flow ended
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ def run(flow: Callable[[], Result]) -> Result:
         if not outcomes or not outcomes[-1].ended or error is outcomes[-1].error:
             raise
         outcome = outcomes[-1]
+        api_is_away.set()
         logger.warning("Prefect's API is away and shows this run as running: %s: %s", type(error).__name__, error)
         if outcome.error is not None:
             raise outcome.error from None

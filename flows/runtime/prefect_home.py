@@ -40,6 +40,8 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
         # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        # Prefect's threads say of every event that a server which went away does not take it; we say it once.
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
         # The metric upload thread logs outside a flow context, of which Prefect would warn on the terminal.
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }
