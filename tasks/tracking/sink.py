@@ -198,7 +198,7 @@ class MlflowSink:
         present = registry.by_alias(name, alias)
         if version is None or (present is not None and present.version == version):
             return
-        if present is None or moved_at(present, alias) < event["time"]:
+        if present is None or moved_at(present, alias) <= event["time"]:
             registry.set_alias(name, alias, version, time_ms=event["time"])
             registry.tag_version(name, version, event["tags"])
 

@@ -68,15 +68,16 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(tracking
     assert tracking.replay_all(root) == 0
     assert (tracking.champion("late").version, tracking.champion("late").tags["gate.decision"]) == (2, "promoted")
 
-    # a database that was made anew: everything is sent again, the model from where it lies now
-    cursor = DeliveryCursor.load(policy)
-    cursor.identity = "of the database before"
-    cursor.save(policy)
-    client.delete_run(run.info.run_id)
+    # a database that was made anew: everything is sent again in its order, the models from where they lie now
+    for folder in (policy, root / "stages" / "z"):
+        cursor = DeliveryCursor.load(folder)
+        client.delete_run(cursor.run_id)
+        cursor.identity = "of the database before"
+        cursor.save(folder)
     assert replay_folder(tracking.store, policy) == 0
     again = DeliveryCursor.load(policy)
-    assert again.run_id != run.info.run_id and again.versions.popitem()[1] == 3
-    assert [one.tags["model_sha256"] for one in tracking.versions("late")] == [*shas.values(), shas["policy"]]
+    assert again.run_id != run.info.run_id and again.versions.popitem()[1] == 4
+    assert [one.tags["model_sha256"] for one in tracking.versions("late")] == [*shas.values()] * 2
 
 
 class Sink:
