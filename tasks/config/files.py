@@ -48,7 +48,7 @@ def resolve_files(settings: PipelineSettings, folder: Path) -> tuple[PipelineSet
     if data is not None:
         stages = replaced(stages, prepare_data=_with_data_files(data, finder))
     environment = _with_environment_file(settings.environment, finder)
-    model = _with_model_folder(settings.model, finder)
+    model = _with_template_file(_with_model_folder(settings.model, finder), finder)
     _check_output(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
     _check_rope_context(model, problems)
@@ -153,6 +153,19 @@ def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
         hint = f"; did you mean {near}?" if (near / "config.json").is_file() else ""
         finder.problems.append(Problem(key, f"{path} holds no config.json, so it is no model folder{hint}"))
     return replaced(model, path=str(path))
+
+
+def _with_template_file(model: ModelSettings, finder: _Finder) -> ModelSettings:
+    """The file of an own chat template becomes an absolute path."""
+    if model.chat_template is None:
+        return model
+    path = finder.find(model.chat_template)
+    if path is None or not path.is_file():
+        tried = " and ".join(str(place) for place in finder.candidates(model.chat_template))
+        text = f"{model.chat_template!r} is no file (looked at {tried}); name a Jinja file that holds a chat template"
+        finder.problems.append(Problem(("model", "chat_template"), text))
+        return model
+    return replaced(model, chat_template=str(path))
 
 
 def _check_output(output: str, name: str, problems: list[Problem]) -> None:
