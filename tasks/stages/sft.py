@@ -63,5 +63,6 @@ def _body(context: StageContext) -> dict[str, Any]:
         "sequences": len(train),  # more where the template renders the history anew (history_thoughts)
         "demonstration_tokens": tokens,
         "metrics": outcome.metrics,
-        "note": f"{outcome.steps} steps on {len(rows['train'])} demonstrations, held-out loss {loss:.3f} nats per token",
+        "note": f"{outcome.steps} steps on {len(rows['train'])} demonstrations, "
+        f"held-out loss {loss:.3f} nats per token",
     }
