@@ -61,7 +61,9 @@ class LoopSettings(Settings):
     """The training loop: evaluation, checkpoints, early stopping, guards."""
 
     eval_every: int = setting(0, ge=0, doc="iterations between evaluations; 0 = only at the end")
-    checkpoint_every: int = setting(50, ge=0, doc="iterations between checkpoints; 0 = only when stopped")
+    checkpoint_every: int = setting(
+        50, ge=0, doc="iterations between checkpoints, or a minute of long ones; 0 = only when stopped"
+    )
     keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
     patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
