@@ -130,7 +130,7 @@ class ServedTeacher:
                 time.sleep(self.settings.retry_delay_s * 2**attempt)
         raise BackendError(
             f"{self.url} did not answer in {self.settings.retries + 1} tries (the last: {problem}); start the "
-            "teacher's server, or raise teacher.retries or teacher.timeout_s. The same command goes on from the last checkpoint"
+            "teacher's server, or raise teacher.retries or teacher.timeout_s; the same command resumes"
         )
 
 

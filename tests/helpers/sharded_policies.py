@@ -6,6 +6,7 @@ from helpers import thinkers
 from helpers.letters import Letters, make_trainer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.evaluation import evaluate
+from rl_core.inference.teacher import LocalTeacher
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
 from rl_core.models.lora import add_adapter
@@ -14,6 +15,7 @@ from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,
+    DistilledPolicySettings,
     LoraSettings,
     ModelSettings,
     ReplaySettings,
@@ -85,6 +87,8 @@ def scenarios(process_group, folder, numbers):
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
     soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
     yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
+    taught = {"kind": DistilledPolicySettings, "teacher": LocalTeacher(model_of(1)), "gamma": 0.5}
+    yield "distill", lambda: run(of(**taught, **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
         critic = CriticSettings(kind=kind)

@@ -48,7 +48,17 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
     assert len(results["alone"][stage]["metrics"]) > 20
 
 
-POLICIES = ["grpo", "sapo", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards", "policy adapters"]
+POLICIES = [
+    "grpo",
+    "sapo",
+    "distill",
+    "dynamic",
+    "ppo separate",
+    "ppo shared",
+    "limited",
+    "inner rewards",
+    "policy adapters",
+]
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "thoughts", "whole policy"])

@@ -14,14 +14,13 @@ from rl_core.api.teacher import make_teacher
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, DataError, SettingsError
-from rl_core.inference.engine import make_backend
 from rl_core.inference.teacher import LocalTeacher, ServedTeacher
 from rl_core.models import causal_lm
 from rl_core.models.logprobs import completion_logprobs
-from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import (
     DistillationSettings,
+    DistilledPolicySettings,
     ModelSettings,
     PolicySettings,
     ReplaySettings,
@@ -52,20 +51,16 @@ def model_of(tokenizer, seed, sharper=1.0):
 
 
 def trainer_of(tokenizer, teacher, **options):
-    torch.manual_seed(0)
-    model = model_of(tokenizer, 0)
-    renderer = ChatRenderer(tokenizer)
-    backend = make_backend(model, eos_ids=range(0, len(tokenizer), 2), pad_id=renderer.pad_id, max_length=32)
     settings = DistillationSettings(
         **{
             "iterations": 50, "prompts_per_iteration": 36, "learning_rate": 1e-2, "warmup_steps": 0,
             "sampling": SamplingSettings(max_completion_tokens=3), **options,
         }
     )  # fmt: skip
-    return PolicyGradientTrainer(
-        model, None, renderer, Letters(), settings.policy(), 7, RewardOrchestrator({"task": 1.0}), backend,
-        teacher=teacher,
-    )  # fmt: skip
+    policy = settings.policy()
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    del values["rewards"]
+    return make_trainer(tokenizer, teacher=teacher, kind=DistilledPolicySettings, **values)
 
 
 @pytest.mark.parametrize(("gamma", "temperature"), [(0.0, 1.0), (0.0, 0.7), (1.0, 1.0), (0.5, 1.5)])
@@ -98,37 +93,55 @@ def test_advantages_of_tokens_equal_the_oracle(tokenizer, gamma, temperature):
     assert metrics["policy/teacher_kl"] == pytest.approx(np.mean(kl), rel=1e-4)
 
 
-def reverse_kl(trainer, teacher):
+def prompts_of(tokenizer):
+    renderer = ChatRenderer(tokenizer)
+    questions = [f"{level}{number}" for level in ("low", "high") for number in range(3)]
+    return [renderer.prompt_ids([{"role": "user", "content": question}]) for question in questions]
+
+
+def fond_of_letters(tokenizer):
+    """The student's twin after ten steps towards the first half of the alphabet."""
+    model = model_of(tokenizer, 0)
+    letters = tokenizer.convert_tokens_to_ids(list("abcdefghijklm"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(10):
+        for ids in prompts_of(tokenizer):
+            logp = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            (-logp[letters].logsumexp(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def reverse_kl(trainer, teacher, tokenizer):
     """KL(policy || teacher) over the whole vocabulary, mean over the first two positions of an answer."""
-    total = 0.0
-    for question in ("low0", "low1", "high2"):
-        prompt = trainer.renderer.generation_prompt([{"role": "user", "content": question}])
+    found = []
+    for prompt in prompts_of(tokenizer):
         for ids in (prompt, [*prompt, 9]):
             ours, theirs = (
                 model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
                 for model in (trainer.policy, teacher)
             )
-            total += float((ours.exp() * (ours - theirs)).sum()) / 6
-    return total
+            found.append(float((ours.exp() * (ours - theirs)).sum()))
+    return sum(found) / len(found)
 
 
 @pytest.mark.parametrize("options", [{}, {"epochs": 2, "importance": "token", "replay": ReplaySettings(iterations=2)}])
 def test_a_student_comes_nearer_to_its_teacher(tokenizer, options):
-    teacher = model_of(tokenizer, 5, sharper=8.0)
+    teacher = fond_of_letters(tokenizer)
     trainer = trainer_of(tokenizer, LocalTeacher(teacher), **options)
-    before = reverse_kl(trainer, teacher)
-    metrics = [trainer.step() for _ in range(30)]
-    assert reverse_kl(trainer, teacher) < 0.5 * before
+    before = reverse_kl(trainer, teacher, tokenizer)
+    metrics = [trainer.step() for _ in range(25)]
+    assert before > 0.3 and reverse_kl(trainer, teacher, tokenizer) < 0.4 * before
     kl = [part["policy/teacher_kl"] for part in metrics]
-    assert sum(kl[-5:]) < 0.6 * sum(kl[:5])
+    assert sum(kl[-5:]) < 0.4 * sum(kl[:5])
     assert "reward/mean" in metrics[0] and "train/success_rate" in metrics[0]  # measured all the same
 
 
 def test_it_resumes_bit_for_bit_and_a_teacher_of_equal_weights_teaches_nothing(tokenizer):
     options = {"epochs": 2, "minibatches": 2, "importance": "sequence", "replay": ReplaySettings(iterations=2)}
-    whole, first, second = (
-        trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 5)), **options) for _ in range(3)
-    )
+    whole, first, second = (trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 5)), **options) for _ in range(3))
     expected = [comparable(whole.step()) for _ in range(4)]
     found = [comparable(first.step()) for _ in range(2)]
     second.model.load_state_dict(first.model.state_dict())
@@ -184,13 +197,13 @@ def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_time
         found = ServedTeacher(settings_of(url, retries=2, concurrency=1)).logprobs(batch)
         assert len(asked) == 5
     assert torch.allclose(found, LocalTeacher(teacher).logprobs(batch), atol=1e-5)
-    with serving(teacher, before=lambda asked: (503, "busy")) as (url, asked):
-        with pytest.raises(BackendError, match=r"did not answer in 3 tries \(the last: 503 .*busy"):
-            ServedTeacher(settings_of(url, retries=2, concurrency=1)).logprobs(batch)
+    message = r"did not answer in 3 tries \(the last: 503 .*busy"
+    with serving(teacher, before=lambda asked: (503, "busy")) as (url, _), pytest.raises(BackendError, match=message):
+        ServedTeacher(settings_of(url, retries=2, concurrency=1)).logprobs(batch)
     with pytest.raises(BackendError, match="did not answer in 1 tries"):  # nobody listens there any more
         ServedTeacher(settings_of(url, retries=0)).logprobs(batch)
     with serving(teacher, before=lambda asked: (404, "no such model")) as (url, asked):
-        with pytest.raises(BackendError, match="refuses the request: 404 .*no such model"):
+        with pytest.raises(BackendError, match=r"refuses the request: 404 .*no such model"):
             ServedTeacher(settings_of(url, concurrency=1)).logprobs(batch)
         assert len({str(request["prompt"]) for request in asked}) == len(asked)  # none was sent twice
 
@@ -234,7 +247,7 @@ def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
     other = train_tokenizer(["something else altogether, with other pairs of letters"], 310)
     causal_lm.save(model_of(other, 1), other, tmp_path / "other")
     causal_lm.save(model_of(tokenizer, 1), tokenizer, tmp_path / "same")
-    with pytest.raises(SettingsError, match="has another vocabulary than the policy: .* tokens differ"):
+    with pytest.raises(SettingsError, match=r"has another vocabulary than the policy: .* tokens differ"):
         make_teacher(TeacherSettings(model=str(tmp_path / "other")), student)
     with pytest.raises(SettingsError, match="has another vocabulary than the policy"):
         make_teacher(TeacherSettings(model="m", url="http://127.0.0.1:1", tokenizer=str(tmp_path / "other")), student)
@@ -262,7 +275,7 @@ def test_settings_of_a_distillation():
     names = {field.name for field in dataclasses.fields(PolicySettings)}
     own = {field.name for field in dataclasses.fields(DistillationSettings)} - names
     assert own == {"teacher", "levels"}  # all others mean what they mean in the policy's settings
-    with pytest.raises(SettingsError, match="temperature: 0.5 with a served teacher"):
+    with pytest.raises(SettingsError, match=r"temperature: 0\.5 with a served teacher"):
         DistillationSettings(
             teacher=TeacherSettings(url="http://h:1", model="m"), sampling=SamplingSettings(temperature=0.5)
         )
