@@ -24,6 +24,7 @@ from rl_core.environments.environment import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.heldout_seeds import draw_heldout
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import Rollout, StopReason, Trajectory
 
@@ -85,6 +86,7 @@ class Evaluation:
     tokens_per_second: float  # sampled tokens / seconds of all rollouts; 0 = unknown
     seconds: float  # 0 = unknown
     episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
+    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)  # level -> `HeldOut.to_json`; {} = not known
     trajectories: list[Trajectory] = field(default_factory=list, repr=False)  # not part of `to_json`
     rollouts: list[Rollout] = field(default_factory=list, repr=False)  # the same with token ids; not part of `to_json`
 
@@ -162,13 +164,14 @@ class PairedResult:
 
 
 def heldout_requests(
-    environment: Environment, settings: EvaluationSettings, seed: int, excluded: Collection[EpisodeRequest] = ()
+    environment: Environment, settings: EvaluationSettings, seed: int, taken: Collection[EpisodeRequest] = ()
 ) -> list[EpisodeRequest]:
-    """Held-out episodes: levels in equal shares, each with its own seeds, interleaved.
+    """Held-out episodes: levels in equal shares, each with its own questions, interleaved.
 
-    Determined by environment, settings and seed, so that every model gets the same ones. A level with fewer held-out
+    Determined by environment, settings and seed, so that every model gets the same ones. `taken`: episodes used
+    elsewhere; neither they nor their questions are drawn (`rollouts.heldout_seeds`). A level with fewer held-out
     episodes than its share contributes all of them to draw 0, with a warning. A later draw (`settings.episodes_draw`)
-    has the full share of every level, without the episodes of the draws before it and the `excluded` ones.
+    has the full share of every level, without the episodes and questions of the draws before it.
     Raises: SettingsError for an unknown level; DataError for a level without held-out episodes, or without enough of
     them for the draw.
     """
@@ -180,35 +183,37 @@ def heldout_requests(
     if settings.episodes < len(levels):
         raise SettingsError(f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate")
     per_level: list[list[EpisodeRequest]] = []
+    used = {level: {request.seed for request in taken if request.level == level} for level in levels}
     for index, level in enumerate(levels):
         share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
-        taken = {request.seed for request in excluded if request.level == level}
-        picked = _drawn(environment, level, share, seed, settings.episodes_draw, taken)
+        picked = _drawn(environment, level, share, seed, settings.episodes_draw, used[level])
         per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
     longest = max(map(len, per_level))
     return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
 
 
-def _drawn(environment: Environment, level: str, share: int, seed: int, draw: int, excluded: set[int]) -> list[int]:
+def _drawn(environment: Environment, level: str, share: int, seed: int, draw: int, used: set[int]) -> list[int]:
     """Seeds of one level in a draw of the held-out episodes; see `heldout_requests`."""
     seeds = environment.seeds_of("heldout", level)
     if not len(seeds):
         raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
-    if len(seeds) < share:
-        logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(seeds), share)
     # Seeding by text makes the draw of a level independent of the other levels.
-    picked = random.Random(f"heldout/{seed}/{level}").sample(seeds, min(share, len(seeds)))
-    taken = excluded | set(picked)
+    picked = draw_heldout(environment, level, share, random.Random(f"heldout/{seed}/{level}"), () if draw else used)
+    if not picked:
+        logger.warning("level %s has no other held-out episodes; those used elsewhere are used again", level)
+        picked = draw_heldout(environment, level, share, random.Random(f"heldout/{seed}/{level}"))
+    if len(picked) < share:
+        logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(picked), share)
+    seen = used | set(picked)
     for number in range(1, draw + 1):
         rng = random.Random(f"heldout/{seed}/{level}/{number}")
-        found = rng.sample(seeds, min(len(seeds), share + len(taken)))
-        picked = [found_seed for found_seed in found if found_seed not in taken][:share]
+        picked = draw_heldout(environment, level, share, rng, seen, repeat=False)
         if len(picked) < share:
             raise DataError(
                 f"level '{level}' has {len(seeds)} held-out episodes, too few for draw {number} of {share} that were "
                 "not used before"
             )
-        taken.update(picked)
+        seen.update(picked)
     return picked
 
 
@@ -221,7 +226,7 @@ def validation_requests(
     setting: str = "eval_episodes",
     other: str = "evaluate.episodes",
 ) -> list[EpisodeRequest]:
-    """Validation episodes for early stopping and model selection, disjoint from the `reported` ones.
+    """Validation episodes for early stopping and model selection; neither they nor their questions are `reported`.
 
     Args:
         setting, other: names of the settings for `episodes` and for the number of `reported` ones, for the error.
@@ -232,8 +237,7 @@ def validation_requests(
         share = episodes // len(levels) + (index < episodes % len(levels))
         seeds = environment.seeds_of("heldout", level)
         taken = {request.seed for request in reported if request.level == level}
-        rng = random.Random(f"validation/{seed}/{level}")
-        picked = [s for s in rng.sample(seeds, min(len(seeds), share + len(taken))) if s not in taken][:share]
+        picked = draw_heldout(environment, level, share, random.Random(f"validation/{seed}/{level}"), taken)
         if len(picked) < share:
             raise SettingsError(
                 f"{setting}: level '{level}' has {len(seeds)} held-out episodes; {other} takes {len(taken)} of them; "

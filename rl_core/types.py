@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
@@ -15,10 +15,16 @@ __all__ = ["Message", "Rollout", "RolloutGroup", "StopReason", "ToolCall", "Trai
 
 
 class Message(TypedDict):
-    """One chat message; role is system, user, assistant or tool."""
+    """One chat message; role is system, user, assistant or tool. The other fields are OpenAI's."""
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]  # thought of an assistant message
+    # [{"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}] of an assistant message
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]  # of a tool message: the call that it answers
+    name: NotRequired[str]  # of a tool message: the tool
+    weight: NotRequired[int]  # of an assistant message: 0 = no loss
 
 
 class StopReason(StrEnum):

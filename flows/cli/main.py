@@ -448,8 +448,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         from flows.cli.model_capabilities import explain
 
-        print(explain(arguments.model, settings.model if settings else None, output, uri))
-        return 0
+        explanation = explain(arguments.model, settings.model if settings else None, output, uri)
+        print(explanation.text)
+        return 1 if explanation.is_refused else 0
     findings = examine(output, uri)
     print(report(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0

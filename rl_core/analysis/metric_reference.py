@@ -261,6 +261,8 @@ _POLICY = MetricGroup(
                "cut.", "Large: too many or too large steps on the same rollouts."),
         Metric("policy/clip_fraction_low", "share", "Of these, clipped at the lower bound (advantage below 0)."),
         Metric("policy/clip_fraction_high", "share", "Of these, clipped at the upper bound (advantage above 0)."),
+        Metric("policy/clip_fraction_dual", "share",
+               "Of these, capped by `dual_clip` (advantage below 0); only where that is set."),
         Metric("policy/gate_mean", "-",
                "`sapo`: mean weight that the soft gate leaves a token's gradient; 1 at ratio 1.",
                "Far below 1: too many or too large steps on the same rollouts."),

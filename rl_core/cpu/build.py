@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP library has to be there before ours looks for one
 
-__all__ = ["load"]
+__all__ = ["load", "loaded_openmp"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def load() -> ctypes.CDLL | None:
         return None
     try:
         with contextlib.ExitStack() as stack:
-            openmp = _openmp()
+            openmp = loaded_openmp()
             if openmp is not None:  # so that the library finds the very one whose threads torch keeps
                 ctypes.CDLL(openmp, mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(_compiled(compiler, _folder(stack), has_threads=openmp is not None)))
@@ -68,7 +68,7 @@ def _folder(stack: contextlib.ExitStack) -> Path:
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
 
 
-def _openmp() -> str | None:
+def loaded_openmp() -> str | None:
     """The OpenMP library that torch has loaded. Another one would have threads of its own, in the way of torch's."""
     try:
         paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/" in line}

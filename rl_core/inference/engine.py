@@ -21,14 +21,17 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
 from rl_core.cpu.allocator import keep_freed_memory
+from rl_core.cpu.waiting import bound_waiting
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn, wait_for_any
 from rl_core.inference.decoder import AppendedTokens, Decoder
 from rl_core.inference.sampling import (
     RolloutBackend,
     RolloutSequence,
+    check_logprob,
     check_observation,
     check_prompt,
+    check_weights,
     uniforms,
 )
 from rl_core.inference.transformers_backend import TransformersBackend
@@ -58,6 +61,7 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
         keep_freed_memory()
+        bound_waiting()
         self.max_length = min(max_length, row_limit(model) or max_length)
         self._model = model
         self._pad_id = pad_id
@@ -74,6 +78,7 @@ class Engine:
             check_prompt(sequence, self.max_length)
         if not sequences:
             return
+        check_weights(self._model)
         with merged(self._model):
             self._decoder.bind()
             _Run(self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length).play()
@@ -243,6 +248,8 @@ class _Run:
             tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
         chosen, logprobs = self._sample(tokens, positions, n, appended)
         rows = self._rows[:n]
+        for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
+            check_logprob(float(logprobs[slot]), int(self._sampled[slot]), self._decoder.dtype)
         self._length[:n] += 1
         self._sampled[:n] += 1
         self._pending[:n] = chosen

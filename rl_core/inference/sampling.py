@@ -6,21 +6,25 @@ B rows, V vocabulary.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from rl_core.environments.step_pool import Turnover
-from rl_core.errors import DataError
+from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.settings import SamplingSettings
 
 __all__ = [
     "RolloutBackend",
     "RolloutSequence",
+    "check_logprob",
     "check_observation",
     "check_prompt",
+    "check_weights",
     "draw",
     "sequence_seed",
     "uniforms",
@@ -101,6 +105,48 @@ def check_prompt(sequence: RolloutSequence, max_length: int) -> None:
     if not 0 < len(sequence.prompt_ids) < max_length:
         raise DataError(
             f"a prompt of {len(sequence.prompt_ids)} tokens cannot be continued in a context of {max_length} tokens"
+        )
+
+
+@torch.no_grad()
+def check_weights(model: nn.Module) -> None:
+    """Raise NonFiniteTensor naming the first weight with NaN or infinity; called before every run.
+
+    One pass over the weights, which a run reads once per token, and one synchronisation. Log-probabilities alone
+    would not do: products of weights in integers make some number of a NaN.
+    """
+    weights = {
+        name: weight for name, weight in model.named_parameters()
+        if weight.is_floating_point() and weight.itemsize > 1 and weight.numel()
+    }  # fmt: skip
+    if not weights:
+        return
+    home = next(iter(weights.values())).device
+    bounds = torch.stack([torch.stack(torch.aminmax(weight)).to(home, torch.float64) for weight in weights.values()])
+    bad = (~bounds.isfinite().all(1)).tolist()
+    if True not in bad:
+        return
+    name = list(weights)[bad.index(True)]
+    places = (~weights[name].isfinite()).nonzero()
+    place = tuple(places[0].tolist())
+    raise NonFiniteTensor(
+        f"weight {name}: {weights[name][place].item()} at {place}, {len(places)} of {weights[name].numel()} are not "
+        f"finite, nor are some in {sum(bad) - 1} other weights; no token can be sampled from this model. Take weights "
+        "from before, and train on with a lower learning_rate or max_grad_norm"
+    )
+
+
+def check_logprob(logprob: float, index: int, dtype: torch.dtype) -> None:
+    """Raise NonFiniteTensor for a sampled token whose log-probability is not finite, though the weights are.
+
+    Args:
+        index: sampled tokens before it in its sequence. dtype: of the weights.
+    """
+    if not math.isfinite(logprob):
+        raise NonFiniteTensor(
+            f"log-probability of the sampled token number {index + 1} of a sequence: {logprob}, though all weights are "
+            f"finite; activations overflow in {str(dtype).removeprefix('torch.')}, which half the digits or a runaway "
+            "training can cause: look at the weights' size, and load the model in bfloat16 or float32 (model.dtype)"
         )
 
 

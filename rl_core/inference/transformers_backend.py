@@ -1,7 +1,8 @@
 """Rollouts through the model's own forward pass: the fallback, correct for every causal LM.
 
 Sequences are played in batches of `slots`, turn by turn: each turn reads the whole sequences again, padded on the left,
-and then decodes token by token over transformers' cache until every row has ended its action.
+and then decodes token by token over transformers' cache until every row has ended its action. Models without such a
+cache (Mamba) read the whole sequences for every token, padded on the right as in training: slow, and as exact.
 
 B rows, S padded width.
 """
@@ -9,20 +10,33 @@ B rows, S padded width.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
+from rl_core.data.batches import pad_rows
 from rl_core.environments.step_pool import Turnover, resolve
-from rl_core.inference.sampling import RolloutSequence, check_observation, check_prompt, draw, uniforms
+from rl_core.inference.sampling import (
+    RolloutSequence,
+    check_logprob,
+    check_observation,
+    check_prompt,
+    check_weights,
+    draw,
+    uniforms,
+)
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.settings import SamplingSettings
 
 __all__ = ["TransformersBackend"]
+
+logger = logging.getLogger(__name__)
 
 
 class TransformersBackend:
@@ -33,6 +47,12 @@ class TransformersBackend:
         self._model = model
         self._eos_ids = frozenset(eos_ids)
         self._pad_id = pad_id
+        self._keeps_cache = decoding.keeps_cache(model)
+        if not self._keeps_cache:
+            logger.warning(
+                "%s keeps no key/value cache: rollouts read whole sequences for every token, which is slow",
+                type(unwrap(model)).__name__,
+            )
         self._takes_positions = "position_ids" in inspect.signature(type(unwrap(model)).forward).parameters
 
     def refresh(self) -> None:
@@ -42,11 +62,13 @@ class TransformersBackend:
         """Play every sequence to its end."""
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
+        check_weights(self._model)
         with evaluating(self._model):
             for start in range(0, len(sequences), sampling.slots):
                 rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
+                play_turn = self._play_turn if self._keeps_cache else self._play_turn_without_cache
                 while rows:
-                    self._play_turn(rows, sampling.temperature)
+                    play_turn(rows, sampling.temperature)
                     turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
@@ -71,13 +93,30 @@ class TransformersBackend:
             cache = output.past_key_values
             uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
             tokens_B, logprobs_B = draw(output.logits[:, -1], uniforms_B, temperature)
-            for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-                if not row.has_acted(self._eos_ids):
-                    row.add(token, logprob)
+            self._add(rows, tokens_B, logprobs_B)
             if all(row.has_acted(self._eos_ids) for row in rows):
                 return
             ids_BS = tokens_B[:, None]  # rows that have acted decode on; their tokens are dropped
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
+
+    @torch.inference_mode()
+    def _play_turn_without_cache(self, rows: list[_Row], temperature: float) -> None:
+        """As `_play_turn`; rows that have acted are left out."""
+        device = self._model.device
+        while rows := [row for row in rows if not row.has_acted(self._eos_ids)]:
+            lengths_B = torch.tensor([len(row.ids) for row in rows], device=device)
+            ids_BS = pad_rows([row.ids for row in rows], self._pad_id).to(device)
+            logits_BSV = self._model(input_ids=ids_BS, use_cache=False).logits
+            logits_BV = logits_BSV[torch.arange(len(rows), device=device), lengths_B - 1]
+            uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
+            self._add(rows, *draw(logits_BV, uniforms_B, temperature))
+
+    def _add(self, rows: list[_Row], tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
+        """Give every row that has not acted its token."""
+        for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            if not row.has_acted(self._eos_ids):
+                check_logprob(logprob, row.num_sampled, self._model.dtype)
+                row.add(token, logprob)
 
 
 class _Row:
@@ -90,19 +129,19 @@ class _Row:
         self.action: list[int] = []
         self.logprobs: list[float] = []
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
-        self._num_sampled = 0
+        self.num_sampled = 0
         self._hit_limit = False
 
     def next_uniform(self) -> float:
         """The uniform of the next token; it stays the same for a row that has acted."""
-        return float(self._uniforms[min(self._num_sampled, len(self._uniforms) - 1)])
+        return float(self._uniforms[min(self.num_sampled, len(self._uniforms) - 1)])
 
     def add(self, token: int, logprob: float) -> None:
         """Take a sampled token."""
         self.action.append(token)
         self.logprobs.append(logprob)
         self.ids.append(token)
-        self._num_sampled += 1
+        self.num_sampled += 1
 
     def has_acted(self, eos_ids: Collection[int]) -> bool:
         """True = this turn's action has ended, or has reached the sequence's limit."""

@@ -44,8 +44,9 @@ def clipped_policy_loss(
         clip_eps_high: None = clip_eps.
         dual_clip: above 1; None = off.
         loss_weights_BT: float [B, T], see `aggregation.token_weights`; None = the token mean, 1 / num_loss_tokens.
-    Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max", "kl" (k3)
-        and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped if the clip zeroes its gradient.
+    Returns: scalar loss; {"loss", "clip_fraction" and its parts _low, _high and, with dual_clip, _dual, "ratio_mean",
+        "ratio_max", "kl" (k3) and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped if a clip
+        zeroes its gradient.
     Raises: DataError on shapes, non-finite values, an empty step, or limits out of range.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; DAPO, arXiv:2503.14476 (clip_eps_high); Ye et al. 2019,
         arXiv:1912.09729, eq. 5 (dual clip).
@@ -65,11 +66,15 @@ def clipped_policy_loss(
     with torch.no_grad():
         low_BT = (ratio_BT < 1 - clip_eps) & (advantages_BT < 0)
         high_BT = (ratio_BT > 1 + high) & (advantages_BT > 0)
+        clipped_BT = low_BT | high_BT
+        parts = {"clip_fraction_low": low_BT, "clip_fraction_high": high_BT}
+        if dual_clip is not None:
+            parts["clip_fraction_dual"] = (ratio_BT > dual_clip) & (advantages_BT < 0)
+            clipped_BT = clipped_BT | parts["clip_fraction_dual"]
         metrics = {
             "loss": loss.detach(),
-            "clip_fraction": masked_sum((low_BT | high_BT).float(), loss_mask_BT) / count,
-            "clip_fraction_low": masked_sum(low_BT.float(), loss_mask_BT) / count,
-            "clip_fraction_high": masked_sum(high_BT.float(), loss_mask_BT) / count,
+            "clip_fraction": masked_sum(clipped_BT.float(), loss_mask_BT) / count,
+            **{name: masked_sum(part_BT.float(), loss_mask_BT) / count for name, part_BT in parts.items()},
             **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics

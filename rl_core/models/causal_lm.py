@@ -37,6 +37,7 @@ __all__ = [
     "load_without_weights",
     "num_parameters",
     "save",
+    "use_own_template",
 ]
 
 # Llama shapes; parameter counts are for a vocabulary of 512 with tied embeddings.
@@ -156,9 +157,10 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
 
 
 def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name, with a padding token.
+    """The tokenizer of a model folder or hub name, with a padding token and the settings' chat template.
 
-    Raises: CheckpointError when there is none, or it has neither a padding nor an end-of-sequence token.
+    Raises: CheckpointError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
+        for a chat template that cannot be read.
     """
     place = _checked_place(path)
     try:
@@ -169,7 +171,23 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
         raise CheckpointError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    use_own_template(tokenizer, settings)
     return tokenizer
+
+
+def use_own_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:
+    """Give the tokenizer the chat template of the settings, if they name one.
+
+    Raises: SettingsError when the file cannot be read.
+    """
+    if settings.chat_template is None:
+        return
+    try:
+        tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"model.chat_template: {settings.chat_template} cannot be read ({error}); name a Jinja file"
+        ) from error
 
 
 def context_length(path: str | Path, settings: ModelSettings) -> int:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from rl_core.capabilities import plain_head
 from rl_core.errors import DataError
+from rl_core.losses.supervised import token_entropy
 from rl_core.models.chunked_head import at_least_float32, default_chunk_tokens, log_softmax_chunk, selected_logprobs
 from rl_core.models.hidden_states import hidden_states, model_inputs
 from rl_core.models.lora import unwrap
@@ -131,7 +132,7 @@ def _logprobs_of_logits(
         logits_NV = logits_NV / temperatures_N[:, None]
     log_p_NV = functional.log_softmax(logits_NV, dim=-1)
     logprobs_N = log_p_NV.gather(1, targets_N[:, None]).squeeze(1)
-    return logprobs_N, -(log_p_NV.exp() * log_p_NV).sum(-1) if with_entropy else None
+    return logprobs_N, token_entropy(log_p_NV) if with_entropy else None
 
 
 def _temperatures(batch: TrainBatch, positions_N: torch.Tensor) -> torch.Tensor | None:

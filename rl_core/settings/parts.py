@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,13 @@ __all__ = [
     "SamplingSettings",
 ]
 
+# Arguments and functions of a rendering, which no variable of the template may replace.
+_OF_RENDERING = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
+    | {"add_generation_prompt", "continue_final_message", "return_dict", "return_tensors", "truncation", "max_length"}
+    | {"return_assistant_tokens_mask", "sanitize_control_tokens", "strftime_now", "raise_exception"}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(Settings):
@@ -26,7 +34,9 @@ class LoraSettings(Settings):
 
     rank: int = setting(16, ge=1, doc="rank of the update matrices")
     alpha: float = setting(32.0, gt=0, doc="scale: the update is alpha / rank * B A")
-    dropout: float = setting(0.0, ge=0, lt=1, doc="dropout on the adapter's input")
+    dropout: float = setting(
+        0.0, ge=0, lt=1, doc="dropout on the adapter's input, where the stage trains with `dropout`"
+    )
     target_modules: tuple[str, ...] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         doc="names of the linear layers with an adapter",
@@ -51,6 +61,34 @@ class ModelSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", doc="auto: GPU if available")
     lora: LoraSettings | None = setting(None, doc="train adapters instead of all weights")
     trust_remote_code: bool = setting(False, doc="allow Python code shipped with a hub model")
+    chat_template: str | None = setting(
+        None, doc="Jinja file used in place of the model's own chat template, and saved with the trained model"
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {}, doc="variables of the chat template, as {enable_thinking: false} or {date_string: 26 Jul 2024}"
+    )
+    chat_template_date: str = setting(
+        "2024-07-26", doc="YYYY-MM-DD, today for templates that print the date, so that prompts stay the same every day"
+    )
+    native_tools: bool = setting(
+        False, doc="hand the environment's tools to the chat template, which describes them in the model's own format"
+    )
+    history_thoughts: Literal["keep", "template"] = setting(
+        "keep",
+        doc="thoughts of earlier turns; keep: stay in the context as they were written; template: as the chat template "
+        "renders the history, so a demonstration may become several training sequences",
+    )
+
+    def check(self) -> None:
+        """The date is one, and no variable takes the place of an argument of the rendering."""
+        try:
+            datetime.date.fromisoformat(self.chat_template_date)
+        except ValueError:
+            raise SettingsError(f"chat_template_date: {self.chat_template_date!r} is no day, as 2024-07-26") from None
+        taken = sorted(_OF_RENDERING & set(self.chat_template_kwargs))
+        if taken:
+            hint = "the day is chat_template_date" if taken[0] == "strftime_now" else "it is given by the conversation"
+            raise SettingsError(f"chat_template_kwargs: {taken[0]!r} cannot be set here; {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,6 +49,11 @@ class OptimizerSettings(Settings):
     activation_checkpointing: bool = setting(
         False, doc="recompute activations in backward: less memory, about a third slower"
     )
+    dropout: bool = setting(
+        False,
+        doc="the dropout that the model (and its adapter) is configured with, in updates; false: none, so that "
+        "log-probs of sampler, old policy and reference agree with the update's",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,11 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations per optimizer step")
+    dropout: bool = setting(True, doc="the dropout that the model (and its adapter) is configured with, in updates")
+    loss_on: Literal["all", "last"] = setting(
+        "all",
+        doc="assistant turns that carry loss: all, or the last one; a message's own weight 0 takes it out as well",
+    )
     # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
     packing: bool = setting(
         False, doc="pack several demonstrations into one row with separate attention; saves padding"

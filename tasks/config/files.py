@@ -53,6 +53,7 @@ def resolve_files(settings: PipelineSettings, folder: Path) -> tuple[PipelineSet
         stages = replaced(stages, distill=replaced(stages.distill, teacher=replaced(teacher, model=place)))
     environment = _with_environment_file(settings.environment, finder)
     model = replaced(settings.model, path=_model_folder(settings.model.path, ("model", "path"), finder))
+    model = _with_template_file(model, finder)
     _check_output(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
     _check_rope_context(model, problems)
@@ -156,6 +157,19 @@ def _model_folder(name: str | None, key: Key, finder: _Finder) -> str | None:
         hint = f"; did you mean {near}?" if (near / "config.json").is_file() else ""
         finder.problems.append(Problem(key, f"{path} holds no config.json, so it is no model folder{hint}"))
     return str(path)
+
+
+def _with_template_file(model: ModelSettings, finder: _Finder) -> ModelSettings:
+    """The file of an own chat template becomes an absolute path."""
+    if model.chat_template is None:
+        return model
+    path = finder.find(model.chat_template)
+    if path is None or not path.is_file():
+        tried = " and ".join(str(place) for place in finder.candidates(model.chat_template))
+        text = f"{model.chat_template!r} is no file (looked at {tried}); name a Jinja file that holds a chat template"
+        finder.problems.append(Problem(("model", "chat_template"), text))
+        return model
+    return replaced(model, chat_template=str(path))
 
 
 def _check_output(output: str, name: str, problems: list[Problem]) -> None:

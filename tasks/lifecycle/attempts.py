@@ -3,7 +3,7 @@
 Every comparison of a challenger with a champion is one attempt. It is a tag of the registered model, so it is there for
 every run, process and pipeline that promotes this model, and stays when versions are removed:
 
-    gate.attempt.<id>    JSON: the fields of `Attempt`
+    gate.attempt.<id>    JSON: the fields of `Attempt`; episodes as one text of digests
 
 The id is a digest of both models and of the outcomes of all their episodes. A comparison that is made again (a cached,
 resumed or repeated stage) has the same id, so it is counted once; other weights, another champion or other outcomes on
@@ -29,6 +29,7 @@ __all__ = ["Attempt", "attempt_of", "claim", "comparison_id", "earlier", "episod
 logger = logging.getLogger(__name__)
 
 PREFIX = "gate.attempt."
+DIGITS = 8  # of the digest of an episode
 SKETCH = 128  # digests kept of a set of episodes: two sets that share a twentieth of their union are noticed for sure
 
 
@@ -66,7 +67,7 @@ def episodes_sketch(environment: str, keys: Iterable[tuple[str, int]]) -> tuple[
 
     Source: Broder 1997, On the resemblance and containment of documents (bottom-k sketches).
     """
-    found = (hashlib.sha256(f"{environment}/{level}/{seed}".encode()).hexdigest()[:8] for level, seed in keys)
+    found = (hashlib.sha256(f"{environment}/{level}/{seed}".encode()).hexdigest()[:DIGITS] for level, seed in keys)
     return tuple(sorted(set(found))[:SKETCH])
 
 
@@ -95,7 +96,9 @@ def read_attempts(tracking: Tracking, name: str) -> list[Attempt]:
             continue
         try:
             row = json.loads(value)
-            found.append(Attempt(**{**row, "episodes": tuple(row["episodes"])}, id=key.removeprefix(PREFIX)))
+            digits = str(row["episodes"])
+            sketch = tuple(digits[start : start + DIGITS] for start in range(0, len(digits), DIGITS))
+            found.append(Attempt(**{**row, "episodes": sketch}, id=key.removeprefix(PREFIX)))
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("registered model %s: tag %s is no attempt at its gate: %s", name, key, error)
     return found
@@ -124,4 +127,5 @@ def claim(tracking: Tracking, name: str, attempt: Attempt) -> Attempt:
 def note(tracking: Tracking, name: str, attempt: Attempt) -> None:
     """Record an attempt as it stands."""
     row = {key: value for key, value in dataclasses.asdict(attempt).items() if key != "id" and value is not None}
+    row["episodes"] = "".join(row.pop("episodes"))  # last, as it is nothing to read
     tracking.tag_model(name, PREFIX + attempt.id, json.dumps(row))

@@ -109,10 +109,10 @@ class ModelVersions:
         for version in self._registry.versions(self.name):
             if version.tags.get("model_sha256") == wanted:
                 return int(version.version)
-        version = self.register(tracker, result.model, result.stage, result.summary).get("model_version")
-        if version is None:
+        made = self.register(tracker, result.model, result.stage, result.summary).get("model_version")
+        if made is None:
             raise BackendError(f"the model of stage '{result.stage}' has no version yet: the tracking store is away")
-        return int(version)
+        return int(made)
 
     def parent_tags(self, stage: str) -> dict[str, str | VersionOf]:
         """Tag with the model that a training stage starts from: a version, a path, a hub name or a preset."""

@@ -128,7 +128,16 @@ def _body(context: StageContext) -> dict[str, Any]:
     context.tracker.log_artifact(context.folder / "evaluation.json")
     context.tracker.progress(len(names), len(names))
     note = ", ".join(f"{name} {row['success']:.1%}" for name, row in table.items())
-    return {"models": table, "episodes": len(requests), "note": f"success on {len(requests)} held-out episodes: {note}"}
+    held_out = {level: environment.held_out(level) for level in dict.fromkeys(request.level for request in requests)}
+    seen = [level for level, found in held_out.items() if found.by != "content"]
+    if seen:
+        note += f"; held out by seed only, so these questions may be training questions: {', '.join(seen)}"
+    return {
+        "models": table,
+        "episodes": len(requests),
+        "held_out": {level: found.to_json() for level, found in held_out.items()},
+        "note": f"success on {len(requests)} held-out episodes: {note}",
+    }
 
 
 def _row(result: Evaluation) -> dict[str, Any]:

@@ -86,15 +86,14 @@ def _promote(
         if digest == digest_folder(challenger.model):
             return _already(pipeline_run, challenger, champion)
         folder = pipeline_run.tracking.download(registered, champion.version, pipeline_run.home / "champions")
-        comparison = attempts.comparison_id(digest_folder(challenger.model), digest)
+        comparison = attempts.comparison_id(digest_folder(challenger.model), digest or digest_folder(folder))
         draw = choose_draw(pipeline_run, settings, comparison, read_evaluation(evaluation.path, challenger.stage), data)
         models: dict[str, Any] = (
             {"champion": folder} if not draw.number else {"champion": folder, CHALLENGER: challenger}
         )
         champion_evaluation = evaluate_models(
-            pipeline_run, models, data,
-            label=f"evaluate champion{draw.label}", settings=draw.settings,
-        )  # fmt: skip
+            pipeline_run, models, data, label=f"evaluate champion{draw.label}", settings=draw.settings
+        )
         inputs["champion"] = champion_evaluation
         opponent = Opponent(champion, champion_evaluation, comparison, draw.number)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.api import recipes
+from rl_core.data.conversation import training_sequences
 from rl_core.settings import SFTSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
@@ -36,7 +37,11 @@ def _body(context: StageContext) -> dict[str, Any]:
     policy = load_policy(context.inputs["model"], context.pipeline)
     data = Path(context.inputs["data"])
     train, heldout = (
-        [policy.renderer.conversation(row["messages"]) for row in read_jsonl(data / f"demonstrations_{split}.jsonl")]
+        [
+            sequence
+            for row in read_jsonl(data / f"demonstrations_{split}.jsonl")
+            for sequence in training_sequences(policy.renderer, row["messages"], row.get("tools"), settings.loss_on)
+        ]
         for split in ("train", "heldout")
     )
     recipe = recipes.sft(policy, train, heldout, settings, context.seed, context.process_group)

@@ -1,5 +1,6 @@
 """Scenarios of sharded_scenarios.py for trainers that sample from their own policy."""
 
+import dataclasses
 import functools
 
 from helpers import thinkers
@@ -87,7 +88,12 @@ def scenarios(process_group, folder, numbers):
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
     soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
     yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
-    taught = {"kind": DistilledPolicySettings, "teacher": LocalTeacher(model_of(1)), "gamma": 0.5}
+    taught = {
+        "kind": DistilledPolicySettings,
+        "teacher": LocalTeacher(model_of(1)),
+        "gamma": 0.5,
+        "learning_rate": 3e-3,
+    }
     yield "distill", lambda: run(of(**taught, **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
@@ -102,6 +108,8 @@ def scenarios(process_group, folder, numbers):
     yield "inner rewards", lambda: run(of(rewards=inner_rewards()))
     lora = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     yield "policy adapters", lambda: run(of(model=model_of(lora=lora), learning_rate=5e-2))
+    noisy = dataclasses.replace(lora, dropout=0.3)
+    yield "dropout", lambda: run(of(model=model_of(lora=noisy), learning_rate=5e-2, dropout=True, **TWICE))
     renderer = thinkers.renderer_of_texts()
     yield (
         "thoughts",

@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
+from rl_core.inference.sampling import sequence_seed
 from rl_core.inference.teacher import Teacher
 from rl_core.losses.advantages import distillation_advantages
 from rl_core.losses.importance import effective_sample_size, importance_ratios
@@ -23,6 +26,7 @@ from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
+from rl_core.models.dropout import repeatable_masks, training_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
@@ -61,6 +65,11 @@ class RolloutBuffer:
     Row r is the r-th sample, group after group. Up to four distributions give log-probs of the same tokens:
     `sampler_logprobs_RS`, of the policy that sampled; `old_logprobs_RS`, of the policy before this iteration's update;
     `ref_logprobs_RS`, of the reference; `teacher_logprobs_RS`, of the teacher.
+
+    Training with dropout (`mask_seed`) gives a row the same masks in every pass of the iteration: of the old policy, of
+    all epochs, of the critic, and of the reference, which is the policy's own network as it was. So ratios and KL are
+    those of the weights, 1 and 0 before the first step. Masks follow from shapes too, hence each row is a micro-batch
+    of its own; so they depend neither on the other rows, nor on minibatches, nor on the number of processes.
     """
 
     def __init__(self, actor_critic: ActorCritic, settings: PolicySettings, groups: Sequence[Sequence[Sample]]) -> None:
@@ -89,6 +98,7 @@ class RolloutBuffer:
         self.teacher_logprobs_RS: torch.Tensor | None = None
         self.values_RS: torch.Tensor | None = None  # before the update
         self.value_after_R: torch.Tensor | None = None
+        self.mask_seed: int | None = None  # of the rows' dropout masks; None = no dropout
 
     # Micro-batches
 
@@ -107,7 +117,8 @@ class RolloutBuffer:
 
     def _build_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
-        batches = make_batches(rows, self.settings.micro_batch_tokens, self.actor_critic.pad_id)
+        max_tokens = self.settings.micro_batch_tokens if self.mask_seed is None else 1  # 1 = each row alone
+        batches = make_batches(rows, max_tokens, self.actor_critic.pad_id)
         for batch in batches:
             batch.rows = [indices[index] for index in batch.rows]
             batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
@@ -119,6 +130,16 @@ class RolloutBuffer:
         return fill_masked(values_RS[batch.rows, : batch.loss_mask_BS.shape[1]], batch.loss_mask_BS)
 
     # Log-probs and values under the models as they are
+
+    def mode(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context of a pass that an update is compared with: eval mode, or training mode where it drops out."""
+        return evaluating(model) if self.mask_seed is None else training_mode(model, dropout=True)
+
+    def masks(self, batch: TrainBatch) -> AbstractContextManager[None]:
+        """Context in which a pass over this micro-batch draws its row's dropout masks, every time the same ones."""
+        if self.mask_seed is None:
+            return nullcontext()
+        return repeatable_masks(self.device, sequence_seed(self.mask_seed, *batch.rows))
 
     @torch.no_grad()
     def compute_old_logprobs(self, plan: Plan) -> None:
@@ -157,12 +178,13 @@ class RolloutBuffer:
         after_R = torch.zeros(self.shape[0], device=self.device)
 
         def fill(batch: TrainBatch) -> None:
-            values_BS, after_B = critic.values(batch)
+            with self.masks(batch):
+                values_BS, after_B = critic.values(batch)
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
         optimizer_step = self.actor_critic.critic_optimizer_step or self.actor_critic.optimizer_step
-        with span("measure"), evaluating(critic), optimizer_step.autocast():
+        with span("measure"), self.mode(critic), optimizer_step.autocast():
             optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
         self.values_RS, self.value_after_R = (
             optimizer_step.process_group.all_reduce_sum(values_RS),
@@ -170,8 +192,12 @@ class RolloutBuffer:
         )
 
     def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
-        with evaluating(model):
-            return self._filled(plan, lambda batch: completion_logprobs(model, batch)[0])
+        def masked(batch: TrainBatch) -> torch.Tensor:
+            with self.masks(batch):
+                return completion_logprobs(model, batch)[0]
+
+        with self.mode(model):
+            return self._filled(plan, masked)
 
     def _filled(self, plan: Plan, logprobs: Callable[[TrainBatch], torch.Tensor]) -> torch.Tensor:
         """Log-probs [R, S] of all rows of the plan, each micro-batch by the process that it is dealt to."""

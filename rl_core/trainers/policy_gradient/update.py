@@ -17,7 +17,7 @@ from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
-from rl_core.models.causal_lm import evaluating
+from rl_core.models.dropout import drops_out
 from rl_core.models.logprobs import TokenOutputs, completion_logprobs, token_outputs
 from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.rollouts.rollout_metrics import mean_metrics
@@ -77,6 +77,8 @@ class PolicyUpdate:
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
         settings, optimizer_step = self.settings, self.actor_critic.optimizer_step
+        if settings.dropout and drops_out(self.actor_critic.policy):
+            self.buffer.mask_seed = int(rng.integers(2**63))
         steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
         metrics = self._prepare(minibatches, steps)
@@ -134,8 +136,10 @@ class PolicyUpdate:
         return metrics
 
     def _sampler_is_policy(self) -> bool:
-        """True = no importance weights, and sampler and policy log-probs differ by float32 rounding alone."""
+        """True = no importance weights, no dropout, and log-probs that differ from the sampler's by rounding alone."""
         optimizer_step = self.actor_critic.optimizer_step
+        if self.buffer.mask_seed is not None:
+            return False
         is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
         unweighted = self.settings.importance == "none" and self.settings.importance_mask == "none"
         return unweighted and is_float32 and not optimizer_step.computes_in_bfloat16
@@ -184,7 +188,8 @@ class PolicyUpdate:
         batch = batch.to(self.actor_critic.device)
         mask_BS, sampler_BS = batch.loss_mask_BS, batch.sampler_logprobs_BS
         head = self.actor_critic.critic.value_head if self.actor_critic.critic is not None else None
-        outputs = token_outputs(self.actor_critic.policy, batch, with_entropy=True, value_head=head)
+        with buffer.masks(batch):
+            outputs = token_outputs(self.actor_critic.policy, batch, with_entropy=True, value_head=head)
         logprobs_BS = outputs.logprobs_BS
         count = self.counts.num_run_tokens
         has_old = buffer.old_logprobs_RS is not None
@@ -261,7 +266,9 @@ class PolicyUpdate:
 
         def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             batch = batch.to(self.actor_critic.device)
-            return self._value_loss(critic.values(batch)[0], batch, count)
+            with self.buffer.masks(batch):
+                values_BS, _ = critic.values(batch)
+            return self._value_loss(values_BS, batch, count)
 
         metrics = optimizer_step.apply(batches, loss)
         return {
@@ -297,12 +304,13 @@ class PolicyUpdate:
                 if isinstance(batch, DummyBatch):
                     continue
                 batch = batch.to(self.actor_critic.device)
-                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
+                with self.buffer.masks(batch):
+                    logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
                 old_BS = self.buffer.for_batch(self.buffer.old_logprobs_RS, batch)
                 total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
             return total
 
         optimizer_step = self.actor_critic.optimizer_step
-        with evaluating(self.actor_critic.policy), optimizer_step.autocast():
+        with self.buffer.mode(self.actor_critic.policy), optimizer_step.autocast():
             total = optimizer_step.sharded.with_full_weights_independent(own)
         return sum(optimizer_step.process_group.all_gather(total)) / self.counts.num_run_tokens

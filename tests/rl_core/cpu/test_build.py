@@ -20,7 +20,7 @@ def test_threads_are_those_of_torch():
     program = (
         "from rl_core.cpu import build; build.load();"
         "print({line.split()[-1] for line in open('/proc/self/maps') if 'gomp' in line or 'libiomp' in line}"
-        " == {build._openmp()})"
+        " == {build.loaded_openmp()})"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["True"]
 
@@ -42,7 +42,7 @@ def test_it_is_compiled_once(fresh, monkeypatch, tmp_path):
     build.load.cache_clear()
     assert build.load() is not None
     assert [path.stat().st_mtime_ns for path in fresh.iterdir()] == [made]
-    had_threads = build._openmp() is not None
+    had_threads = build.loaded_openmp() is not None
     changed = tmp_path / "sources"
     shutil.copytree(build._FOLDER, changed)
     (changed / "vectors.h").write_text((changed / "vectors.h").read_text() + "\n")
@@ -50,7 +50,7 @@ def test_it_is_compiled_once(fresh, monkeypatch, tmp_path):
     build.load.cache_clear()
     assert build.load() is not None
     assert len(list(fresh.glob("*.so"))) == 2
-    monkeypatch.setattr(build, "_openmp", lambda: None)  # without threads it is another library
+    monkeypatch.setattr(build, "loaded_openmp", lambda: None)  # without threads it is another library
     build.load.cache_clear()
     assert build.load() is not None
     assert len(list(fresh.glob("*.so"))) == (3 if had_threads else 2)

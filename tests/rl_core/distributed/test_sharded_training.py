@@ -49,16 +49,9 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
 
 
 POLICIES = [
-    "grpo",
-    "sapo",
-    "distill",
-    "dynamic",
-    "ppo separate",
-    "ppo shared",
-    "limited",
-    "inner rewards",
-    "policy adapters",
-]
+    "grpo", "sapo", "distill", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards", "policy adapters",
+    "dropout",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "thoughts", "whole policy"])

@@ -8,11 +8,21 @@ import numpy as np
 import pytest
 import torch
 from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSequence, make_model, model_named
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+)
 
 from rl_core.capabilities import Decision, decoding, packed_weights
 from rl_core.cpu import fused_decode, int8_gemm
-from rl_core.errors import DataError
+from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
 from rl_core.inference.engine import Engine, make_backend
@@ -351,3 +361,97 @@ def test_sliding_window_and_dynamic_rope_fall_back() -> None:
     dynamic = make_model("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0))
     for model in (sliding, dynamic):
         assert isinstance(make_backend(model, eos_ids=EOS, pad_id=0, max_length=64), TransformersBackend)
+
+
+def recurrent(family: str) -> PreTrainedModel:
+    shape = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, initializer_range=0.3, pad_token_id=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        if family == "mamba":
+            model: PreTrainedModel = MambaForCausalLM(MambaConfig(**shape, state_size=4))
+        elif family == "mamba2":
+            model = Mamba2ForCausalLM(Mamba2Config(**shape, state_size=4, num_heads=4, head_dim=8, n_groups=2))
+        else:
+            layers = ["conv", "full_attention"]
+            heads = dict(num_attention_heads=2, num_key_value_heads=1, intermediate_size=24)
+            model = Lfm2ForCausalLM(Lfm2Config(**shape, **heads, layer_types=layers))
+        with torch.no_grad():  # far from uniform, and a mixer that looks back
+            model.get_output_embeddings().weight.mul_(4.0)
+            for name, parameter in model.named_parameters():
+                if "conv1d" in name or "dt_proj" in name:
+                    parameter.mul_(3.0)
+    return model
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "lfm2"])
+def test_recurrent_models_are_sampled_exactly(family: str) -> None:
+    """Ragged prompts, several turns: without a key/value cache, and with one beside a recurrent state."""
+    model = recurrent(family)
+    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    assert isinstance(backend, TransformersBackend)
+    said = "keeps no key/value cache" in decoding.decoder(model).fallback
+    assert said == (family != "lfm2")
+    for temperature in (1.0, 0.7):
+        sequences = play(backend, temperature=temperature)
+        assert sum(len(sequence.turns) > 1 for sequence in sequences) >= 3
+        model.eval()
+        assert trainer_gap(model, sequences, temperature) < 1e-4
+        alone = make_sessions()[5]
+        backend.run([alone], sampling(temperature=temperature))
+        assert alone.turns == sequences[5].turns
+    prompt = [5, 9, 33, 12]
+    greedy = ScriptedSequence(prompt, 0)
+    backend.run([greedy], sampling(temperature=0))
+    ids = list(prompt)
+    while len(ids) < len(prompt) + ROOM and (len(ids) == len(prompt) or ids[-1] not in EOS):
+        with torch.no_grad():
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert greedy.completion_ids == ids[len(prompt) :]
+
+
+# ------------------------------------------------------------------------------------------ weights that are not finite
+
+
+@pytest.mark.parametrize("backend_class", [Engine, TransformersBackend])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_is_named_before_a_token_is_sampled(
+    backend_class: type[Engine] | type[TransformersBackend], value: float, weights: str
+) -> None:
+    model = make_model("qwen2")
+    backend = backend_class(model, eos_ids=EOS, pad_id=0, max_length=128)
+    play(backend)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5:7] = value
+        model.model.norm.weight[0] = value
+    sequences = make_sessions()
+    with pytest.raises(
+        NonFiniteTensor, match=r"^weight model\.layers\.1\.mlp\.down_proj\.weight: .* at \(3, 5\), 2 of"
+    ) as found:
+        backend.run(sequences, sampling())
+    assert "in 1 other weights" in str(found.value) and str(value) in str(found.value)
+    assert not any(sequence.turns for sequence in sequences)
+
+
+@pytest.mark.parametrize("backend_class", [Engine, TransformersBackend])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_activations_that_overflow_are_an_error_of_their_token(
+    backend_class: type[Engine] | type[TransformersBackend], temperature: float, weights: str
+) -> None:
+    """Finite weights, infinite hidden states."""
+    model = make_model("llama")
+    backend = backend_class(model, eos_ids=[], pad_id=0, max_length=128)
+    with torch.no_grad():
+        for part in (model.model.layers[0].mlp.gate_proj, model.model.layers[0].mlp.up_proj):
+            part.weight.mul_(1e15)
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e15)
+    with pytest.raises(NonFiniteTensor, match=r"sampled token number 1 of a sequence: .* overflow in float32"):
+        backend.run(make_sessions(), sampling(temperature=temperature))
+
+
+def test_adapters_that_are_not_finite_are_named() -> None:
+    model = add_adapter(make_model("llama"), LoraSettings(rank=2, target_modules=("q_proj",)))
+    backend = make_backend(model, eos_ids=EOS, pad_id=0, max_length=128)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_B" in name)[0, 0] = torch.nan
+    with pytest.raises(NonFiniteTensor, match=r"layers\.0\.self_attn\.q_proj\.lora_B"):
+        play(backend)

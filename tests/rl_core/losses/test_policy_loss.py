@@ -47,7 +47,25 @@ def test_one_token_by_hand(log_ratio, advantage, options, loss, gradient, low, h
     assert value == pytest.approx(loss, rel=1e-9)
     assert slope == pytest.approx(gradient, rel=1e-9)
     assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (low, high)
-    assert metrics["clip_fraction"] == low + high
+    capped = "dual_clip" in options and loss == options["dual_clip"]
+    assert metrics["clip_fraction"] == low + high + capped
+    assert metrics.get("clip_fraction_dual", 0) == capped
+    assert ("clip_fraction_dual" in metrics) == ("dual_clip" in options)
+
+
+@pytest.mark.parametrize("options", [{}, {"dual_clip": 1.5}, {"dual_clip": 1.1, "clip_eps_high": 0.6}])
+def test_a_token_is_clipped_if_it_has_no_gradient(options):
+    """500 tokens of both signs; the ratio's clamp at e^20 is out of reach."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, advantages = (torch.randn(1, 500, generator=generator, dtype=torch.float64) for _ in range(3))
+    logprobs.requires_grad_()
+    mask = torch.rand(1, 500, generator=generator) < 0.8
+    loss, metrics = clipped_policy_loss(logprobs, old, advantages, mask, num_loss_tokens=int(mask.sum()), **options)
+    loss.backward()
+    without = (logprobs.grad[mask] == 0).double().mean()
+    assert metrics["clip_fraction"].item() == pytest.approx(without.item())
+    parts = [value.item() for name, value in metrics.items() if name.startswith("clip_fraction_")]
+    assert sum(parts) == pytest.approx(without.item()) and min(parts) > 0.05
 
 
 def test_metrics_by_hand():

@@ -225,3 +225,16 @@ def test_missing_files_and_wrong_settings_at_once(home):
         "stages.sft.epochs",
         "output",
     ]
+
+
+def test_an_own_chat_template_is_found_beside_the_config(home):
+    (home / "configs" / "own.jinja").write_text("x")
+    text = (
+        "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: {}}\n"
+    )
+    model = load(config(home, text)).model
+    assert model.chat_template == str(home / "configs" / "own.jinja")
+    assert model.chat_template_date == "2025-01-02", "without quotes as well"
+    (home / "configs" / "own.jinja").unlink()
+    key, text = problem_of(config(home, text))
+    assert key == "model.chat_template" and "is no file (looked at" in text

@@ -15,6 +15,7 @@ from tasks.lifecycle.attempts import (
     note,
     read_attempts,
 )
+from tasks.tracking import Tracking
 
 
 class Tags:
@@ -124,3 +125,24 @@ def test_sketches_meet_where_sets_overlap():
     assert set(sketch) & set(episodes_sketch("e", [("l", seed) for seed in range(1800, 3800)]))  # a twentieth of both
     assert not set(sketch) & set(episodes_sketch("e", [("l", seed) for seed in range(2000, 4000)]))
     assert not set(sketch) & set(episodes_sketch("e", [("k", seed) for seed in range(2000)]))
+
+
+def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(tmp_path):
+    def store(output):
+        return Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / output, output)
+
+    first, second = store("one"), store("two")  # two pipelines, two folders, one registered model
+    assert read_attempts(first, "shared") == []
+    client = first.store.client
+    client.create_registered_model("shared")
+    client.create_model_version("shared", "file:///nowhere")
+    assert claim(first, "shared", asked("a", version=1)).number == 1
+    client.delete_model_version("shared", "1")  # as `posttrain gc` does
+    assert claim(second, "shared", asked("b")).number == 2
+    assert claim(second, "shared", asked("a")).number == 1
+    assert {attempt.version for attempt in read_attempts(first, "shared")} == {1, 2}
+    long = [("level", seed) for seed in range(5000)]
+    note(first, "shared", dataclasses.replace(asked("c"), episodes=episodes_sketch("e", long)))
+    assert max(len(value) for value in first.model_tags("shared").values()) < 5000  # MLflow's column
+    stored = {attempt.id: attempt for attempt in read_attempts(second, "shared")}[asked("c").id]
+    assert stored.episodes == episodes_sketch("e", long) and len(stored.episodes) == SKETCH

@@ -49,8 +49,8 @@ def gate(monkeypatch):
         "name": "t", "environment": {"name": "arithmetic"}, "stages": {
             "prepare_data": {}, "sft": {},
             "policy": {"eval_every": 5, "eval_episodes": 40,
-                       "curriculum": [{"name": "all", "levels": {"easy": 1, "medium": 1}}]},
-            "evaluate": {"episodes": 40, "levels": ["easy", "medium"]}, "promote": {}},
+                       "curriculum": [{"name": "all", "levels": {"medium": 1, "hard": 1}}]},
+            "evaluate": {"episodes": 40, "levels": ["medium", "hard"]}, "promote": {}},
     })  # fmt: skip
     run = SimpleNamespace(settings=settings, registered_model="m", tracking=Tags())
     evaluation = settings.stages.evaluate
@@ -76,7 +76,7 @@ def test_each_comparison_gets_episodes_that_none_has_seen_while_there_are_some(g
     # None is left: the pipeline's own again, as their second and third attempt.
     assert gate.ask("comparison 4")[:2] == (0, 2)
     assert gate.ask("comparison 5")[:2] == (0, 3)
-    assert "no fresh episodes (level 'easy' has 100 held-out episodes, too few for draw 4" in caplog.text
+    assert "no fresh episodes (level 'medium' has 100 held-out episodes, too few for draw 4" in caplog.text
 
 
 def test_the_same_comparison_keeps_its_episodes(gate):

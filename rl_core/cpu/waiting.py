@@ -1,0 +1,163 @@
+"""Bounded waiting of OpenMP threads beside other programs, and the number of processors that are free.
+
+Threads of a parallel region wait for each other by spinning, for milliseconds in GCC's library. On an idle machine that
+is fastest. Where other programs run, a thread that spins keeps the one it waits for off the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import re
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rl_core.cpu.build import loaded_openmp
+
+__all__ = ["Load", "bound_waiting", "free_processors", "usable_processors"]
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 0.5  # between two looks at the machine
+_BUSY, _QUIET = 0.2, 0.1  # processors that others use beyond those we leave free: waiting is bounded, or not again
+_CALM = 4  # quiet looks before threads may spin again
+_SET_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+_lock = threading.Lock()
+_watcher: threading.Thread | None = None
+
+
+def usable_processors() -> int:
+    """Number of processors that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def free_processors(seconds: float = 1.0) -> int:
+    """Number of usable processors that other programs leave free, at least 1; looks for `seconds`."""
+    load = Load()
+    if load.others() is None:
+        return usable_processors()
+    time.sleep(seconds)
+    return max(1, round(usable_processors() - (load.others() or 0.0)))
+
+
+def bound_waiting() -> bool:
+    """Let this process's OpenMP threads sleep early while other programs want the processors. Returns: True = done.
+
+    A thread looks at the machine twice a second from then on. Where others are busy it takes more OpenMP threads than
+    there are processors, which sleep: GCC's library then bounds every wait of the process to 100 turns instead of
+    300,000 (documentation of GOMP_SPINCOUNT in the manual of libgomp). Results do not change. Nothing is done where
+    the environment sets the way of waiting, torch has one thread, or its OpenMP is another library.
+    """
+    global _watcher
+    if torch.get_num_threads() == 1 or any(os.environ.get(name) for name in _SET_BY_USER):
+        return False
+    with _lock:
+        if _watcher is None:
+            path, others = _libgomp(), Load().others()
+            if path is None or others is None:
+                return False
+            arguments = (_Crowd(path), torch.get_num_threads())
+            _watcher = threading.Thread(target=_watch, args=arguments, daemon=True, name="waiting")
+            _watcher.start()
+    return True
+
+
+class Load:
+    """Processor time that other programs use on the processors of this process."""
+
+    def __init__(self) -> None:
+        self._last: tuple[float, float, float] | None = None
+
+    def others(self) -> float | None:
+        """Processors that other programs kept busy since the last call; 0 at first; None where the system hides it."""
+        try:
+            busy = busy_seconds(Path("/proc/stat").read_text(), os.sched_getaffinity(0), os.sysconf("SC_CLK_TCK"))
+        except (OSError, ValueError, AttributeError):
+            return None
+        now = time.monotonic(), busy, time.process_time()
+        before, self._last = self._last or now, now
+        seconds, all_s, own_s = (new - old for new, old in zip(now, before, strict=True))
+        return max(0.0, (all_s - own_s) / seconds) if seconds > 0 else 0.0
+
+
+def busy_seconds(stat: str, processors: set[int], ticks_per_second: int) -> float:
+    """Time that these processors were busy since the start of the system, from the text of /proc/stat.
+
+    Time that a hypervisor took away ("steal") counts: nothing of ours ran in it.
+    """
+    ticks = 0
+    for line in stat.splitlines():
+        found = re.match(r"cpu(\d+) ", line)
+        if found and int(found[1]) in processors:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, line.split()[1:9])
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks / ticks_per_second
+
+
+@dataclass
+class Mode:
+    """Hysteresis of the way of waiting: bounded at the first busy look, free to spin after some quiet ones."""
+
+    is_bounded: bool = False
+    calm: int = 0
+
+    def look(self, excess: float) -> bool:
+        """True = waiting is bounded now; `excess`: processors wanted, by others and us, beyond those there are."""
+        if excess > _BUSY:
+            self.is_bounded, self.calm = True, 0
+        elif excess < _QUIET:
+            self.calm += 1
+            if self.calm >= _CALM:
+                self.is_bounded = False
+        else:
+            self.calm = 0
+        return self.is_bounded
+
+
+class _Crowd:
+    """More OpenMP threads than processors, asleep, in a team that a thread of its own holds."""
+
+    def __init__(self, libgomp: str) -> None:
+        self._parallel = ctypes.CDLL(libgomp).GOMP_parallel
+        place, number = ctypes.c_void_p, ctypes.c_uint
+        self._parallel.argtypes, self._parallel.restype = (place, place, number, number), None
+        self._nothing = ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p)  # takes no notice of arguments
+        self._gone: threading.Event | None = None
+
+    def set(self, is_there: bool) -> None:
+        """Make the team, or end it with its thread."""
+        if is_there and self._gone is None:
+            self._gone, came = threading.Event(), threading.Event()
+            threading.Thread(target=self._hold, args=(self._gone, came), daemon=True, name="waiting team").start()
+            came.wait()
+        elif not is_there and self._gone is not None:
+            self._gone.set()
+            self._gone = None
+
+    def _hold(self, gone: threading.Event, came: threading.Event) -> None:
+        self._parallel(self._nothing, None, usable_processors() + 1, 0)
+        came.set()
+        gone.wait()
+
+
+def _watch(crowd: _Crowd, threads: int) -> None:
+    load, mode = Load(), Mode()
+    load.others()
+    while True:
+        time.sleep(_SECONDS)
+        was = mode.is_bounded
+        is_bounded = mode.look((load.others() or 0.0) + threads - usable_processors())
+        if is_bounded != was:
+            logger.debug("other programs %s: waiting is %s", *(("run", "bounded") if is_bounded else ("ended", "free")))
+        crowd.set(is_bounded)
+
+
+def _libgomp() -> str | None:
+    """Path of GCC's OpenMP library, where it is the one that torch has loaded."""
+    path = loaded_openmp()
+    return path if path is not None and Path(path).name.startswith("libgomp") else None

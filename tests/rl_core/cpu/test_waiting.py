@@ -1,0 +1,88 @@
+"""OpenMP threads sleep early beside other programs and may spin otherwise; the load that decides it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rl_core.cpu import waiting
+
+needs_libgomp = pytest.mark.skipif(waiting._libgomp() is None, reason="of GCC's OpenMP library")
+
+# user nice system idle iowait irq softirq steal guest guest_nice
+STAT = """cpu  99 9 99 9999 9 9 9 9 0 0
+cpu0 100 10 20 5000 7 1 2 3 0 0
+cpu1 200 0 40 4000 8 0 0 60 0 0
+cpu10 900 0 0 0 0 0 0 0 0 0
+intr 5
+"""
+
+# Switches of the second thread that it made by itself: it sleeps once in every pause, or is still spinning when the
+# next region begins.
+PROGRAM = """
+import ctypes, os, time, torch
+torch.set_num_threads(2)
+from rl_core.cpu import waiting
+x, before = torch.randn(2**16), set(os.listdir("/proc/self/task"))
+x.exp()
+(worker,) = set(os.listdir("/proc/self/task")) - before
+def switches():
+    lines = open(f"/proc/self/task/{worker}/status").read().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("voluntary")))
+def count():
+    start = switches()
+    for _ in range(50):
+        x.exp()
+        end = time.thread_time() + 0.0005  # of processor time: far more than 100 turns, far less than 300,000
+        while time.thread_time() < end: pass
+    return switches() - start
+crowd = waiting._Crowd(waiting._libgomp())
+found = []
+for is_there in (False, True, False):
+    crowd.set(is_there)
+    time.sleep(0.1)  # a team that has ended takes itself away
+    found.append(count())
+print(*found)
+"""
+
+
+def test_busy_seconds_are_those_of_our_processors_with_what_the_hypervisor_took() -> None:
+    # cpu0: 100 + 10 + 20 + 1 + 2 + 3 = 136 ticks; cpu1: 200 + 40 + 60 = 300; cpu10 is not ours
+    assert waiting.busy_seconds(STAT, {0, 1}, 100) == pytest.approx(4.36)
+    assert waiting.busy_seconds(STAT, {10}, 100) == pytest.approx(9.0)
+
+
+def test_waiting_is_bounded_at_once_and_free_again_after_quiet_looks() -> None:
+    mode = waiting.Mode()
+    assert [mode.look(excess) for excess in (0.0, 0.15, 0.9)] == [False, False, True]
+    assert [mode.look(excess) for excess in (0.0, 0.0, 0.0, 0.15)] == [True, True, True, True]  # it begins anew
+    assert [mode.look(excess) for excess in (0.0, -1.0, 0.05, 0.0)] == [True, True, True, False]
+
+
+@needs_libgomp
+def test_threads_sleep_in_pauses_while_there_is_a_crowd_and_spin_again_after_it() -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment)
+    before, crowded, after = map(int, done.stdout.split())
+    assert crowded >= 45  # of 50 pauses
+    assert before <= 25 and after <= 25
+
+
+def test_waiting_is_left_alone_where_the_user_has_set_it_and_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "_watcher", None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert not waiting.bound_waiting()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setenv("GOMP_SPINCOUNT", "5")
+    assert not waiting.bound_waiting()
+    assert waiting._watcher is None
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="Linux tells what is busy")
+def test_free_processors_are_what_others_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "usable_processors", lambda: 8)
+    for others, free in ((0.2, 8), (3.4, 5), (11.0, 1)):
+        monkeypatch.setattr(waiting.Load, "others", lambda self, others=others: others)
+        assert waiting.free_processors(0.0) == free
