@@ -57,6 +57,10 @@ _TRAINING = MetricGroup(
         Metric("train/loss", "loss",
                "The total loss of the optimizer step, all terms included (nats per token in SFT).",
                "SFT: rises or stays flat. Policy gradients: its level says nothing; watch success and KL instead."),
+        Metric("train/nll", "nats/token", "The loss of SFT without its router term (`router_aux_loss_coef`)."),
+        Metric("train/router_aux_loss", "-",
+               "Load-balancing loss of a mixture's routers in SFT: experts per token where the load is even.",
+               "Grows: a few experts take most tokens; raise `router_aux_loss_coef`."),
         Metric("train/grad_norm", "-", "Global gradient norm before clipping at `max_grad_norm`.",
                "Steadily above `max_grad_norm`, or spikes far above its usual level: lower the learning rate."),
         Metric("train/grokfast_grad_norm", "-", "Global norm after the slow gradients of Grokfast were added."),
@@ -241,6 +245,7 @@ _POLICY = MetricGroup(
         Metric("policy/entropy", "nats/token", "Mean entropy of the token distribution.",
                "Falls to near 0 early: exploration is over; raise `entropy_coef`, `clip_eps_high`, or lower the "
                "rate."),
+        Metric("policy/router_aux_loss", "-", "Load-balancing loss of a mixture's routers (`router_aux_loss_coef`)."),
         Metric("policy/entropy_coef", "-", "Weight of the entropy bonus."),
         Metric("policy/kl", "nats/token",
                "KL(old || current) of the update, k3 estimator. Exactly 0 with one step per rollout, since then old "
@@ -386,6 +391,10 @@ _PERF = MetricGroup(
                "Trained tokens (SFT, reward model, preference) or sampled tokens (policy, thoughts) per second of "
                "the iteration."),
         Metric("perf/rollout_tokens_per_second", "tokens/s", "Sampled tokens per second of rollout time."),
+        Metric("perf/float_weight_share", "share",
+               "Weights that rollouts multiply in float32 because they, or others of their input, are too large for "
+               "three digits of 8 bits of their line (CPUs with matrix tiles).",
+               "Above a few percent: rollouts are slower; the results are as exact."),
         Metric("perf/update_tflops", "TFLOP/s", "Operations per second of the optimizer steps."),
         Metric("perf/mfu", "share", "The same over the GPU's bfloat16 peak (known GPUs only)."),
         Metric("perf/memory_gb", "GB",

@@ -31,7 +31,7 @@ _SILU = ("SiLU", "SiLUActivation")
 def decoder(model: Any, device: str | None = None) -> Decision:
     """Permission for the rollout engine (`rl_core.inference.decoder`); adapters are merged while it runs."""
     weight = next(unwrapped(model).parameters())
-    plain = "transformers' own forward pass"
+    name, plain = type(unwrapped(model)).__name__, "transformers' own forward pass"
     steps = "; steps are replayed as CUDA graphs" if device_type(weight, device) == "cuda" else ""
     return decide(
         "rollout decoder",
@@ -39,8 +39,7 @@ def decoder(model: Any, device: str | None = None) -> Decision:
         f"known family of plain linear layers: prompts prefilled once, slots refilled{steps}",
         f"{plain} and cache, batch by batch"
         if keeps_cache(model)
-        else f"{plain} over the whole sequence for every token: {type(unwrapped(model)).__name__} keeps no "
-        "key/value cache",
+        else f"{plain} over the whole sequence for every token: {name} keeps no key/value cache",
     )
 
 

@@ -121,6 +121,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
     entropy_floor: float = setting(0.0, ge=0, doc="lower bound of entropy_coef")
+    router_aux_loss_coef: float = setting(
+        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
+    )
     importance: Literal["none", "token", "sequence", "geometric", "vtrace"] = setting(
         "none",
         doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts: of each "
@@ -343,5 +346,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """entropy_floor must not exceed entropy_coef; sampling must not be greedy."""
         self.sampling.check_trainable()
+        if self.sampling.stop:
+            raise SettingsError("sampling.stop: a thought ends by the end-of-turn token; remove it")
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

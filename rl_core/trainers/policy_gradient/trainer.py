@@ -25,6 +25,7 @@ from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
+from rl_core.models.logprobs import check_router
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.overlong import OverlongPenalty
@@ -84,13 +85,15 @@ class PolicyGradientTrainer(RolloutTrainer):
                 scores them all.
             teacher: of a distillation (`DistilledPolicySettings`): gives each token its advantage. Rewards are then
                 measured, and learned from by nothing.
-        Raises: SettingsError for a level that the environment does not have, or a KL term without a reference;
+        Raises: SettingsError for a level that the environment does not have, a KL term without a reference, or a
+            router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
         """
         if settings.kl_coef > 0 and reference_model is None:
             raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
         if settings.is_taught != (teacher is not None):
             raise SettingsError("teacher: a distillation needs one, and nothing else takes one")
+        check_router(model, settings.router_aux_loss_coef)
         self.curriculum = CurriculumManager(
             settings.curriculum, environment.levels, early_stop=settings.early_stop, rollback=settings.rollback
         )
