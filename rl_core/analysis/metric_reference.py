@@ -265,6 +265,9 @@ _POLICY = MetricGroup(
                "1 in many iterations: lower the learning rate."),
         Metric("policy/ref_kl", "nats/token", "KL to the reference, the stage's starting model.",
                "Grows steadily: the policy leaves the region where a learned reward is valid; raise `kl_coef`."),
+        Metric("policy/teacher_kl", "nats/token",
+               "`distill`: KL(policy || teacher) on the policy's own rollouts, before the update (k1).",
+               "Does not fall: a higher learning rate, or a teacher that is nearer."),
         Metric("policy/kl_coef", "-", "Weight of that KL, as the controller has it."),
         Metric("policy/clip_fraction", "share",
                "Tokens (sequences for `gspo`) whose gradient the clip takes away; for `cispo`, weights that were "
@@ -385,6 +388,7 @@ _PERF = MetricGroup(
         Metric("perf/states_seconds", "s", "Forward passes for rewards that look at the policy's states."),
         Metric("perf/update_seconds", "s", "The update, forward passes before it included."),
         Metric("perf/reference_seconds", "s", "Log-probs of the reference model."),
+        Metric("perf/teacher_seconds", "s", "Log-probs of the teacher (`distill`)."),
         Metric("perf/measure_seconds", "s", "Old log-probs and values before the update."),
         Metric("perf/optimizer_seconds", "s", "Forward, backward and optimizer steps."),
         Metric("perf/tracking_seconds", "s", "Waiting for the journal of metrics.",
