@@ -11,6 +11,7 @@
  * tile holds pairs of depth j and j + 16. Sums have one order, whatever the number of rows and threads.
  */
 
+#include "matrix.h"
 #include "tiles.h"
 
 #ifdef HAS_TILES
@@ -159,11 +160,6 @@ static void multiply_block(const packed_t *left, const packed_t *right, int64_t 
     _tile_stored(3, at[3], bytes);
     if (!is_whole) copy_part(c, stride, rows, columns, found, 1);
 }
-
-typedef struct {
-    const float *x;
-    int64_t stride, lines;
-} Part;
 
 /* Bytes that `product` needs for so many threads. */
 int64_t amx_gemm_room(int64_t threads) {
