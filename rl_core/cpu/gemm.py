@@ -1,5 +1,4 @@
-"""Float32 matrix products of training in compiled code: by bfloat16 tiles (`amx_gemm.c`) on processors with AMX, by vectors
-(`vector_gemm.c`) on others.
+"""Float32 matrix products of training: by bfloat16 tiles (`amx_gemm.c`), or by vectors (`vector_gemm.c`).
 
 Tiles are as exact as float32: each number is split into three bfloat16 parts, whose products are added up in float32.
 N rows, I inputs, O outputs.

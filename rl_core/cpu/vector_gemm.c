@@ -32,6 +32,9 @@
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
+/* Numbers in a vector. */
+int vector_numbers(void) { return W; }
+
 /* 1 where vectors are those of AVX2 or larger. */
 int vectors_ready(void) {
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
@@ -181,8 +184,8 @@ void vector_pack_right(const float *w, int64_t lines, int64_t depth, float *out,
 int64_t vector_packed_room(int64_t threads) { return threads * ROWS * LINE * (int64_t)sizeof(float); }
 
 /* c [rows, columns] (+)= left [rows, depth] times packed weights. */
-void vector_product_packed(const float *left, int64_t left_stride, const void *right, float *c, int64_t c_stride,
-                           int64_t rows, int64_t columns, int64_t depth, int add, void *room, int threads) {
+void vector_product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
+                           int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads) {
     int64_t padded = blocks_of(columns, PANEL) * PANEL;
     /* Threads share out rows; where those are too few, columns, and each copies the rows for itself. */
     int by_rows = rows >= 4 * TALL * threads;

@@ -1,4 +1,4 @@
-"""Products by tiles and by vectors: as exact as float32, for any shape; nothing but a row's own numbers decides about it."""
+"""Products by tiles and by vectors: as exact as float32, for any shape; a row depends on its own numbers alone."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_products_are_those_of_float32(products, numbers, rows, inputs, outputs)
     ]
     for ours, torchs, exact in pairs:
         assert ours.shape == exact.shape
-        assert error(ours, exact) < max(2 * error(torchs, exact), 3e-7)
+        assert error(ours, exact) < max(2 * error(torchs, exact), 4e-7)
 
 
 def test_all_24_bits_count(products, numbers):

@@ -11,7 +11,7 @@ from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSequence, make_mod
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from rl_core.capabilities import Decision, decoding, packed_weights
-from rl_core.cpu import fused_decode, int8_gemm
+from rl_core.cpu import fused_decode, int8_gemm, packed_vectors
 from rl_core.errors import DataError
 from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
@@ -33,11 +33,11 @@ class Rerun(StepGraphs):
         super().__init__(lambda compute, inputs: lambda: compute(inputs), worth_it=2)
 
 
-@pytest.fixture(params=["tiles", "compiled", "packed", "in place", "recorded"])
+@pytest.fixture(params=["tiles", "vectors", "compiled", "packed", "in place", "recorded"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Engine implementation: with packed copies of the weights, as for small models on a CPU, and with compiled code
-    where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
-    are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
+    where heads have a fitting size, or all of it compiled where the processor has tiles or wide vectors; or with the
+    weights where they are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
     if request.param in ("in place", "recorded"):
         monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
     if request.param == "recorded":
@@ -46,8 +46,12 @@ def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(fused_decode, "load", lambda: None)
     if request.param == "tiles" and int8_gemm.load() is None:
         pytest.skip("needs a C compiler and a processor with tiles")
+    if request.param == "vectors" and packed_vectors.load() is None:
+        pytest.skip("needs a C compiler and a processor with vectors of 8 numbers")
     if request.param != "tiles":
         monkeypatch.setattr(int8_gemm, "load", lambda: None)
+    if request.param != "vectors":
+        monkeypatch.setattr(packed_vectors, "load", lambda: None)
     if request.param == "compiled" and fused_decode.load() is None:
         pytest.skip("needs a C compiler")
     return str(request.param)
