@@ -28,7 +28,7 @@ def path_of_this_processor() -> ProcessorPath:
         return ProcessorPath("torch's kernels alone, the slowest way", False, "install a C compiler (cc, gcc or clang)")
     training = "tiles (AMX)" if gemm.load_tiles() else "vectors" if gemm.load() else "torch's library"
     rollouts = "tiles (AMX)" if int8_gemm.load() else "vectors" if packed_vectors.load() else "torch's library"
-    cost = "" if gemm.load_tiles() else "; with AMX the products take half the time (docs/benchmarks/speed.md)"
+    cost = "" if gemm.load_tiles() else "; AMX would be about 1.5 times as fast (docs/benchmarks/speed.md)"
     return ProcessorPath(
         f"compiled for vectors of {code.vector_numbers()} numbers; products in training by {training}, in rollouts by "
         f"{rollouts}{cost}"

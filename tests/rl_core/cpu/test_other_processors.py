@@ -19,8 +19,9 @@ pytestmark = pytest.mark.skipif(build.load() is None, reason="needs a C compiler
 
 def outcome(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) -> dict[str, int]:
     """Tests of these files that passed and were skipped with code from this compiler, in another process."""
+    paths = [str(HERE / name) for name in files]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *(HERE / name for name in files)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", chosen, *paths],
         env={**os.environ, "CC": compiler, "XDG_CACHE_HOME": str(folder)}, capture_output=True, text=True, check=False,
         cwd=HERE.parents[2],
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""What people are told about the code of their processor."""
+"""Description of the code of a processor."""
 
 import types
+from collections.abc import Callable
 
 import pytest
 
@@ -8,7 +9,7 @@ from rl_core.cpu import build, gemm, int8_gemm, packed_vectors, paths
 
 
 @pytest.fixture
-def processor(monkeypatch: pytest.MonkeyPatch):
+def processor(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """A processor with vectors of 8 numbers, and with tiles or without."""
 
     def make(*, tiles: object, vectors: object, training: object) -> str:
@@ -22,12 +23,12 @@ def processor(monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def test_each_kind_of_processor_is_named(processor) -> None:
+def test_each_kind_of_processor_is_named(processor: Callable[..., str]) -> None:
     some = object()
     tiles = processor(tiles=some, vectors=some, training=some)
     assert tiles.endswith("products in training by tiles (AMX), in rollouts by tiles (AMX)")
     vectors = processor(tiles=None, vectors=some, training=some)
-    assert "vectors of 8 numbers; products in training by vectors, in rollouts by vectors; with AMX" in vectors
+    assert "vectors of 8 numbers; products in training by vectors, in rollouts by vectors; AMX" in vectors
     assert "in training by torch's library, in rollouts by vectors" in processor(
         tiles=None, vectors=some, training=None
     )
