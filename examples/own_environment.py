@@ -69,7 +69,9 @@ class Box(rl_core.Environment):
 def main(output=None, iterations=25):
     environment = Box()
     rows = [
-        {"messages": environment.demonstration(seed, level).messages} for seed in range(300) for level in Box.levels
+        {"messages": environment.demonstration(environment.seeds_of("train", level)[number], level).messages}
+        for number in range(300)
+        for level in Box.levels
     ]
     texts = [message["content"] for row in rows for message in row["messages"]]
     model = rl_core.create_policy(texts, rl_core.ModelSettings(preset="nano", vocab_size=300, context=64))

@@ -26,7 +26,7 @@ from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults, start_emb
 from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
-from rl_core.errors import SettingsError
+from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
 from tasks.config import PipelineSettings, resolve
@@ -144,12 +144,17 @@ def execute(
         "tracking_seconds": cost.foreground_seconds,
         "tracking_background_seconds": cost.background_seconds,
     }
+    if pipeline_run.undelivered.total:
+        facts["undelivered"] = f"{pipeline_run.undelivered}; `posttrain sync` or the next run delivers them"
+    if pipeline_run.postponed:
+        facts |= {"decision": "postponed", "note": pipeline_run.postponed}
     return PipelineResult(
         results=dict(pipeline_run.results),
         rows=rows,
         run_url=pipeline_run.tracking.run_url(pipeline_run.parent.run_id or ""),
         seconds=pipeline_run.seconds,
         facts=facts,
+        ok=not pipeline_run.postponed,
         waiting=pipeline_run.approval,
     )
 
@@ -207,7 +212,16 @@ def _run_stages(pipeline_run: PipelineRun, given: dict[str, str]) -> None:
         taken = {name: getattr(handed, name) for name in stage.takes}
         if missing := [name for name in stage.needs if taken[name] is None]:
             raise SettingsError(f"stages.{stage.name} needs {' and '.join(missing)}, which no stage before it gives")
-        result = stage_task(stage.name, stage_registry.task_of(stage), pipeline_run)(*taken.values())
+        try:
+            result = stage_task(stage.name, stage_registry.task_of(stage), pipeline_run)(*taken.values())
+        except BackendError as error:
+            if stage.name != "promote":
+                raise
+            pipeline_run.postpone(
+                f"not decided: the champion is known to the tracking store alone, which does not answer ({error}). "
+                "Nothing is lost; when it answers, the same command decides"
+            )
+            return
         if stage.gives is not None:
             handed.results[stage.gives] = result
         if stage.gives == "policy":

@@ -134,11 +134,12 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock) -> PipelineResult
     except PosttrainError as error:
         close_record(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
         raise
-    result, said = _outcome(pipeline), pipeline.results["promote"].summary
+    result = _outcome(pipeline)
+    said = pipeline.results["promote"].summary if "promote" in pipeline.results else pipeline.facts
     close_record(
         home,
         record,
-        status=result.status,
+        status="failed" if result.status == "postponed" else result.status,  # it is tried again
         version=said.get("model_version"),
         note=str(said.get("reason", result.message)),
     )

@@ -4,7 +4,7 @@
     |-- SettingsError (ValueError)      a setting is unknown, mistyped, out of range, or conflicts with another
     |-- DataError (ValueError)          a tensor, record or file is invalid
     |   |-- RecordsError                bad rows of a data file: file, line, field, value found, value expected
-    |   `-- NonFiniteTensor             a tensor passed to a loss holds NaN or infinity; the message names it
+    |   `-- NonFiniteTensor             a loss's input, or a weight that is sampled from, holds NaN or infinity
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
     |   |-- CorruptError                bytes differ from their manifest
     |   `-- ResumeRefused               settings, data or code changed since the checkpoint was written
@@ -71,7 +71,7 @@ class RecordsError(DataError):
 
 
 class NonFiniteTensor(DataError):
-    """A tensor passed to a loss holds NaN or infinity; the message gives its name, position and value."""
+    """A loss's input, a weight or a sampled log-probability is NaN or infinite; the message says which, and where."""
 
 
 class CheckpointError(PosttrainError):

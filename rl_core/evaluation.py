@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rl_core.analysis.statistics import (
     Difference,
@@ -24,6 +24,7 @@ from rl_core.environments.environment import Environment
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
+from rl_core.rollouts.heldout_seeds import draw_heldout
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import Rollout, StopReason, Trajectory
 
@@ -34,6 +35,7 @@ __all__ = [
     "compare",
     "evaluate",
     "heldout_requests",
+    "paired_differences",
     "summarize",
     "validation_requests",
 ]
@@ -41,6 +43,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _PLAYED = ("trajectories", "rollouts")  # fields of an Evaluation that are stored in separate files
+_TIMED = ("tokens_per_second", "seconds")  # that differ from one evaluation of a model to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +83,10 @@ class Evaluation:
     action_tokens_mean: float
     misuse_rate: float  # share of turns with misuse of a tool
     truncated_rate: float  # share of rollouts cut by a limit
-    tokens_per_second: float  # sampled tokens / seconds of all rollouts
-    seconds: float
+    tokens_per_second: float  # sampled tokens / seconds of all rollouts; 0 = unknown
+    seconds: float  # 0 = unknown
     episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
+    held_out: dict[str, dict[str, Any]] = field(default_factory=dict)  # level -> `HeldOut.to_json`; {} = not known
     trajectories: list[Trajectory] = field(default_factory=list, repr=False)  # not part of `to_json`
     rollouts: list[Rollout] = field(default_factory=list, repr=False)  # the same with token ids; not part of `to_json`
 
@@ -111,8 +115,12 @@ class Evaluation:
         return {f"{prefix}/{name}": value for name, value in plain.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dict without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl."""
-        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _PLAYED}
+        """Plain dict of what was found: equal for equal episodes.
+
+        Without trajectories and rollouts, which are stored in trajectories.jsonl and tokens.jsonl, and without timings,
+        which `metrics` gives.
+        """
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in _PLAYED + _TIMED}
         row["interval"] = list(self.interval)
         row["by_level"] = {level: rate._asdict() for level, rate in self.by_level.items()}
         row["by_kind"] = {kind: rate._asdict() for kind, rate in self.by_kind.items()}
@@ -122,12 +130,12 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Self:
-        """Inverse of `to_json`; `trajectories` and `rollouts` are empty.
+        """Inverse of `to_json`; `trajectories` and `rollouts` are empty, timings 0.
 
         Raises: DataError if the row was not written by `to_json`.
         """
         try:
-            kept = dict(row)
+            kept = {**dict.fromkeys(_TIMED, 0.0), **row}
             kept["interval"] = (float(row["interval"][0]), float(row["interval"][1]))
             kept["by_level"] = {level: Rate(**rate) for level, rate in row["by_level"].items()}
             kept["by_kind"] = {kind: Rate(**rate) for kind, rate in row["by_kind"].items()}
@@ -155,12 +163,17 @@ class PairedResult:
         return {**dataclasses.asdict(self), "success": self.success._asdict(), "reward": self.reward._asdict()}
 
 
-def heldout_requests(environment: Environment, settings: EvaluationSettings, seed: int) -> list[EpisodeRequest]:
-    """Held-out episodes: levels in equal shares, each with its own seeds, interleaved.
+def heldout_requests(
+    environment: Environment, settings: EvaluationSettings, seed: int, taken: Collection[EpisodeRequest] = ()
+) -> list[EpisodeRequest]:
+    """Held-out episodes: levels in equal shares, each with its own questions, interleaved.
 
-    Determined by environment, settings and seed, so that every model gets the same ones. A level with fewer held-out
-    episodes than its share contributes all of them, with a warning.
-    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes.
+    Determined by environment, settings and seed, so that every model gets the same ones. `taken`: episodes used
+    elsewhere; neither they nor their questions are drawn (`rollouts.heldout_seeds`). A level with fewer held-out
+    episodes than its share contributes all of them to draw 0, with a warning. A later draw (`settings.episodes_draw`)
+    has the full share of every level, without the episodes and questions of the draws before it.
+    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes, or without enough of
+    them for the draw.
     """
     levels = settings.levels or environment.levels
     for level in levels:
@@ -170,25 +183,53 @@ def heldout_requests(environment: Environment, settings: EvaluationSettings, see
     if settings.episodes < len(levels):
         raise SettingsError(f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate")
     per_level: list[list[EpisodeRequest]] = []
+    used = {level: {request.seed for request in taken if request.level == level} for level in levels}
     for index, level in enumerate(levels):
         share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
-        seeds = environment.seeds_of("heldout", level)
-        if not len(seeds):
-            raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
-        if len(seeds) < share:
-            logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(seeds), share)
-        # Seeding by text makes the draw of a level independent of the other levels.
-        picked = random.Random(f"heldout/{seed}/{level}").sample(seeds, min(share, len(seeds)))
+        picked = _drawn(environment, level, share, seed, settings.episodes_draw, used[level])
         per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
     longest = max(map(len, per_level))
     return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
 
 
-def validation_requests(
-    environment: Environment, episodes: int, levels: Sequence[str], seed: int, reported: Collection[EpisodeRequest]
-) -> list[EpisodeRequest]:
-    """Validation episodes for early stopping and model selection, disjoint from the `reported` ones.
+def _drawn(environment: Environment, level: str, share: int, seed: int, draw: int, used: set[int]) -> list[int]:
+    """Seeds of one level in a draw of the held-out episodes; see `heldout_requests`."""
+    seeds = environment.seeds_of("heldout", level)
+    if not len(seeds):
+        raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
+    # Seeding by text makes the draw of a level independent of the other levels.
+    picked = draw_heldout(environment, level, share, random.Random(f"heldout/{seed}/{level}"), () if draw else used)
+    if not picked:
+        logger.warning("level %s has no other held-out episodes; those used elsewhere are used again", level)
+        picked = draw_heldout(environment, level, share, random.Random(f"heldout/{seed}/{level}"))
+    if len(picked) < share:
+        logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(picked), share)
+    seen = used | set(picked)
+    for number in range(1, draw + 1):
+        rng = random.Random(f"heldout/{seed}/{level}/{number}")
+        picked = draw_heldout(environment, level, share, rng, seen, repeat=False)
+        if len(picked) < share:
+            raise DataError(
+                f"level '{level}' has {len(seeds)} held-out episodes, too few for draw {number} of {share} that were "
+                "not used before"
+            )
+        seen.update(picked)
+    return picked
 
+
+def validation_requests(
+    environment: Environment,
+    episodes: int,
+    levels: Sequence[str],
+    seed: int,
+    reported: Collection[EpisodeRequest],
+    setting: str = "eval_episodes",
+    other: str = "evaluate.episodes",
+) -> list[EpisodeRequest]:
+    """Validation episodes for early stopping and model selection; neither they nor their questions are `reported`.
+
+    Args:
+        setting, other: names of the settings for `episodes` and for the number of `reported` ones, for the error.
     Raises: SettingsError if too few remain.
     """
     requests: list[EpisodeRequest] = []
@@ -196,13 +237,11 @@ def validation_requests(
         share = episodes // len(levels) + (index < episodes % len(levels))
         seeds = environment.seeds_of("heldout", level)
         taken = {request.seed for request in reported if request.level == level}
-        rng = random.Random(f"validation/{seed}/{level}")
-        picked = [s for s in rng.sample(seeds, min(len(seeds), share + len(taken))) if s not in taken][:share]
+        picked = draw_heldout(environment, level, share, random.Random(f"validation/{seed}/{level}"), taken)
         if len(picked) < share:
             raise SettingsError(
-                f"eval_episodes: level '{level}' has {len(seeds)} held-out episodes; the evaluation uses "
-                f"{len(taken)} of them; {len(picked)} are left for validation, {share} are needed. "
-                "Lower evaluate.episodes or eval_episodes"
+                f"{setting}: level '{level}' has {len(seeds)} held-out episodes; {other} takes {len(taken)} of them; "
+                f"{len(picked)} are left, {share} are needed. Lower {other} or {setting}"
             )
         requests += [EpisodeRequest(level=level, seed=s) for s in picked]
     return requests
@@ -298,13 +337,7 @@ def compare(
 
     Raises: DataError without common episodes.
     """
-    before = {episode.key: episode for episode in champion.episodes}
-    pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
-    if not pairs:
-        raise DataError(
-            f"the two evaluations have no episode in common ({len(challenger.episodes)} and {len(champion.episodes)} "
-            "episodes); evaluate both with the same environment, levels, number of episodes and seed"
-        )
+    pairs = _pairs(challenger, champion)
     wins = sum(new.success > old.success for new, old in pairs)
     losses = sum(new.success < old.success for new, old in pairs)
     success, reward = (
@@ -316,6 +349,27 @@ def compare(
     )  # fmt: skip
     unpaired = len(challenger.episodes) + len(champion.episodes) - 2 * len(pairs)
     return PairedResult(success, reward, len(pairs), unpaired, wins, losses, sign_test(wins, losses))
+
+
+def paired_differences(
+    challenger: Evaluation, champion: Evaluation, metric: Literal["success", "reward"] = "success"
+) -> list[float]:
+    """Challenger minus champion on each common episode, samples of an episode averaged.
+
+    Raises: DataError without common episodes.
+    """
+    return [getattr(new, metric) - getattr(old, metric) for new, old in _pairs(challenger, champion)]
+
+
+def _pairs(challenger: Evaluation, champion: Evaluation) -> list[tuple[EpisodeResult, EpisodeResult]]:
+    before = {episode.key: episode for episode in champion.episodes}
+    pairs = [(new, before[new.key]) for new in challenger.episodes if new.key in before]
+    if not pairs:
+        raise DataError(
+            f"the two evaluations have no episode in common ({len(challenger.episodes)} and {len(champion.episodes)} "
+            "episodes); evaluate both with the same environment, levels, number of episodes and seed"
+        )
+    return pairs
 
 
 def _rate(episodes: Iterable[EpisodeResult]) -> Rate:

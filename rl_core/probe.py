@@ -15,13 +15,18 @@ from transformers import PreTrainedModel
 
 from rl_core.analysis.probe_results import ModelProbe
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.conversation import training_sequences
+from rl_core.data.records import Row
+from rl_core.losses.kl import exact_forward_kl
+from rl_core.losses.supervised import token_entropy
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
+from rl_core.models.rotary import longest_sequence
 from rl_core.models.turn_states import turn_spans, turn_states
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import CoherenceSettings
-from rl_core.types import Message, Rollout
+from rl_core.types import Rollout
 
 __all__ = ["Divergence", "Subject", "divergence", "mean_nll", "probe", "same_vocabulary"]
 
@@ -51,15 +56,15 @@ def probe(
     subject: Subject,
     first: Subject | None,
     rollouts: Sequence[Rollout],
-    demonstrations: Sequence[Sequence[Message]] = (),
+    demonstrations: Sequence[Row] = (),
     coherence: CoherenceSettings | None = None,
 ) -> ModelProbe:
     """All measurements of one model.
 
     Args:
         first: reference model for KL and hidden states; None = `subject` itself, with KL 0.
-        rollouts: sampled by `subject`. demonstrations: held-out conversations; those longer than the model's context
-            are skipped.
+        rollouts: sampled by `subject`. demonstrations: held-out rows of {messages, tools}; those longer than the
+            model's context are skipped.
     """
     nll, count = mean_nll(subject, demonstrations)
     spread = divergence(subject.model, first.model if first else None, rollouts, subject.renderer.pad_id)
@@ -80,17 +85,20 @@ def probe(
     )
 
 
-def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tuple[float | None, int]:
+def mean_nll(subject: Subject, conversations: Sequence[Row]) -> tuple[float | None, int]:
     """Mean nats per assistant token (end-of-turn token included), and the number of conversations.
 
     Perplexity is its exponential, comparable only between models with the same tokenizer.
     """
-    context = int(getattr(subject.model.config, "max_position_embeddings", None) or 2**20)
-    rows = []
-    for messages in conversations:
-        ids, mask = subject.renderer.conversation(messages)
-        if len(ids) <= context:
-            rows.append(TrainRow(prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:]))
+    context = longest_sequence(subject.model)
+    rows, count = [], 0
+    for row in conversations:
+        sequences = training_sequences(subject.renderer, row["messages"], row.get("tools"))
+        if max(len(ids) for ids, _ in sequences) <= context:
+            count += 1
+            rows += [
+                TrainRow(prompt_ids=ids[:1], completion_ids=ids[1:], loss_mask=mask[1:]) for ids, mask in sequences
+            ]
     if not rows:
         return None, 0
     device = next(subject.model.parameters()).device
@@ -100,7 +108,7 @@ def mean_nll(subject: Subject, conversations: Sequence[Sequence[Message]]) -> tu
             logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
             total -= float(logprobs_BS.double().sum())  # 0 for tokens without loss
             tokens += batch.num_loss_tokens
-    return total / tokens, len(rows)
+    return total / tokens, count
 
 
 @torch.no_grad()
@@ -123,10 +131,9 @@ def divergence(
             batch = batch.to(device)
             theirs = next_token_logprobs(reference, batch) if reference is not None else None
             for log_p_CV in next_token_logprobs(model, batch):
-                p_CV = log_p_CV.exp()
-                entropy_N.append(-(p_CV * log_p_CV).sum(-1).cpu())
+                entropy_N.append(token_entropy(log_p_CV).cpu())
                 if theirs is not None:
-                    kl_N.append((p_CV * (log_p_CV - next(theirs))).sum(-1).cpu())
+                    kl_N.append(exact_forward_kl(log_p_CV, next(theirs)).cpu())
             for row in batch.rows:
                 spans = turn_spans(rollouts[row].loss_mask)
                 turns_N += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]

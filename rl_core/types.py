@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 
@@ -15,10 +15,16 @@ __all__ = ["Message", "Rollout", "RolloutGroup", "StopReason", "ToolCall", "Trai
 
 
 class Message(TypedDict):
-    """One chat message; role is system, user, assistant or tool."""
+    """One chat message; role is system, user, assistant or tool. The other fields are OpenAI's."""
 
     role: str
     content: str
+    reasoning_content: NotRequired[str]  # thought of an assistant message
+    # [{"type": "function", "id": ..., "function": {"name": ..., "arguments": {...}}}] of an assistant message
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]  # of a tool message: the call that it answers
+    name: NotRequired[str]  # of a tool message: the tool
+    weight: NotRequired[int]  # of an assistant message: 0 = no loss
 
 
 class StopReason(StrEnum):
@@ -107,8 +113,9 @@ class Rollout:
     prompt_ids: list[int]  # [prompt tokens]
     completion_ids: list[int]  # [T] every token after the prompt: sampled ones and observations, in order
     loss_mask: list[bool]  # [T] True = the policy sampled this token (its end-of-turn tokens included)
-    # [T] nats, log softmax(logits / temperature) of the sampling policy; 0.0 at observations. Greedy tokens
-    # (temperature 0) have no such distribution: theirs are at temperature 1
+    # [T] nats, log softmax(logits / temperature) of the sampling policy (penalised, over kept tokens alone, where
+    # evaluation restricts its sampling); 0.0 at observations. Greedy tokens (temperature 0) have no such
+    # distribution: theirs are at temperature 1
     sampler_logprobs: list[float]
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment

@@ -331,6 +331,17 @@ def resume(arguments: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
+def sync(arguments: argparse.Namespace) -> int:
+    """Deliver what still waits for the tracking store."""
+    settings = _optional(arguments)
+    from flows.cli.sync import sync as deliver
+
+    output = _connect_mlflow(settings.output if settings else arguments.output)
+    text, good = deliver(output, settings.tracking.uri if settings else None)
+    print(text)
+    return 0 if good else 1
+
+
 def gc(arguments: argparse.Namespace) -> int:
     """List or remove unreferenced data."""
     settings = _optional(arguments)
@@ -437,8 +448,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         from flows.cli.model_capabilities import explain
 
-        print(explain(arguments.model, settings.model if settings else None, output, uri))
-        return 0
+        explanation = explain(arguments.model, settings.model if settings else None, output, uri)
+        print(explanation.text)
+        return 1 if explanation.is_refused else 0
     findings = examine(output, uri)
     print(report(findings))
     return 1 if any(finding.is_bad for finding in findings) else 0
@@ -465,7 +477,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 _ALL = (
     init, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui,
-    monitor, runs, gc, doctor,
+    monitor, runs, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}

@@ -1,13 +1,15 @@
-"""`posttrain doctor --model`: the fast paths that a model may take on this machine, and why."""
+"""`posttrain doctor --model`: a model's fast paths on this machine, and what its chat template does."""
 
 from __future__ import annotations
 
 import tempfile
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows.cli.model_names import given_models
+from rl_core.errors import CheckpointError, DataError, SettingsError
 from rl_core.settings import ModelSettings
 
 if TYPE_CHECKING:
@@ -15,18 +17,26 @@ if TYPE_CHECKING:
 
     from rl_core.capabilities import Decision
 
-__all__ = ["explain"]
+__all__ = ["Explanation", "explain"]
 
 _LOADED_BYTES = 2 << 30  # of weights: up to here the model is loaded, and what only a trial run tells is tried
 _WIDTH = 100
 
 
-def explain(model: str, settings: ModelSettings | None, output: Path, tracking_uri: str | None = None) -> str:
-    """A table of every fast path: whether the model takes it, why, and which path it takes otherwise.
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Text about a model."""
+
+    text: str
+    is_refused: bool = False  # nothing exact can be trained with its chat template
+
+
+def explain(model: str, settings: ModelSettings | None, output: Path, tracking_uri: str | None = None) -> Explanation:
+    """A table of every fast path, with the reason and the path taken otherwise; then the chat template's properties.
 
     Args:
         model: a model folder, a finished stage's folder, a hub name or models:/NAME@ALIAS.
-        settings: dtype, device and adapters that the model is meant for; None = the defaults.
+        settings: dtype, device, adapters and chat template that the model is meant for; None = the defaults.
         output: the folder whose registry knows registered models.
     Raises: CheckpointError or SettingsError when there is no such model.
     """
@@ -36,7 +46,9 @@ def explain(model: str, settings: ModelSettings | None, output: Path, tracking_u
     settings = settings or ModelSettings()
     device = causal_lm.device_of(settings).type
     with tempfile.TemporaryDirectory(prefix="posttrain-") as scratch:  # a registered model may have to be downloaded
-        found, is_loaded = _loaded(_resolved(model, output, tracking_uri, Path(scratch)), settings)
+        place = _resolved(model, output, tracking_uri, Path(scratch))
+        found, is_loaded = _loaded(place, settings)
+        template = _template(place, settings)
     kind = type(lora.unwrap(found)).__name__
     adapters = " with adapters" if settings.lora is not None else ""
     head = (
@@ -44,7 +56,24 @@ def explain(model: str, settings: ModelSettings | None, output: Path, tracking_u
         f"{settings.dtype} on {device}"
     )
     source = "its weights were loaded" if is_loaded else "its config alone was read"
-    return "\n".join([head, f"({source})", "", *_table(list(capabilities(found, device)))])
+    lines = [head, f"({source})", "", *_table(list(capabilities(found, device))), "", "chat template", template.text]
+    return Explanation("\n".join(lines), template.is_refused)
+
+
+def _template(place: str, settings: ModelSettings) -> Explanation:
+    """The chat template's properties with an example, or the reason for which it cannot be used."""
+    from rl_core.data.chat import ChatRenderer
+    from rl_core.data.template_report import report
+    from rl_core.models import causal_lm
+
+    try:
+        tokenizer = causal_lm.load_tokenizer(place, settings)
+    except CheckpointError as error:  # a folder of weights alone
+        return Explanation(f"not examined: {error}")
+    try:
+        return Explanation("\n".join(report(ChatRenderer(tokenizer, settings))))
+    except (DataError, SettingsError) as error:
+        return Explanation(f"BAD   {error}", is_refused=True)
 
 
 def _resolved(model: str, output: Path, tracking_uri: str | None, scratch: Path) -> str:

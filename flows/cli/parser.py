@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
         add(commands)
     for add in (_add_approve, _add_resume, _add_up, _add_down, _add_status):
         add(commands)
-    for add in (_add_ui, _add_monitor, _add_runs, _add_gc, _add_doctor):
+    for add in (_add_ui, _add_monitor, _add_runs, _add_sync, _add_gc, _add_doctor):
         add(commands)
     return parser
 
@@ -252,6 +252,14 @@ def _add_resume(commands: Any) -> None:
     _add_config(parser, option=True)
     _add_output(parser)
     _add_quiet(parser)
+
+
+def _add_sync(commands: Any) -> None:
+    examples = ["sync", "sync --config gsm8k", "sync --output /data/outputs"]
+    about = "deliver to the tracking store what runs recorded while it was away, or before it lost its database"
+    parser = _add(commands, "sync", about, examples)
+    _add_config(parser, option=True)
+    _add_output(parser)
 
 
 def _add_gc(commands: Any) -> None:

@@ -41,6 +41,8 @@ def result_rows(pipeline_run: PipelineRun) -> list[dict[str, Any]]:
             rates = [found["tokens_per_second"] for found in evaluated.values()]
             row["tokens_per_second"] = sum(rates) / len(rates) if rates else None
         rows.append(row)
+    if pipeline_run.postponed:
+        rows.append({"stage": "promote", "seconds": 0.0, "cached": False, "url": "", "note": pipeline_run.postponed})
     return rows
 
 
@@ -68,7 +70,10 @@ def result_table(rows: Sequence[Mapping[str, Any]], run_url: str, facts: Mapping
     for row in rows:
         console.print(f"{str(row['stage']).replace('_', ' ')}: {row['note']}", soft_wrap=True, highlight=False)
     console.print()
-    console.print(f"MLflow run  {run_url}", soft_wrap=True)
+    if run_url:
+        console.print(f"MLflow run  {run_url}", soft_wrap=True)
+    if facts.get("undelivered"):
+        console.print(f"Waiting     {facts['undelivered']}", soft_wrap=True)
     if facts.get("runs_url"):
         console.print(f"All runs    {facts['runs_url']}", soft_wrap=True)
     console.print(f"Files       {facts.get('output', '')}", soft_wrap=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+from rl_core.data.reasoning import after_thought
 from rl_core.environments.solutions import final_of_solution, same_number
 from rl_core.environments.tool_question import ANSWER_WORD, read_answer, same_text
 from rl_core.types import Trajectory, Turn
@@ -45,7 +46,7 @@ def contradictions(trajectory: Trajectory) -> int:
 def _answers(action: str) -> Iterator[str]:
     if ANSWER_WORD not in action and "####" not in action:  # fast path: nearly every tool call
         return
-    for line in action.rpartition("</think>")[2].splitlines():  # thoughts do not count
+    for line in after_thought(action).splitlines():  # thoughts do not count
         answer = read_answer(line)
         stated = answer if answer is not None else final_of_solution(line)
         if stated:

@@ -57,6 +57,10 @@ _TRAINING = MetricGroup(
         Metric("train/loss", "loss",
                "The total loss of the optimizer step, all terms included (nats per token in SFT).",
                "SFT: rises or stays flat. Policy gradients: its level says nothing; watch success and KL instead."),
+        Metric("train/nll", "nats/token", "The loss of SFT without its router term (`router_aux_loss_coef`)."),
+        Metric("train/router_aux_loss", "-",
+               "Load-balancing loss of a mixture's routers in SFT: experts per token where the load is even.",
+               "Grows: a few experts take most tokens; raise `router_aux_loss_coef`."),
         Metric("train/grad_norm", "-", "Global gradient norm before clipping at `max_grad_norm`.",
                "Steadily above `max_grad_norm`, or spikes far above its usual level: lower the learning rate."),
         Metric("train/grokfast_grad_norm", "-", "Global norm after the slow gradients of Grokfast were added."),
@@ -241,6 +245,7 @@ _POLICY = MetricGroup(
         Metric("policy/entropy", "nats/token", "Mean entropy of the token distribution.",
                "Falls to near 0 early: exploration is over; raise `entropy_coef`, `clip_eps_high`, or lower the "
                "rate."),
+        Metric("policy/router_aux_loss", "-", "Load-balancing loss of a mixture's routers (`router_aux_loss_coef`)."),
         Metric("policy/entropy_coef", "-", "Weight of the entropy bonus."),
         Metric("policy/kl", "nats/token",
                "KL(old || current) of the update, k3 estimator. Exactly 0 with one step per rollout, since then old "
@@ -258,6 +263,11 @@ _POLICY = MetricGroup(
                "cut.", "Large: too many or too large steps on the same rollouts."),
         Metric("policy/clip_fraction_low", "share", "Of these, clipped at the lower bound (advantage below 0)."),
         Metric("policy/clip_fraction_high", "share", "Of these, clipped at the upper bound (advantage above 0)."),
+        Metric("policy/clip_fraction_dual", "share",
+               "Of these, capped by `dual_clip` (advantage below 0); only where that is set."),
+        Metric("policy/gate_mean", "-",
+               "`sapo`: mean weight that the soft gate leaves a token's gradient; 1 at ratio 1.",
+               "Far below 1: too many or too large steps on the same rollouts."),
         Metric("policy/ratio_mean", "-", "Mean probability ratio current over old.", "Far from 1."),
         Metric("policy/ratio_max", "-", "Largest ratio of a token (sequence).",
                "Far above the clip: single tokens have moved a long way."),
@@ -267,7 +277,10 @@ _POLICY = MetricGroup(
         Metric("policy/sampler_difference_max", "nats",
                "Largest difference of a log-prob between sampler and trainer.",
                "Above 1e-4 in float32 with fresh rollouts."),
-        Metric("policy/importance_mean", "-", "Mean truncated importance weight."),
+        Metric("policy/importance_mean", "-", "Mean truncated importance weight, 0 where dropped; V-trace: of rho."),
+        Metric("policy/importance_dropped", "share",
+               "Loss tokens without policy gradient, since they, or their sequence, left the interval of "
+               "`importance_mask`.", "Large: the interval is narrow, or rollouts are too old."),
         Metric("policy/effective_sample_share", "share",
                "Effective sample size of those weights over loss tokens (Kish).",
                "Falls: rollouts are too old for the present policy."),
@@ -326,8 +339,8 @@ _TOOL = MetricGroup(
 
 _THOUGHTS = MetricGroup(
     "Thoughts: `thoughts/`",
-    "Of the stage `thoughts`; the last two rows are its final test, each also with `_low` and `_high` (bootstrap "
-    "95%).",
+    "Of the stage `thoughts`; the last three rows are its final test, gain and drop also with `_low` and `_high` "
+    "(bootstrap 95%).",
     (
         Metric("thoughts/gain", "nats", "Gain of the own thought per answered turn, within +-`gain_clip`.",
                "Not above 0: thoughts do not help."),
@@ -342,6 +355,9 @@ _THOUGHTS = MetricGroup(
                "0: the stage fails unless `require_genuine` is off."),
         Metric("thoughts/gain_{condition}", "nats",
                "Mean gain with the own thoughts (`own`) and with each control (`shuffled`, `filler`, `truncated`)."),
+        Metric("thoughts/p_{condition}", "-",
+               "One-sided exact tests: `own` of its gain above 0, a control of own gain above the control's.",
+               "Above 0.025: not genuine."),
         Metric("thoughts/drop_{control}", "nats", "Own gain minus that of the control, paired by episode.",
                "Interval includes 0: the content of the thoughts does not matter."),
     ),
@@ -371,6 +387,10 @@ _PERF = MetricGroup(
                "Trained tokens (SFT, reward model, preference) or sampled tokens (policy, thoughts) per second of "
                "the iteration."),
         Metric("perf/rollout_tokens_per_second", "tokens/s", "Sampled tokens per second of rollout time."),
+        Metric("perf/float_weight_share", "share",
+               "Weights that rollouts multiply in float32 because they, or others of their input, are too large for "
+               "three digits of 8 bits of their line (CPUs with matrix tiles).",
+               "Above a few percent: rollouts are slower; the results are as exact."),
         Metric("perf/update_tflops", "TFLOP/s", "Operations per second of the optimizer steps."),
         Metric("perf/mfu", "share", "The same over the GPU's bfloat16 peak (known GPUs only)."),
         Metric("perf/memory_gb", "GB",
@@ -435,11 +455,20 @@ _PROMOTION = MetricGroup(
     (
         Metric("promotion/success_rate", "share", "Success of the challenger."),
         Metric("promotion/champion_success_rate", "share", "Success of the champion on the same episodes."),
-        Metric("promotion/gain", "share", "Paired difference challenger minus champion."),
+        Metric("promotion/gain", "share",
+               "Paired difference challenger minus champion, of rewards with `metric: reward`."),
         Metric("promotion/gain_low", "share",
                "Lower bound of its bootstrap interval; promotion needs it above `min_gain`."),
         Metric("promotion/gain_high", "share", "Upper bound of that interval.",
                "Below 0: the challenger is worse for sure."),
+        Metric("promotion/p_value", "-", "One-sided exact test that the gain is not above `min_gain`."),
+        Metric("promotion/alpha", "-", "Level of this attempt; promotion needs `p_value` at or below it.",
+               "Small after many attempts on the same episodes: `repeated_attempts: fresh`, or more episodes."),
+        Metric("promotion/alpha_left", "-", "What is left of `alpha` for later attempts on the same episodes."),
+        Metric("promotion/attempt", "attempts", "Attempts of this model on the same episodes, this one included."),
+        Metric("promotion/episodes", "episodes", "Held-out episodes that both played."),
+        Metric("promotion/discordant", "episodes", "Those of them with different outcomes.",
+               "Below `min_discordant`: nothing is promoted; play more episodes."),
     ),
 )
 

@@ -66,7 +66,7 @@ def grpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
-    """GRPO, or the algorithm of its kin that `settings.algorithm` names (dr_grpo, dapo, gspo, cispo, rloo).
+    """GRPO, or the algorithm of its kin that `settings.algorithm` names (dr_grpo, dapo, gspo, cispo, sapo, rloo).
 
     Arguments and errors: `policy_gradient`.
     """
@@ -175,12 +175,22 @@ def policy_gradient(
         settings,
         seed,
         model=model_name(model),
+        chat=policy.renderer.digest,
         environment={"name": acting.name, "class": type(acting).__qualname__},
         prompts=digest,
         reward=parts.fingerprint() if parts is not None else {},
     )
     return Training(
-        settings.algorithm, recipe, settings, policy.model, policy.tokenizer, fingerprint, folder, tracker, callbacks
+        settings.algorithm,
+        recipe,
+        settings,
+        policy.model,
+        policy.tokenizer,
+        fingerprint,
+        folder,
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
     )
 
 
@@ -207,11 +217,22 @@ def sft(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    rows = conversations(data, heldout, policy.renderer, policy.context, seed)
+    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
     recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
-    fingerprint = run_fingerprint("sft", settings, seed, model=model_name(model), data=rows.digest)
+    fingerprint = run_fingerprint(
+        "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
+    )
     return Training(
-        "sft", recipe, settings, policy.model, policy.tokenizer, fingerprint, _folder(output), tracker, callbacks
+        "sft",
+        recipe,
+        settings,
+        policy.model,
+        policy.tokenizer,
+        fingerprint,
+        _folder(output),
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
     )
 
 
@@ -239,9 +260,20 @@ def dpo(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
     recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
-    fingerprint = run_fingerprint("dpo", settings, seed, model=model_name(model), data=pairs.digest)
+    fingerprint = run_fingerprint(
+        "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
+    )
     return Training(
-        "dpo", recipe, settings, policy.model, policy.tokenizer, fingerprint, _folder(output), tracker, callbacks
+        "dpo",
+        recipe,
+        settings,
+        policy.model,
+        policy.tokenizer,
+        fingerprint,
+        _folder(output),
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
     )
 
 
@@ -269,9 +301,20 @@ def reward_model(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
     recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
-    fingerprint = run_fingerprint("reward_model", settings, seed, model=model_name(model), data=pairs.digest)
+    fingerprint = run_fingerprint(
+        "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
+    )
     return Training(
-        "reward_model", recipe, settings, classifier, policy.tokenizer, fingerprint, _folder(output), tracker, callbacks
+        "reward_model",
+        recipe,
+        settings,
+        classifier,
+        policy.tokenizer,
+        fingerprint,
+        _folder(output),
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
     )
 
 
@@ -350,6 +393,9 @@ def _validation(
         rows = environment.heldout_levels()
         if not rows:
             raise SettingsError("eval_every: needs heldout_prompts to evaluate on")
+        shared = {seed for level in environment.levels for seed in environment.held_out(level).shared}
+        if len(shared) < len(rows):
+            rows = [(level, row) for level, row in rows if row not in shared]
         requests = [EpisodeRequest(level, row) for level, row in rows[: settings.eval_episodes]]
     else:
         levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
@@ -373,7 +419,8 @@ def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy
         if path is None:
             raise SettingsError("model: ModelSettings without a path; name a folder or hub name in `path`")
         model, tokenizer = heads.reward_model_from(model_folder(path), settings, seed=seed)
-        return model, Policy(model, tokenizer, ChatRenderer(tokenizer), dataclasses.replace(settings, path=str(path)))
+        renderer = ChatRenderer(tokenizer, settings)
+        return model, Policy(model, tokenizer, renderer, dataclasses.replace(settings, path=str(path)))
     policy = load_policy(source)
     with tempfile.TemporaryDirectory() as folder:  # transformers makes a classifier from files alone
         policy.save(folder)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.data.records import Records, Row, RowSource, read_demonstrations, read_preferences, read_prompts
-from rl_core.data.splits import split_by_prompt
+from rl_core.data.splits import opening_text, overlap_report, prompt_key, split_by_prompt
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
 from rl_core.types import Message
 
 __all__ = ["Split", "as_environment", "conversations", "pair_of", "preference_pairs"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,8 +62,9 @@ def as_environment(
 
 
 def conversations(
-    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int
-) -> Split[tuple[list[int], list[bool]]]:
+    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int,
+    loss_on: Literal["all", "last"] = "all",
+) -> Split[TrainingSequence]:  # fmt: skip
     """Demonstrations as (token ids, loss mask), `heldout` of them (a share by prompt, or rows of their own) held out.
 
     Raises: RecordsError listing bad rows, those longer than the context among them.
@@ -69,10 +74,16 @@ def conversations(
         return read_demonstrations(source, token_length=length, context=context)
 
     def length(row: Row) -> int:
-        return len(renderer.conversation(row["messages"])[0])
+        return max(len(ids) for ids, _ in sequences(row))
 
-    parts = _split(data, heldout, read, lambda row: str(row["messages"][:-1]), seed)
-    train, rest = ([renderer.conversation(row["messages"]) for row in part] for part in (parts.train, parts.heldout))
+    def sequences(row: Row) -> list[TrainingSequence]:
+        return training_sequences(renderer, row["messages"], row.get("tools"), loss_on)
+
+    parts = _split(
+        data, heldout, read, lambda row: opening_text(row["messages"]), seed,
+        otherwise=lambda row: str(row["messages"][:-1]),
+    )  # fmt: skip
+    train, rest = ([s for row in part for s in sequences(row)] for part in (parts.train, parts.heldout))
     return Split(train, rest, parts.digest)
 
 
@@ -110,15 +121,27 @@ def _split(
     read: Callable[[RowSource], Records],
     prompt_of: Callable[[Row], str],
     seed: int,
+    otherwise: Callable[[Row], str] | None = None,
 ) -> Split[dict[str, Any]]:
-    """Rows read, and split by prompt where `heldout` is a share; 0 = nothing is held out."""
+    """Rows read, and split by prompt where `heldout` is a share; 0 = nothing is held out.
+
+    `otherwise`: the key of rows that all have the same prompt.
+    """
     records = read(data)
     if isinstance(heldout, bool) or not isinstance(heldout, int | float):
         rest = read(heldout)
+        overlap = overlap_report(records.rows, rest.rows, prompt_of)
+        if overlap["num_overlap_rows"]:
+            logger.warning(
+                "heldout: %d of %d rows have a prompt of the training rows, so they are not held out",
+                overlap["num_overlap_rows"], overlap["num_heldout_rows"],
+            )  # fmt: skip
         return Split(records.rows, rest.rows, records.digest + rest.digest)
     if heldout == 0:
         return Split(records.rows, [], records.digest)
     if not 0 < heldout < 1:
         raise SettingsError(f"heldout: {heldout} has to be a share from 0 to below 1, a file, or a list of rows")
+    if otherwise is not None and len({prompt_key(prompt_of(row)) for row in records.rows}) == 1:
+        prompt_of = otherwise
     train, rows, _ = split_by_prompt(records.rows, prompt_of, heldout, seed)
     return Split(train, rows, f"{records.digest} {heldout}")

@@ -58,6 +58,8 @@ def evaluate(
     result = play(
         acting, policy.backend(), policy.renderer, requests, samples=given.samples, sampling=given.sampling, seed=seed
     )
+    if not isinstance(acting, Prompts):
+        result.held_out = _held_out(acting, result)
     if parts is None:
         return result
     rewards = RewardOrchestrator(parts.weights, functions=parts.functions)
@@ -75,7 +77,9 @@ def play_heldout(
     backend = policy.backend()
 
     def once(samples: int, sampling: SamplingSettings) -> Evaluation:
-        return play(environment, backend, policy.renderer, requests, samples=samples, sampling=sampling, seed=seed)
+        result = play(environment, backend, policy.renderer, requests, samples=samples, sampling=sampling, seed=seed)
+        result.held_out = _held_out(environment, result)
+        return result
 
     sampled = once(settings.samples, settings.sampling)
     if not settings.greedy or settings.sampling.temperature == 0:
@@ -161,5 +165,10 @@ def _rescored(result: Evaluation, rewards: RewardOrchestrator) -> Evaluation:
         by_episode.setdefault((rollout.trajectory.level, rollout.trajectory.seed), []).append(rollout)
     rewards.score([RolloutGroup(rollouts) for rollouts in by_episode.values()])
     scored = summarize((rollout.trajectory for rollout in result.rollouts), result.seconds)
-    scored.rollouts = result.rollouts
+    scored.rollouts, scored.held_out = result.rollouts, result.held_out
     return scored
+
+
+def _held_out(environment: Environment, result: Evaluation) -> dict[str, dict[str, Any]]:
+    """`Environment.held_out` of each level that was played."""
+    return {level: environment.held_out(level).to_json() for level in result.by_level}

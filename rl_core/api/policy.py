@@ -18,6 +18,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.inference.engine import RolloutBackend, make_backend
 from rl_core.models import causal_lm
 from rl_core.models.lora import is_lora
+from rl_core.models.rotary import longest_sequence
 from rl_core.settings import LoraSettings, ModelSettings
 
 __all__ = ["ModelSource", "Policy", "create_policy", "load_policy", "model_folder", "model_name"]
@@ -44,7 +45,7 @@ class Policy:
     @property
     def context(self) -> int:
         """Longest sequence, in tokens."""
-        return int(getattr(self.model.config, "max_position_embeddings", 2**20))
+        return longest_sequence(self.model)
 
     def backend(self) -> RolloutBackend:
         """A rollout backend over this model's own weights."""
@@ -69,7 +70,8 @@ def load_policy(source: ModelSource, settings: ModelSettings | None = None, *, s
 
     A loaded model is used as it is, on its device and in its dtype; training changes its weights in place.
     Args:
-        settings: dtype, device and adapters of a model that is read here; `settings.path` is not used.
+        settings: dtype, device and adapters of a model that is read here, and the chat template's settings, which a
+            loaded tokenizer takes as well; `settings.path` is not used.
         seed: of the weights of new adapters.
     Raises: CheckpointError when there is no such model; SettingsError for an object that is none.
     """
@@ -93,7 +95,7 @@ def load_policy(source: ModelSource, settings: ModelSettings | None = None, *, s
         )
     settings = dataclasses.replace(settings or ModelSettings(), path=str(source))
     model, tokenizer = causal_lm.load(model_folder(source), settings, seed=seed)
-    return Policy(model, tokenizer, ChatRenderer(tokenizer), settings)
+    return Policy(model, tokenizer, ChatRenderer(tokenizer, settings), settings)
 
 
 def create_policy(texts: Iterable[str], settings: ModelSettings | None = None, *, seed: int = 0) -> Policy:
@@ -107,7 +109,9 @@ def create_policy(texts: Iterable[str], settings: ModelSettings | None = None, *
     """
     settings = settings or ModelSettings()
     tokenizer = train_tokenizer(texts, settings.vocab_size)
-    return Policy(causal_lm.create(settings, tokenizer, seed), tokenizer, ChatRenderer(tokenizer), settings)
+    causal_lm.use_own_template(tokenizer, settings)
+    renderer = ChatRenderer(tokenizer, settings)
+    return Policy(causal_lm.create(settings, tokenizer, seed), tokenizer, renderer, settings)
 
 
 def model_name(source: ModelSource) -> str:
@@ -135,7 +139,9 @@ def _of_pair(pair: tuple[Any, ...] | list[Any], settings: ModelSettings | None) 
         tokenizer.pad_token = tokenizer.eos_token
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return Policy(model.train(), tokenizer, ChatRenderer(tokenizer))
+    if settings is not None:
+        causal_lm.use_own_template(tokenizer, settings)
+    return Policy(model.train(), tokenizer, ChatRenderer(tokenizer, settings))
 
 
 def model_folder(source: str | Path) -> str | Path:

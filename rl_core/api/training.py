@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rl_core.api.evaluation import generate
 from rl_core.api.policy import Policy
 from rl_core.api.recipes import Recipe
+from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import CheckpointError, SettingsError, Stopped
 from rl_core.models import causal_lm
@@ -55,6 +56,7 @@ class Training(Generic[T]):
     callbacks: Sequence[Callback] = ()
     outcome: LoopOutcome | None = None  # of the run, once it has ended
     memory: LoopMemory = field(default_factory=LoopMemory)
+    renderer: ChatRenderer | None = None  # of the training; None = the tokenizer's, with the default settings
 
     def __post_init__(self) -> None:
         self.callbacks = check_callbacks(self.callbacks)
@@ -145,9 +147,7 @@ class Training(Generic[T]):
     @property
     def policy(self) -> Policy:
         """The policy in training, for `rl_core.evaluate`, `rl_core.generate` or a next trainer."""
-        from rl_core.data.chat import ChatRenderer
-
-        return Policy(self.model, self.tokenizer, ChatRenderer(self.tokenizer))
+        return Policy(self.model, self.tokenizer, self.renderer or ChatRenderer(self.tokenizer))
 
     def generate(
         self, prompts: RowSource, *, samples: int = 1, sampling: SamplingSettings | None = None, seed: int = 0

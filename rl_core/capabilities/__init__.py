@@ -14,8 +14,9 @@ from typing import Any
 
 from rl_core.capabilities.decision import Decision
 from rl_core.capabilities.decoding import compiled_decoding, decoder, fused_step, packed_weights
+from rl_core.capabilities.positions import positions
 from rl_core.capabilities.training import training_forward
-from rl_core.capabilities.trials import packs_into_one_row, plain_head, sequence_packing
+from rl_core.capabilities.trials import packs_into_one_row, plain_head, router_logits, sequence_packing
 
 __all__ = [
     "Capabilities",
@@ -27,6 +28,8 @@ __all__ = [
     "packed_weights",
     "packs_into_one_row",
     "plain_head",
+    "positions",
+    "router_logits",
     "sequence_packing",
     "training_forward",
 ]
@@ -36,6 +39,7 @@ __all__ = [
 class Capabilities:
     """Every fast path's decision for one model, in the order in which people read them."""
 
+    positions: Decision
     training_forward: Decision
     plain_head: Decision
     sequence_packing: Decision
@@ -56,6 +60,7 @@ def capabilities(model: Any, device: str | None = None) -> Capabilities:
         device: answer as if the weights lay on this type of device ("cpu", "cuda"); None = where they are.
     """
     return Capabilities(
+        positions=positions(model),
         training_forward=training_forward(model, device),
         plain_head=plain_head(model),
         sequence_packing=sequence_packing(model),

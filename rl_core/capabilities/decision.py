@@ -11,7 +11,8 @@ import torch
 __all__ = ["Decision", "decide", "device_type", "dtype_name", "family_obstacles", "position_obstacles", "unwrapped"]
 
 FAMILIES = ("Llama", "Qwen2", "Qwen3")
-STATIC_ROPES = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the sequence's length
+FIXED_ROPE = "fixed"  # in place of a type whose frequencies follow the length (`rl_core.models.rotary`)
+STATIC_ROPES = ("default", "linear", "llama3", "yarn", FIXED_ROPE)  # do not depend on the sequence's length
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +21,7 @@ from rl_core.capabilities.decision import (
 )
 from rl_core.cpu import fused_decode, int8_gemm, packed_vectors
 
-__all__ = ["compiled_decoding", "decoder", "fused_step", "packed_weights"]
+__all__ = ["compiled_decoding", "decoder", "fused_step", "keeps_cache", "packed_weights"]
 
 PACKED_BYTES = 1 << 30  # larger copies cost memory that people miss, and their products are bound by reading anyway
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,13 +31,24 @@ _SILU = ("SiLU", "SiLUActivation")
 def decoder(model: Any, device: str | None = None) -> Decision:
     """Permission for the rollout engine (`rl_core.inference.decoder`); adapters are merged while it runs."""
     weight = next(unwrapped(model).parameters())
+    name, plain = type(unwrapped(model)).__name__, "transformers' own forward pass"
     steps = "; steps are replayed as CUDA graphs" if device_type(weight, device) == "cuda" else ""
     return decide(
         "rollout decoder",
         _decoder_obstacles(model),
         f"known family of plain linear layers: prompts prefilled once, slots refilled{steps}",
-        "transformers' own forward pass and cache, batch by batch",
+        f"{plain} and cache, batch by batch"
+        if keeps_cache(model)
+        else f"{plain} over the whole sequence for every token: {name} keeps no key/value cache",
     )
+
+
+def keeps_cache(model: Any) -> bool:
+    """True = its forward pass takes and gives keys and values of earlier tokens (`past_key_values`).
+
+    Recurrent families (Mamba, RWKV) keep a state of their own kind under a name of their own.
+    """
+    return "past_key_values" in inspect.signature(type(unwrapped(model)).forward).parameters
 
 
 def _decoder_obstacles(model: Any) -> Iterator[str]:

@@ -57,7 +57,7 @@ def _training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     if config.hidden_act != "silu":
         yield f"its activation is {config.hidden_act}; this path computes silu"
     if trunk.training and getattr(config, "attention_dropout", 0.0):
-        yield f"attention_dropout is {config.attention_dropout}; this path has none (set it to 0)"
+        yield f"attention_dropout is {config.attention_dropout}; this path has none (dropout: false switches it off)"
     if trunk.training and any(getattr(part, "gradient_checkpointing", False) for part in (trunk, *trunk.layers[:1])):
         yield "activation checkpointing is on, which works on transformers' layers"
     yield from position_obstacles(trunk)

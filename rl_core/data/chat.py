@@ -7,17 +7,25 @@ A multi-turn sequence is always a concatenation of the same pieces:
 
 so a demonstration and a rollout with the same texts have the same token ids, and nothing is ever re-tokenised.
 Works with any tokenizer: its own chat template if it has one (with or without system and tool roles, with or without
-strict alternation), else a plain-text template.
+strict alternation), else a plain-text template. A thought that the template opens in its header (`<think>`) belongs to
+the prompt: it is no part of the action's ids, and part of its text.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, cast
 
-from rl_core.errors import DataError
+from rl_core.data.assistant_message import assistant_text, in_history
+from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
+from rl_core.data.reasoning import split_thought
+from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
+from rl_core.errors import DataError, SettingsError
+from rl_core.settings import ModelSettings
 from rl_core.types import Message
 
 if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
@@ -25,48 +33,76 @@ if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
 
 __all__ = ["PLAIN_TEMPLATE", "ChatRenderer"]
 
-# For tokenizers without a template, i.e. base models. The line break after the role avoids prompts that end in a space,
-# which byte-level BPE never saw in training.
-PLAIN_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}Assistant:\n{{ message['content'] }}{{ eos_token }}\n"
-    "{% else %}{{ message['role'] | capitalize }}:\n{{ message['content'] }}\n\n"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Assistant:\n{% endif %}"
-)
-
-_MARK = "Zq7MarkXw"  # placeholder message, located in the rendered text
 _CACHED = 16384  # cached renderings; observations of small environments repeat often
+_SHOWN = 40  # characters of a text in a message
 
-_Key = tuple[tuple[str, str], ...]
+_Key = tuple[tuple[str, str, str], ...]  # role, content, other fields as JSON ("" = none)
 
 
 class ChatRenderer:
     """Conversion between messages and token ids with one tokenizer.
 
-    Raises: DataError if the tokenizer has no end-of-sequence token or its template cannot hold a conversation.
+    Raises: DataError if the tokenizer has no end-of-sequence token or its template cannot hold a conversation;
+        SettingsError if the template does not know a variable, or takes no tools.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: ModelSettings | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`settings`: of the chat template. `tools`: JSON schemas for it, as `Toolset.schema()` gives them."""
         self.tokenizer = tokenizer
-        self._template: str | None = None if tokenizer.chat_template else PLAIN_TEMPLATE
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no end-of-sequence token (eos_token), so actions cannot end; set one")
-        special = {str(token) for token in tokenizer.all_special_tokens}
+        self.template = ChatTemplate(tokenizer, settings, tools)
+        self.settings = self.template.settings
+        self.facts: TemplateFacts = examine(self.template)
+        self._control = control_pattern(self.facts.control)
+        self._markers = control_pattern(self.facts.markers)
+        special = set(tokenizer.all_special_tokens)
         special |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-        self._special_ids = frozenset(self._id_of(text) for text in special)
-        self._special_pattern = re.compile("|".join(re.escape(text) for text in sorted(special, key=len, reverse=True)))
-        self._bos_ids = self._opening_ids()
-        self._probe_roles()
-        self.eos_id = self._find_eos()
+        self._unmarked = control_pattern([text for text in self.facts.control if text not in special])
+        self.eos_id = self._id_of(self.facts.end_of_turn)
         self.pad_id: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos_id
+        self._control_ids = {self._id_of(text) for text in self.facts.control} | {self.eos_id}
+        self._bos_ids = self._opening_ids()
         self._prompt = lru_cache(maxsize=_CACHED)(self._render_prompt)
         self._observation = lru_cache(maxsize=_CACHED)(self._render_observation)
+        self._with_tools: dict[str, ChatRenderer] = {}
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
         """Tokens that end an action: the template's end of turn first, then the tokenizer's EOS."""
-        return tuple(dict.fromkeys((self.eos_id, int(self.tokenizer.eos_token_id))))
+        return tuple(dict.fromkeys((self.eos_id, int(cast(int, self.tokenizer.eos_token_id)))))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of what decides the text of messages: the template, its variables and date, tools and history."""
+        settings = self.settings
+        decisive = (
+            self.template.source, settings.chat_template_kwargs, settings.chat_template_date, self.template.tools,
+            settings.native_tools, settings.history_thoughts,
+        )  # fmt: skip
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True, default=str).encode()).hexdigest()
+
+    @property
+    def opened_thought(self) -> str:
+        """Thought that the header of every action opens, as "<think>\\n"; "" = none."""
+        return self.facts.prefill if self.facts.opens_thought else ""
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]] | None) -> ChatRenderer:
+        """The renderer whose template is handed these tools; this one for none.
+
+        Raises: SettingsError if the template takes no tools.
+        """
+        if not tools:
+            return self
+        key = json.dumps(list(tools), sort_keys=True)
+        if key not in self._with_tools:
+            self._with_tools[key] = ChatRenderer(self.tokenizer, self.settings, tools)
+        return self._with_tools[key]
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of the opening messages and the header of the first action.
@@ -76,22 +112,45 @@ class ChatRenderer:
         return list(self._prompt(_key(messages)))
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to append after the policy's EOS: the messages and the header of the next action."""
+        """Token ids to append after the policy's EOS: the messages and the header of the next action.
+
+        Raises: SettingsError where `history_thoughts: template` would have the turns before them rendered anew.
+        """
+        if self.settings.history_thoughts == "template":
+            self._refuse_rewriting(messages)
         return list(self._observation(_key(messages)))
 
     def action_ids(self, text: str) -> list[int]:
-        """Token ids of one action and its EOS; special tokens spelled out in `text` are encoded as plain text."""
-        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return [*ids, self.eos_id]
+        """Token ids of one action and its end of turn, after a header.
+
+        Markers of thoughts and calls are the tokens that they are; tokens that could forge a role or an end stay text.
+        A thought that the header opens is not opened again; an action without one closes it.
+        Raises: DataError for a thought after a header that closes it (`enable_thinking: false`).
+        """
+        text = self._after_header(text)
+        if self._control.search(text) is None:
+            return [*self._encode(text), self.eos_id]
+        ids: list[int] = []
+        place = 0
+        for marker in self._markers.finditer(text):
+            ids += [*self._spelled(text[place : marker.start()]), self._id_of(marker.group())]
+            place = marker.end()
+        return [*ids, *self._spelled(text[place:]), self.eos_id]
 
     def action_text(self, ids: Sequence[int]) -> str:
-        """Text of sampled ids, without special tokens."""
-        kept = [token for token in ids if token not in self._special_ids and token != self.eos_id]
-        return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        """Text of a sampled action with its thought's opening, without control tokens."""
+        kept = [token for token in ids if token not in self._control_ids]
+        text = self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return f"{self.opened_thought}{text}"
+
+    def assistant_text(self, message: Message) -> str:
+        """Text of an assistant message: its thought, content and calls. Errors: `assistant_message.assistant_text`."""
+        return assistant_text(self.template, self.facts, message)
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation and its loss mask; True = assistant token, EOS included.
 
+        An assistant message with `weight` 0 carries no loss.
         Raises: DataError if there is no assistant message or the last message is not one.
         """
         if not messages or messages[-1]["role"] != "assistant":
@@ -104,99 +163,106 @@ class ChatRenderer:
                 waiting.append(message)
                 continue
             before = self.observation_ids(waiting) if ids else self.prompt_ids(waiting)
-            action = self.action_ids(message["content"])
+            action = self.action_ids(self.assistant_text(message))
             ids += before + action
-            mask += [False] * len(before) + [True] * len(action)
+            mask += [False] * len(before) + [message.get("weight", 1) != 0] * len(action)
             waiting = []
         return ids, mask
 
     # -- chat template -------------------------------------------------------------------------------------------------
 
     def _render_prompt(self, key: _Key) -> tuple[int, ...]:
-        return (*self._bos_ids, *self._encode(self._text(self._fit(key))))
+        return (*self._bos_ids, *self._encode(self.template.text(self._fit(key))))
 
     def _render_observation(self, key: _Key) -> tuple[int, ...]:
         """Text after a placeholder assistant message and its end-of-turn token."""
-        opening: _Key = (("user", "U"), ("assistant", _MARK))
-        after = self._after_mark(self._text(self._fit(opening + key)))
+        opening: _Key = (("user", "U", ""), ("assistant", MARK, ""))
+        after = self.template.text(self._fit(opening + key)).partition(MARK)[2]
         bare = after.lstrip()  # some templates put a space between the message and its EOS; the policy does not
-        return tuple(self._encode(bare.removeprefix(self._eos_text) if bare.startswith(self._eos_text) else after))
+        end = self.facts.end_of_turn
+        return tuple(self._encode(bare.removeprefix(end) if bare.startswith(end) else after))
 
-    def _text(self, messages: list[Message], generation_prompt: bool = True) -> str:
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [{"role": message["role"], "content": message["content"]} for message in messages],
-                chat_template=self._template,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
+    def _refuse_rewriting(self, messages: Sequence[Message]) -> None:
+        """A rollout appends: its tokens cannot follow a history that the template writes anew."""
+        shown = {"user" if m["role"] == "tool" and not self.facts.has_tool else m["role"] for m in messages}
+        found = sorted(shown & set(self.facts.rewrites))
+        if found:
+            raise SettingsError(
+                f"model.history_thoughts: after a {found[0]} message this chat template renders the policy's earlier "
+                "turns anew, and an episode is one sequence of tokens as they were sampled; use keep for rollouts of "
+                "several turns (template serves demonstrations and episodes of one turn)"
             )
-        except Exception as error:  # templates may raise any exception
-            roles = ", ".join(message["role"] for message in messages) or "no message"
-            raise DataError(f"the tokenizer's chat template refuses this conversation ({roles}): {error}") from error
-        assert isinstance(text, str)
-        return text
+
+    def _after_header(self, text: str) -> str:
+        """Text of an action as it goes on after its header, which may have opened or closed a thought."""
+        prefill, pair = self.facts.prefill, self.facts.thought_markers
+        if not prefill or pair is None:
+            return text
+        opening, closing = pair
+        if text.startswith(prefill):
+            return text.removeprefix(prefill)
+        if self.facts.opens_thought:
+            if text.lstrip().startswith(opening):
+                return text.lstrip().removeprefix(opening).removeprefix("\n")
+            return text if closing in text else self.facts.closing + text
+        thought, rest = split_thought(text, pair)
+        if thought:
+            raise DataError(
+                f"the message has a thought ({thought[:_SHOWN]!r}), but the chat template closes it before the answer; "
+                "remove enable_thinking: false from model.chat_template_kwargs, or the thought"
+            )
+        return text if thought is None else rest
 
     def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return cast(list[int], self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _spelled(self, text: str) -> list[int]:
+        """Token ids of text in which control tokens are plain characters."""
+        cuts = [0, *(match.start() + 1 for match in self._unmarked.finditer(text)), len(text)]
+        pieces = [text[start:stop] for start, stop in pairwise(cuts)]
+        encoded = [self.tokenizer(piece, add_special_tokens=False, split_special_tokens=True) for piece in pieces]
+        return [token for piece in encoded for token in cast(list[int], piece["input_ids"])]
 
     def _id_of(self, token: str) -> int:
         found = self.tokenizer.convert_tokens_to_ids(token)
         assert isinstance(found, int)
         return found
 
-    def _after_mark(self, text: str) -> str:
-        """Rendered text after the placeholder assistant message."""
-        if _MARK not in text:
-            raise DataError("the tokenizer's chat template omits assistant messages")
-        return text.partition(_MARK)[2]
-
     def _opening_ids(self) -> tuple[int, ...]:
         """BOS if the tokenizer adds one and there is no chat template."""
-        if self._template is None:
+        if not self.template.is_plain:
             return ()
         start = self.tokenizer("")["input_ids"][:1]
         return tuple(start) if start and start[0] == self.tokenizer.bos_token_id else ()
 
-    def _find_eos(self) -> int:
-        """Token that the template puts after an assistant message, else the tokenizer's EOS."""
-        text = self._text([Message(role="user", content="U"), Message(role="assistant", content=_MARK)], False)
-        match = self._special_pattern.match(self._after_mark(text).lstrip())
-        self._eos_text = match.group() if match else str(self.tokenizer.eos_token)
-        return self._id_of(self._eos_text)
-
-    def _probe_roles(self) -> None:
-        """Detect the role orders that the template renders; some raise for a role, others silently omit it."""
-
-        def shows(*roles: str) -> bool:
-            texts = [_MARK + str(place) for place in range(len(roles))]
-            try:
-                shown = self._text([Message(role=r, content=t) for r, t in zip(roles, texts, strict=True)])
-            except DataError:
-                return False
-            return all(text in shown for text in texts)
-
-        self._has_system = shows("system", "user")
-        self._has_tool = shows("user", "assistant", "tool") and shows("user", "assistant", "tool", "tool")
-        self._has_repeats = shows("user", "user") and shows("user", "assistant", "assistant")
-
-    def _fit(self, key: _Key) -> list[Message]:
+    def _fit(self, key: _Key) -> list[dict[str, Any]]:
         """Messages converted to roles and an order that the template renders."""
-        fitted: list[Message] = []
-        for role, content in key:
-            if (role == "system" and not self._has_system) or (role == "tool" and not self._has_tool):
-                role = "user"
+        facts = self.facts
+        fitted: list[dict[str, Any]] = []
+        for role, content, others in key:
+            if (role == "system" and not facts.has_system) or (role == "tool" and not facts.has_tool):
+                role, others = "user", ""
+            fields = json.loads(others) if others else {}
+            if role == "assistant" and fields:
+                content, fields = in_history(self.template, self.facts, content, fields)
             content = self._plain(content)
-            foreign = not self._has_system or not self._has_repeats
+            foreign = not facts.has_system or not facts.has_repeats
             if foreign and role != "tool" and fitted and fitted[-1]["role"] == role:
-                fitted[-1] = Message(role=role, content=f"{fitted[-1]['content']}\n\n{content}")
+                fitted[-1]["content"] = f"{fitted[-1]['content']}\n\n{content}"
             else:
-                fitted.append(Message(role=role, content=content))
+                fitted.append({"role": role, "content": content, **fields})
         return fitted
 
     def _plain(self, content: str) -> str:
-        """Text with spelled-out special tokens broken by a space, so that no message can forge a role."""
-        return self._special_pattern.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", content)
+        """Text with spelled-out control tokens broken by a space, so that no message can forge a role."""
+        return self._control.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", content)
 
 
 def _key(messages: Sequence[Message]) -> _Key:
-    return tuple((message["role"], message["content"]) for message in messages)
+    keys = []
+    for message in messages:
+        others = {k: v for k, v in message.items() if k not in ("role", "content", "weight") and v is not None}
+        keys.append(
+            (message["role"], message.get("content") or "", json.dumps(others, sort_keys=True) if others else "")
+        )
+    return tuple(keys)

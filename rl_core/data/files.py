@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
 
-__all__ = ["DATA_SUFFIXES", "BadRow", "data_files", "describe", "file_digest", "read_rows"]
+__all__ = ["DATA_SUFFIXES", "BadRow", "data_files", "describe", "file_digest", "read_rows", "read_text"]
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 DATA_SUFFIXES = (".jsonl", *PARQUET_SUFFIXES)
@@ -67,6 +67,24 @@ def describe(value: object) -> str:
         kind = type(value).__name__
     shown = ascii(value)
     return f"{kind} ({shown if len(shown) <= 40 else shown[:37] + '...'})"
+
+
+def read_text(row: Mapping[str, Any], name: str, place: str = "", may_be_empty: bool = False) -> str:
+    """Text of one field. Raises: BadRow naming the field."""
+    place = place or name
+    if name not in row:
+        raise BadRow(place, "is missing")
+    value = row[name]
+    if not isinstance(value, str):
+        raise BadRow(place, f"must be text, found {describe(value)}")
+    if not may_be_empty and not value.strip():
+        raise BadRow(place, "is empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(value[error.start]):04x}"
+        raise BadRow(place, f"holds half of a surrogate pair ({found} at character {error.start + 1})") from None
+    return value
 
 
 def file_digest(path: Path) -> str:

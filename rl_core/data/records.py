@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.files import BadRow, describe, file_digest, read_rows
+from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text
+from rl_core.data.messages import checked_messages, checked_tools
 from rl_core.errors import DataError, RecordsError, SettingsError
 
 __all__ = [
@@ -29,9 +30,8 @@ __all__ = [
 Row = dict[str, Any]
 RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in memory
 
-_ROLES = ("system", "user", "assistant", "tool")
 _OPTIONAL = ("level", "kind", "seed")
-_DEMONSTRATION_COLUMNS = ("messages", "prompt", "completion", *_OPTIONAL)
+_DEMONSTRATION_COLUMNS = ("messages", "tools", "prompt", "completion", *_OPTIONAL)
 _PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected", *_OPTIONAL)
 _LISTED = 10  # bad rows listed in a message
 
@@ -74,7 +74,8 @@ def read_demonstrations(
 ) -> Records:
     """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all converted to "messages".
 
-    Optional columns `level` and `kind` (text) and `seed` (integer) are kept; others are ignored.
+    Messages may have OpenAI's further fields (`data.messages.checked_messages`); any other one is refused. Optional
+    columns `tools` (schemas), `level` and `kind` (text) and `seed` (integer) are kept; others are ignored.
     Args:
         on_bad_row: "stop" raises after the whole file was checked; "skip" drops, counts and logs bad rows.
         max_rows: rows read at most.
@@ -124,8 +125,8 @@ def read_questions(
     """
 
     def question(row: Row) -> Row:
-        kept = {name: _text(row, name) for name in ("question", "answer")}
-        kept["final"] = "" if check is not None and row.get("final") is None else _text(row, "final")
+        kept = {name: read_text(row, name) for name in ("question", "answer")}
+        kept["final"] = "" if check is not None and row.get("final") is None else read_text(row, "final")
         kept |= _optional(row)
         return kept if check is None else check(kept)
 
@@ -244,27 +245,9 @@ def _check_length(row: Row, token_length: Callable[[Row], int], context: int) ->
         raise BadRow("", f"is {length} tokens long, the context holds {context}")
 
 
-def _text(row: Row, name: str, place: str = "", may_be_empty: bool = False) -> str:
-    """Text of one field. Raises: BadRow naming the field."""
-    place = place or name
-    if name not in row:
-        raise BadRow(place, "is missing")
-    value = row[name]
-    if not isinstance(value, str):
-        raise BadRow(place, f"must be text, found {describe(value)}")
-    if not may_be_empty and not value.strip():
-        raise BadRow(place, "is empty")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        found = f"\\u{ord(value[error.start]):04x}"
-        raise BadRow(place, f"holds half of a surrogate pair ({found} at character {error.start + 1})") from None
-    return value
-
-
 def _optional(row: Row) -> Row:
     """Optional columns that describe the episode of a row."""
-    kept: Row = {name: _text(row, name) for name in ("level", "kind") if row.get(name) is not None}
+    kept: Row = {name: read_text(row, name) for name in ("level", "kind") if row.get(name) is not None}
     seed = row.get("seed")
     if seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
@@ -276,54 +259,39 @@ def _optional(row: Row) -> Row:
 def _demonstration(row: Row) -> Row:
     if row.get("messages") is None and ("prompt" in row or "completion" in row):
         messages = [
-            {"role": "user", "content": _text(row, "prompt")},
-            {"role": "assistant", "content": _text(row, "completion")},
+            {"role": "user", "content": read_text(row, "prompt")},
+            {"role": "assistant", "content": read_text(row, "completion")},
         ]
     else:
         messages = _messages(row)
-    return {"messages": messages, **_optional(row)}
+    tools = checked_tools(row["tools"]) if row.get("tools") else []
+    return {"messages": messages, **({"tools": tools} if tools else {}), **_optional(row)}
 
 
-def _messages(row: Row) -> list[dict[str, str]]:
+def _messages(row: Row) -> list[dict[str, Any]]:
     if "messages" not in row:
         raise BadRow("messages", "is missing, and so are prompt and completion")
-    messages = _checked_messages(row["messages"], "messages")
+    messages = checked_messages(row["messages"], "messages")
     if messages[-1]["role"] != "assistant":
         raise BadRow(
             f"messages[{len(messages) - 1}].role", f"must be assistant at the end, found '{messages[-1]['role']}'"
         )
-    return messages
-
-
-def _checked_messages(found: object, name: str) -> list[dict[str, str]]:
-    if not isinstance(found, list):
-        raise BadRow(name, f"must be a list of objects, found {describe(found)}")
-    if not found:
-        raise BadRow(name, "is empty")
-    messages = []
-    for index, message in enumerate(found):
-        place = f"{name}[{index}]"
-        if not isinstance(message, dict):
-            raise BadRow(place, f"must be an object with role and content, found {describe(message)}")
-        role = _text(message, "role", f"{place}.role")
-        if role not in _ROLES:
-            raise BadRow(f"{place}.role", f"must be one of {', '.join(_ROLES)}, found {describe(role)}")
-        content = _text(message, "content", f"{place}.content", may_be_empty=role == "tool")
-        messages.append({"role": role, "content": content})
+    if all(message.get("weight", 1) == 0 for message in messages if message["role"] == "assistant"):
+        raise BadRow("messages", "carries no loss: every assistant message has weight 0")
     return messages
 
 
 def _prompt(row: Row) -> Row:
     if not isinstance(row.get("prompt"), list):
-        return {**row, "prompt": _text(row, "prompt")}
-    messages = _checked_messages(row["prompt"], "prompt")
+        return {**row, "prompt": read_text(row, "prompt")}
+    messages = checked_messages(row["prompt"], "prompt")
     if messages[-1]["role"] == "assistant":
         raise BadRow(f"prompt[{len(messages) - 1}].role", "is assistant, but the policy is to write what comes next")
     return {**row, "prompt": messages}
 
 
 def _preference(row: Row) -> Row:
-    kept: Row = {name: _text(row, name) for name in ("prompt", "chosen", "rejected")}
+    kept: Row = {name: read_text(row, name) for name in ("prompt", "chosen", "rejected")}
     if kept["chosen"].strip() == kept["rejected"].strip():
         raise BadRow("chosen", "is equal to rejected, so there is no preference")
     return kept | _optional(row)

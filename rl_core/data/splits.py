@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from rl_core.errors import DataError
 
-__all__ = ["duplicate_report", "overlap_report", "prompt_key", "split_by_prompt"]
+__all__ = ["duplicate_report", "opening_text", "overlap_report", "prompt_key", "split_by_prompt"]
 
 T = TypeVar("T")
 
@@ -17,6 +18,12 @@ T = TypeVar("T")
 def prompt_key(prompt: str) -> str:
     """Normalised prompt for duplicate detection: case, white space and Unicode composition are ignored."""
     return " ".join(unicodedata.normalize("NFKC", prompt).casefold().split())
+
+
+def opening_text(messages: Sequence[Mapping[str, str]]) -> str:
+    """Prompt of a conversation: its text before the first assistant message."""
+    opening = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
+    return "\n".join(message["content"] for message in opening)
 
 
 def split_by_prompt(

@@ -54,7 +54,17 @@ def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None 
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and key not in options:
             raise SettingsError(f"options.{key}: environment '{name}' needs it")
-    return cls(**options, **({"data": data} if takes_data or takes_any else {}))
+    environment = cls(**options, **({"data": data} if takes_data or takes_any else {}))
+    _check_held_out(environment)
+    return environment
+
+
+def _check_held_out(environment: Environment) -> None:
+    """See, and warn, how each level's held-out episodes differ from training, where that costs milliseconds."""
+    generated = type(environment).prepare is Environment.prepare
+    if generated and not environment.blocking and not environment.splits_itself:
+        for level in environment.levels:
+            environment.held_out(level)
 
 
 def _find(name: str) -> type[Environment]:

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rl_core.environments.heldout import FEW, ContentSeeds, HeldOut, compared, digest, probed, warn_once, within
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError, nearest
 from rl_core.types import Message, ToolCall
 
-__all__ = ["Demonstration", "Environment", "Episode", "Step"]
+__all__ = ["Demonstration", "Environment", "Episode", "HeldOut", "Step"]
 
 HELDOUT_START = 2**30  # generated environments train on seeds below it and evaluate on seeds at or above it
+_QUESTIONS_KEPT = 4096  # digests in memory
+_OPENING_TIMEOUT_S = 300.0  # of an episode that is opened only to see its question
 
 
 @dataclass(slots=True)
@@ -53,7 +56,13 @@ class Demonstration:
 
 
 class Episode(ABC):
-    """One single-use episode; `kind`, `prompt`, `target` and `row` describe it for analysis."""
+    """One single-use episode; `kind`, `prompt`, `target` and `row` describe it for analysis.
+
+    `hidden`: state that the opening messages do not show but the right answers depend on (an image, a maze, later
+    questions). Two episodes are the same question if their opening messages and their `hidden` are equal.
+    """
+
+    hidden: Any = None
 
     def __init__(self, seed: int, level: str) -> None:
         self.seed = seed
@@ -102,6 +111,10 @@ class Environment(ABC):
     blocking: bool = True
     # False = episodes end without a notion of success (`Step.success` stays None), so no success rate is reported.
     knows_success: bool = True
+    # Share of the different questions that is held out from training; 0 = held-out episodes differ in their seed alone.
+    heldout_share: float = 0.2
+    # True = `episode` itself gives training and held-out seeds different questions.
+    splits_itself: bool = False
 
     def __init__(self, data: Path | None = None) -> None:
         """`data`: folder prepared by the data stage; unused by environments that generate their episodes."""
@@ -121,12 +134,52 @@ class Environment(ABC):
         return None
 
     def seeds(self, split: str) -> range:
-        """Seeds of the 'train' or the 'heldout' episodes; the two are disjoint."""
+        """Candidates for the seeds of 'train' or 'heldout' episodes; the two are disjoint."""
         return range(HELDOUT_START) if split == "train" else range(HELDOUT_START, 2 * HELDOUT_START)
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
-        """Seeds of a split that exist at a level; environments over fixed rows override it."""
-        return self.seeds(split)
+        """Seeds of a split at a level: those candidates whose question is of the split, by a digest of its content.
+
+        Environments over fixed rows override it, or `seeds`. Where the questions differ too little to be split, all
+        candidates, with a warning (`held_out`).
+        """
+        candidates = self.seeds(split)
+        if self.splits_itself or len(candidates) < FEW or self._probed(level).by != "content":
+            return candidates
+        return ContentSeeds(candidates, split, lambda seed: self.question(seed, level), self.heldout_share)
+
+    def content(self, seed: int, level: str) -> Any:
+        """Opening messages and hidden state of an episode: equal contents are the same question.
+
+        Environments whose `reset` is slow, or leaves something open, override it.
+        """
+        episode = self.episode(seed, level)
+        messages = [[message["role"], message["content"]] for message in episode.reset()]
+        return [messages, episode.hidden]
+
+    def question(self, seed: int, level: str) -> str:
+        """Digest of `content`: equal for episodes of the same question. Raises: EnvironmentFault naming the episode."""
+        known: dict[tuple[int, str], str] = self.__dict__.setdefault("_questions", {})
+        if (seed, level) not in known:
+            if len(known) >= _QUESTIONS_KEPT:
+                known.clear()
+            known[seed, level] = digest(self._content(seed, level))
+        return known[seed, level]
+
+    def held_out(self, level: str) -> HeldOut:
+        """Separation of a level's held-out episodes from training, with a warning where their questions are not."""
+        self.check_level(level)
+        known: dict[str, HeldOut] = self.__dict__.setdefault("_held_out", {})
+        if level not in known:
+            train, held = self.seeds_of("train", level), self.seeds_of("heldout", level)
+            if self.splits_itself or isinstance(held, ContentSeeds):
+                known[level] = HeldOut("content")
+            elif len(held) >= FEW:
+                known[level] = self._probed(level)
+            else:
+                known[level] = compared(train, held, lambda seed: self.question(seed, level), blocking=self.blocking)
+                self._warn(level, known[level])
+        return known[level]
 
     def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
         """Write episode data (validated and split rows) into the data stage's folder; returns a report."""
@@ -136,3 +189,29 @@ class Environment(ABC):
         """Raise SettingsError for an unknown level."""
         if level not in self.levels:
             raise SettingsError(f"environment '{self.name}' has no level '{level}'; {nearest(level, self.levels)}")
+
+    def _probed(self, level: str) -> HeldOut:
+        """`held_out` of a generated level, from its first episodes."""
+        known: dict[str, HeldOut] = self.__dict__.setdefault("_probes", {})
+        if level not in known:
+            self.check_level(level)
+            known[level] = probed(self.seeds("train"), lambda seed: self.question(seed, level), self.heldout_share)
+            self._warn(level, known[level])
+        return known[level]
+
+    def _warn(self, level: str, found: HeldOut) -> None:
+        if found.note:
+            kept = {"content": "by content", "seeds": "by seed only", "unchecked": "unchecked"}[found.by]
+            warn_once(f"environment '{self.name}', level '{level}': held out {kept}: {found.note}")
+
+    def _content(self, seed: int, level: str) -> Any:
+        """`content`, within a time limit if the environment may wait; errors name the episode."""
+        place = f"environment '{self.name}', level '{level}', seed {seed}"
+        try:
+            if self.blocking:
+                return within(_OPENING_TIMEOUT_S, place, lambda: self.content(seed, level))
+            return self.content(seed, level)
+        except (SettingsError, EnvironmentFault):
+            raise
+        except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
+            raise EnvironmentFault(f"{place}: {type(error).__name__}: {error}") from error

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Callable
 
+from rl_core.data.reasoning import after_thought
 from rl_core.environments.environment import Episode, Step
 from rl_core.environments.subprocess_host import ChildFailed, ChildTimeout
 from rl_core.environments.tool_question import ANSWER_WORD, read_answer
@@ -23,7 +24,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 def read_tagged_answer(text: str) -> str | None:
     """Text of the last <answer>...</answer>, else the text after `answer` on the last line; None = neither."""
-    tagged = _TAGGED.findall(text.rpartition("</think>")[2])
+    tagged = _TAGGED.findall(after_thought(text))
     return tagged[-1].strip() if tagged else read_answer(text)
 
 

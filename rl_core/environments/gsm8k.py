@@ -98,6 +98,7 @@ class GSM8K(Environment):
     name: ClassVar[str] = "gsm8k"
     levels = ("short", "medium", "long")
     blocking = False
+    splits_itself = True  # by the text of the question, when the file is read
 
     def __init__(
         self,

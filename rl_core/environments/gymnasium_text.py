@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_core.data.reasoning import after_thought
 from rl_core.environments.environment import Demonstration, Environment, Episode, Step
 from rl_core.environments.optional_packages import require_module
 from rl_core.environments.tools import Toolset
@@ -75,7 +76,7 @@ def plain(text: str) -> str:
 
 def said(text: str) -> str:
     """Text after the thought, if there is one."""
-    return text.rpartition("</think>")[2].strip()
+    return after_thought(text).strip()
 
 
 class GymnasiumEpisode(Episode):
@@ -95,6 +96,10 @@ class GymnasiumEpisode(Episode):
         self.prompt = f"{environment.task(self._inner)}\n{environment.text_of(self._inner, value)}"
         return [Message(role="user", content=self.prompt)]
 
+    def close(self) -> None:
+        """Close the Gymnasium environment."""
+        self._inner.close()
+
     def act(self, text: str) -> Step:
         """Execute the action named on the last line; an unknown action is misuse and leaves the state unchanged."""
         environment = self._environment
@@ -109,7 +114,7 @@ class GymnasiumEpisode(Episode):
         if not (terminated or truncated):
             observation = Message(role="tool", content=environment.text_of(self._inner, value))
             return Step([observation], reward=reward, info=dict(info))
-        self._inner.close()
+        self.close()
         told = info.get("is_success", info.get("success"))
         success = bool(told) if told is not None else terminated and reward > environment.success_above
         answer = said(text).splitlines()[-1]
@@ -186,6 +191,13 @@ class GymnasiumText(Environment):
         """Episode of a seed, which is passed to `reset`."""
         self.check_level(level)
         return GymnasiumEpisode(self, seed, level)
+
+    def content(self, seed: int, level: str) -> Any:
+        """Opening message; what later steps draw at random is not known before they are taken."""
+        episode = self.episode(seed, level)
+        messages = episode.reset()
+        episode.close()
+        return [message["content"] for message in messages]
 
     def demonstration(self, seed: int, level: str) -> Demonstration | None:
         """Demonstration of random actions; None for free-text actions."""

@@ -97,6 +97,7 @@ class MazeEpisode(QuestionEpisode):
             costs=costs,
         )
         self.opened, self.start, self.treasure = opened, start, treasure
+        self.hidden = [sorted((cell, sorted(ways)) for cell, ways in opened.items()), start, treasure]
         self.position, self.found, self.max_moves = start, start == treasure, max_moves
         self.visited = [start]
 

@@ -42,6 +42,7 @@ class PixelGridEpisode(QuestionEpisode):
     def __init__(self, seed: int, level: str, grid: Grid, question: Question, **arguments: Any) -> None:
         super().__init__(seed, level, kind=question.kind, prompt=question.prompt, target=question.target, **arguments)
         self.grid, self.question = grid, question
+        self.hidden = [grid.colours, grid.digits]
         self._seen: set[Cell] = set()  # cells revealed by a call
         self._counted: set[tuple[str, Line]] = set()  # colour and line of each count
 

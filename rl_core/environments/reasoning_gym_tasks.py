@@ -74,6 +74,7 @@ class ReasoningGym(Environment):
     """Selected Reasoning Gym tasks, with options per level and task."""
 
     name = "reasoning_gym"
+    splits_itself = True  # by the text of the question, in the subprocess
 
     def __init__(
         self,

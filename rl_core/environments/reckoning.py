@@ -46,7 +46,7 @@ class ReckoningEpisode(Episode):
     def __init__(self, seed: int, level: str, start: int, questions: list[list[int]]) -> None:
         super().__init__(seed, level)
         self.kind = f"{len(questions[0])} signs"
-        self.questions = questions  # numbers to add (negative = minus), or MIRROR
+        self.questions = self.hidden = questions  # numbers to add (negative = minus), or MIRROR
         self.starts = [start]  # the register before each question
         for numbers in questions:
             self.starts.append(running_values(self.starts[-1], numbers)[-1])

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from fractions import Fraction
 
+from rl_core.data.reasoning import after_thought
 from rl_core.environments.calculator import CALCULATOR, CalculatorError, calculate, evaluate
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.types import Message, ToolCall
@@ -56,7 +57,7 @@ def read_final(text: str) -> str | None:
 
     Read from the last '#### ...', else from the last line with 'A: ...' or '... answer is ...'.
     """
-    text = text.rpartition("</think>")[2]
+    text = after_thought(text)
     stated = final_of_solution(text)
     if stated is None:
         lines = [match[1] for match in map(_WORDED.search, text.split("\n")) if match]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rl_core.data.reasoning import after_thought
 from rl_core.environments.environment import Episode, Step
 from rl_core.environments.tools import Toolset
 from rl_core.errors import SettingsError, ToolMisuse
@@ -40,7 +41,7 @@ NO_COSTS = Costs()
 
 def read_answer(text: str) -> str | None:
     """Text after the word `answer` on the last non-empty line; None if that line does not start with it."""
-    lines = text.rpartition("</think>")[2].strip().splitlines()
+    lines = after_thought(text).strip().splitlines()
     words = lines[-1].split(maxsplit=1) if lines else []
     if not words or words[0] != ANSWER_WORD:
         return None

@@ -1,16 +1,19 @@
 """Tools of a policy: call parsing, execution within limits, descriptions for prompts.
 
-Two call formats are always accepted:
+These call formats are always accepted:
 
     line     the last non-empty line starts with a tool's name:    zoom 2 3
     hermes   a JSON object in tags, as in Qwen and Hermes models:  <tool_call>{"name": "zoom", ...}</tool_call>
+    native   the object alone, or after a model's own marker:      {"name": "zoom", "parameters": {...}} (Llama 3.1)
+             [TOOL_CALLS][{"name": "zoom", ...}] or [TOOL_CALLS]zoom[ARGS]{...} (Mistral)
 
-In the latter the object may also be an OpenAI-style call: {"type": "function", "function": {"name": ..., "arguments":
+In the last two the object may also be an OpenAI-style call: {"type": "function", "function": {"name": ..., "arguments":
 "{...}"}}, with the arguments as an object or a JSON string.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -20,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_core.data.reasoning import after_thought
 from rl_core.errors import SettingsError, ToolMisuse, nearest
 from rl_core.types import ToolCall
 
@@ -29,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 CallFormat = Literal["line", "hermes"]
 
+PYTHON_TAG, TOOL_CALLS, ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"  # of Llama 3.1 and Mistral
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 MAX_HUNG_CALLS = 32  # threads cannot be killed: with this many hung, timed tools return an error
 
@@ -100,9 +105,12 @@ class Toolset:
 
         Raises: ToolMisuse for a call with an unknown tool, invalid arguments, or malformed JSON.
         """
-        text = text.rpartition("</think>")[2]  # calls inside a reasoning model's thought do not count
+        text = after_thought(text)  # calls inside a reasoning model's thought do not count
         if OPEN_TAG in text:
             return self._parse_hermes(text)
+        native = self._native_call(text.strip())
+        if native is not None:
+            return self._call_of(native)
         lines = text.strip().splitlines()
         words = lines[-1].split(maxsplit=1) if lines else []
         if not words or words[0] not in self._tools:
@@ -166,7 +174,29 @@ class Toolset:
         body, closed, _ = text.partition(OPEN_TAG)[2].partition(CLOSE_TAG)
         if not closed:
             raise ToolMisuse(f"the tool call is not closed by {CLOSE_TAG}")
-        value = _read_json(body)
+        return self._call_of(_read_json(body))
+
+    def _native_call(self, text: str) -> Any:
+        """JSON value of a call in a model's own form; None without one. A bare object counts if it names a tool."""
+        for marker in (PYTHON_TAG, TOOL_CALLS):
+            if marker in text:
+                text = text.rpartition(marker)[2].strip()
+                name, arguments, body = text.partition(ARGS)
+                if arguments:
+                    return {"name": name.strip(), "arguments": _read_json(body)}
+                value = _read_json(text)
+                if isinstance(value, list) and len(value) > 1:
+                    raise ToolMisuse("more than one tool call in a turn; make one and wait for its result")
+                return value[0] if isinstance(value, list) and value else value
+        if text.startswith("{") and text.endswith("}"):
+            with contextlib.suppress(ToolMisuse):  # an answer may look like JSON
+                value = _read_json(text)
+                if str(value.get("name")) in self._tools and ("parameters" in value or "arguments" in value):
+                    return value
+        return None
+
+    def _call_of(self, value: Any) -> ToolCall:
+        """The call that a JSON value describes. Raises: ToolMisuse."""
         if isinstance(value, dict) and isinstance(value.get("function"), dict):  # OpenAI-style wrapper
             value = value["function"]
         if not isinstance(value, dict) or not isinstance(value.get("name"), str):
@@ -174,7 +204,7 @@ class Toolset:
         tool = self._tools.get(value["name"])
         if tool is None:
             raise ToolMisuse(f"no tool '{value['name'][:64]}'; {nearest(value['name'][:64], self._tools)}")
-        arguments = value.get("arguments", {})
+        arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):  # OpenAI-style encoding
             arguments = _read_json(arguments)
         if not isinstance(arguments, dict) or set(arguments) != set(tool.parameters):

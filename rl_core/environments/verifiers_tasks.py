@@ -9,8 +9,6 @@ sets with tools, containers or a simulated user need the package's own harness a
 
 from __future__ import annotations
 
-import hashlib
-import json
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ from typing import Any
 
 from rl_core.environments.environment import HELDOUT_START, Environment, Episode, Step
 from rl_core.environments.external_scoring import judge
+from rl_core.environments.heldout import digest, is_heldout
 from rl_core.environments.optional_packages import require
 from rl_core.environments.subprocess_host import ChildFailed, ChildPool
 from rl_core.environments.tools import Toolset
@@ -62,6 +61,7 @@ class Verifiers(Environment):
 
     name = "verifiers"
     levels = (_LEVEL,)
+    splits_itself = True
 
     def __init__(
         self,
@@ -160,9 +160,8 @@ class Verifiers(Environment):
             raise SettingsError(f"options.taskset: '{name}' cannot be used: {error}") from error
         splits: dict[str, list[tuple[int, dict[str, Any]]]] = {"train": [], "heldout": []}
         for index, row in enumerate(rows):
-            digest = hashlib.blake2b(json.dumps(row["messages"]).encode(), digest_size=8).digest()
-            is_heldout = int.from_bytes(digest, "little") / 2**64 < self._heldout
-            splits["heldout" if is_heldout else "train"].append((index, row))
+            split = "heldout" if is_heldout(digest(row["messages"]), self._heldout) else "train"
+            splits[split].append((index, row))
         for split, found in splits.items():
             if not found:
                 raise SettingsError(f"options.heldout: of the {len(rows)} tasks of '{name}' none is left for {split}")

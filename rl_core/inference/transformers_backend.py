@@ -1,7 +1,8 @@
 """Rollouts through the model's own forward pass: the fallback, correct for every causal LM.
 
 Sequences are played in batches of `slots`, turn by turn: each turn reads the whole sequences again, padded on the left,
-and then decodes token by token over transformers' cache until every row has ended its action.
+and then decodes token by token over transformers' cache until every row has ended its action. Models without such a
+cache (Mamba) read the whole sequences for every token, padded on the right as in training: slow, and as exact.
 
 B rows, S padded width.
 """
@@ -9,29 +10,50 @@ B rows, S padded width.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
+from rl_core.capabilities import decoding
+from rl_core.capabilities.positions import row_limit
+from rl_core.data.batches import pad_rows
 from rl_core.environments.step_pool import Turnover, resolve
-from rl_core.inference.sampling import RolloutSequence, check_observation, check_prompt, draw, uniforms
+from rl_core.inference.sampling import (
+    RolloutSequence,
+    check_logprob,
+    check_observation,
+    check_prompt,
+    check_weights,
+    draw,
+    penalized,
+    uniforms,
+)
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.settings import SamplingSettings
 
 __all__ = ["TransformersBackend"]
 
+logger = logging.getLogger(__name__)
+
 
 class TransformersBackend:
     """A `RolloutBackend` for any transformers causal LM, adapters included."""
 
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
-        self.max_length = max_length
+        self.max_length = min(max_length, row_limit(model) or max_length)
         self._model = model
         self._eos_ids = frozenset(eos_ids)
         self._pad_id = pad_id
+        self._keeps_cache = decoding.keeps_cache(model)
+        if not self._keeps_cache:
+            logger.warning(
+                "%s keeps no key/value cache: rollouts read whole sequences for every token, which is slow",
+                type(unwrap(model)).__name__,
+            )
         self._takes_positions = "position_ids" in inspect.signature(type(unwrap(model)).forward).parameters
 
     def refresh(self) -> None:
@@ -41,24 +63,28 @@ class TransformersBackend:
         """Play every sequence to its end."""
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
+        check_weights(self._model)
         with evaluating(self._model):
             for start in range(0, len(sequences), sampling.slots):
                 rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
+                play_turn = self._play_turn if self._keeps_cache else self._play_turn_without_cache
                 while rows:
-                    self._play_turn(rows, sampling.temperature)
+                    play_turn(rows, sampling)
                     turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
     @torch.inference_mode()
-    def _play_turn(self, rows: list[_Row], temperature: float) -> None:
+    def _play_turn(self, rows: list[_Row], sampling: SamplingSettings) -> None:
         """Sample one action for every row."""
         device = self._model.device
         width = max(len(row.ids) for row in rows)
         ids_BS = torch.tensor([[self._pad_id] * (width - len(row.ids)) + row.ids for row in rows], device=device)
         mask_BS = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device)
         cache: Any = None
+        seen_BV: torch.Tensor | None = None
         while True:
-            positions = (mask_BS.cumsum(1) - 1).clamp(min=0)[:, -ids_BS.shape[1] :]
+            # of rows that have acted and decode on, none beyond those that the model has
+            positions = (mask_BS.cumsum(1) - 1).clamp(0, self.max_length - 1)[:, -ids_BS.shape[1] :]
             output = self._model(
                 input_ids=ids_BS,
                 attention_mask=mask_BS,
@@ -68,14 +94,54 @@ class TransformersBackend:
             )
             cache = output.past_key_values
             uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
-            tokens_B, logprobs_B = draw(output.logits[:, -1], uniforms_B, temperature)
-            for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
-                if not row.has_acted(self._eos_ids):
-                    row.add(token, logprob)
+            logits_BV = output.logits[:, -1]
+            if seen_BV is None and sampling.repetition_penalty != 1:
+                seen_BV = _seen(rows, logits_BV)
+            tokens_B, logprobs_B = _draw(logits_BV, uniforms_B, sampling, seen_BV)
+            if seen_BV is not None:
+                seen_BV.scatter_(1, tokens_B[:, None], True)
+            self._add(rows, tokens_B, logprobs_B)
             if all(row.has_acted(self._eos_ids) for row in rows):
                 return
             ids_BS = tokens_B[:, None]  # rows that have acted decode on; their tokens are dropped
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
+
+    @torch.inference_mode()
+    def _play_turn_without_cache(self, rows: list[_Row], sampling: SamplingSettings) -> None:
+        """As `_play_turn`; rows that have acted are left out."""
+        device = self._model.device
+        while rows := [row for row in rows if not row.has_acted(self._eos_ids)]:
+            lengths_B = torch.tensor([len(row.ids) for row in rows], device=device)
+            ids_BS = pad_rows([row.ids for row in rows], self._pad_id).to(device)
+            logits_BSV = self._model(input_ids=ids_BS, use_cache=False).logits
+            logits_BV = logits_BSV[torch.arange(len(rows), device=device), lengths_B - 1]
+            uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
+            seen_BV = _seen(rows, logits_BV) if sampling.repetition_penalty != 1 else None
+            self._add(rows, *_draw(logits_BV, uniforms_B, sampling, seen_BV))
+
+    def _add(self, rows: list[_Row], tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
+        """Give every row that has not acted its token."""
+        for row, token, logprob in zip(rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+            if not row.has_acted(self._eos_ids):
+                check_logprob(logprob, row.num_sampled, self._model.dtype)
+                row.add(token, logprob)
+
+
+def _draw(
+    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingSettings, seen_BV: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sampling.draw`, with the settings' penalty where seen tokens are given."""
+    if seen_BV is not None:
+        logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
+    return draw(logits_BV, uniforms_B, sampling.temperature, sampling if sampling.is_restricted else None)
+
+
+def _seen(rows: list[_Row], like_BV: torch.Tensor) -> torch.Tensor:
+    """bool [B, V], True = the token stands in the row."""
+    seen_BV = torch.zeros_like(like_BV, dtype=torch.bool)
+    for row, ids in zip(seen_BV, (row.ids for row in rows), strict=True):
+        row[torch.tensor(ids, device=like_BV.device)] = True
+    return seen_BV
 
 
 class _Row:
@@ -88,27 +154,32 @@ class _Row:
         self.action: list[int] = []
         self.logprobs: list[float] = []
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
-        self._num_sampled = 0
+        self.num_sampled = 0
         self._hit_limit = False
+        self._has_stop_texts, self._is_stopped = bool(sampling.stop), False
 
     def next_uniform(self) -> float:
         """The uniform of the next token; it stays the same for a row that has acted."""
-        return float(self._uniforms[min(self._num_sampled, len(self._uniforms) - 1)])
+        return float(self._uniforms[min(self.num_sampled, len(self._uniforms) - 1)])
 
     def add(self, token: int, logprob: float) -> None:
         """Take a sampled token."""
         self.action.append(token)
         self.logprobs.append(logprob)
         self.ids.append(token)
-        self._num_sampled += 1
+        self.num_sampled += 1
+        self._is_stopped = self._has_stop_texts and self.sequence.should_stop(self.action)
 
     def has_acted(self, eos_ids: Collection[int]) -> bool:
         """True = this turn's action has ended, or has reached the sequence's limit."""
-        return bool(self.action) and (self.action[-1] in eos_ids or len(self.ids) >= self.limit)
+        return bool(self.action) and (self._has_ended(eos_ids) or len(self.ids) >= self.limit)
+
+    def _has_ended(self, eos_ids: Collection[int]) -> bool:
+        return self.action[-1] in eos_ids or self._is_stopped
 
     def end_turn(self, eos_ids: Collection[int]) -> Turnover:
         """Hand the action over."""
-        self._hit_limit = self.action[-1] not in eos_ids
+        self._hit_limit = not self._has_ended(eos_ids)
         return self.sequence.advance(self.action, self.logprobs, self._hit_limit)
 
     def goes_on(self, observation: list[int] | None) -> bool:

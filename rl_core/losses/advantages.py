@@ -12,7 +12,7 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_finite, check_inputs, fill_masked
 
-__all__ = ["GroupMethod", "batch_advantages", "gae", "group_advantages", "overlong_penalty", "returns"]
+__all__ = ["GroupMethod", "batch_advantages", "gae", "group_advantages", "overlong_penalty", "returns", "vtrace"]
 
 GroupMethod = Literal["grpo", "dr_grpo", "rloo"]
 STD_FLOOR = 1e-3  # smaller differences between rewards are rounding noise
@@ -93,32 +93,60 @@ def gae(
         factors outside [0, 1].
     Source: Schulman et al. 2015, arXiv:1506.02438, eq. 16.
     """
-    if loss_mask_BT.ndim != 2:
-        raise DataError(f"loss_mask: shape {tuple(loss_mask_BT.shape)}, expected [B, T]")
-    if not 0 <= gamma <= 1 or not 0 <= gae_lambda <= 1:
-        raise DataError(f"gamma {gamma} and gae_lambda {gae_lambda} must lie in [0, 1]")
-    check_inputs(loss_mask_BT, token_rewards=token_rewards_BT, values=values_BT)
-    if bool((token_rewards_BT * ~loss_mask_BT).any()):
-        raise DataError("token_rewards: non-zero at a masked token; put the reward on the last loss token before it")
-    rows = loss_mask_BT.shape[0]
-    if bootstrap_B is None:
-        bootstrap_B = values_BT.new_zeros(rows)
-    if bootstrap_B.shape != (rows,):
-        raise DataError(f"bootstrap: shape {tuple(bootstrap_B.shape)}, expected ({rows},)")
-    check_finite(bootstrap=bootstrap_B)
+    bootstrap_B = _check_trace(token_rewards_BT, values_BT, loss_mask_BT, gamma, gae_lambda, bootstrap_B)
     with torch.no_grad():
         # With the loss tokens packed to the left the recurrence has one constant coefficient.
-        order_BN = torch.argsort(~loss_mask_BT, dim=1, stable=True)
-        packed_mask_BN = loss_mask_BT.gather(1, order_BN)
-        values_BN = fill_masked(values_BT, loss_mask_BT).gather(1, order_BN)
-        rewards_BN = fill_masked(token_rewards_BT, loss_mask_BT).gather(1, order_BN)
-        next_values_BN = torch.cat([values_BN[:, 1:], values_BN.new_zeros(rows, 1)], dim=1)
-        last_BN = packed_mask_BN & ~torch.cat([packed_mask_BN[:, 1:], packed_mask_BN.new_zeros(rows, 1)], dim=1)
-        next_values_BN = torch.where(last_BN, bootstrap_B[:, None].to(values_BN.dtype), next_values_BN)
-        deltas_BN = fill_masked(rewards_BN + gamma * next_values_BN - values_BN, packed_mask_BN)
-        packed_BN = _discounted_sums(deltas_BN, gamma * gae_lambda)
-        advantages_BT = torch.zeros_like(values_BT).scatter(1, order_BN, fill_masked(packed_BN, packed_mask_BN))
+        packed = _PackedTokens(loss_mask_BT)
+        values_BN, rewards_BN = packed.pack(values_BT), packed.pack(token_rewards_BT)
+        deltas_BN = rewards_BN + gamma * packed.next(values_BN, bootstrap_B) - values_BN
+        deltas_BN = fill_masked(deltas_BN, packed.mask_BN)
+        advantages_BT = packed.unpack(_discounted_sums(deltas_BN, gamma * gae_lambda))
         return advantages_BT, fill_masked(advantages_BT + values_BT, loss_mask_BT)
+
+
+def vtrace(
+    token_rewards_BT: torch.Tensor,
+    values_BT: torch.Tensor,
+    ratios_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    trace_lambda: float = 1.0,
+    rho_cap: float = 1.0,
+    c_cap: float = 1.0,
+    bootstrap_B: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """V-trace over loss tokens: advantages and value targets from samples of another policy; on policy it is `gae`.
+
+    rho = min(rho_cap, ratio), c = lambda min(c_cap, ratio), delta = rho (r + gamma V' - V), targets v = V + e with
+    e = delta + gamma c e'; advantage rho (r + gamma (V' + lambda e') - V). V' and e' belong to the next loss token:
+    masked tokens carry them across. With lambda 1 the advantage is rho (r + gamma v' - V), as published.
+
+    Args:
+        ratios_BT: float [B, T], pi / mu of each token, see `importance.importance_ratios`; not below 0.
+        trace_lambda: in [0, 1].
+        rho_cap, c_cap: 0 < c_cap <= 1, and rho_cap at least c_cap. A trace above 1 would grow with every token.
+        others: as in `gae`.
+    Returns: advantages (with rho), targets of the critic; float [B, T], 0 where the mask is False, no gradient.
+    Raises: DataError as `gae`, and for negative ratios or such caps.
+    Source: Espeholt et al. 2018, arXiv:1802.01561, eq. 1, section 4.2 and remark 2 (lambda). V' + lambda e' of the
+        advantage mixes v' and V' as the trace does, so that ratio 1 gives GAE.
+    """
+    bootstrap_B = _check_trace(token_rewards_BT, values_BT, loss_mask_BT, gamma, trace_lambda, bootstrap_B)
+    check_inputs(loss_mask_BT, ratios=ratios_BT)
+    if not 0 < c_cap <= min(1.0, rho_cap):
+        raise DataError(f"c_cap: {c_cap} must be above 0, at most 1, and at most rho_cap {rho_cap}")
+    with torch.no_grad():
+        packed = _PackedTokens(loss_mask_BT)
+        values_BN, rewards_BN, ratios_BN = (packed.pack(part) for part in (values_BT, token_rewards_BT, ratios_BT))
+        if bool((ratios_BN < 0).any()):
+            raise DataError(f"ratios: {float(ratios_BN.min())} is below 0")
+        rho_BN, traces_BN = ratios_BN.clamp(max=rho_cap), gamma * trace_lambda * ratios_BN.clamp(max=c_cap)
+        deltas_BN = rewards_BN + gamma * packed.next(values_BN, bootstrap_B) - values_BN
+        errors_BN = _traced_sums(fill_masked(rho_BN * deltas_BN, packed.mask_BN), traces_BN)
+        after_BN = packed.next(errors_BN, torch.zeros_like(bootstrap_B))
+        advantages_BT = packed.unpack(rho_BN * (deltas_BN + gamma * trace_lambda * after_BN))
+        return advantages_BT, fill_masked(packed.unpack(errors_BN) + values_BT, loss_mask_BT)
 
 
 def returns(
@@ -173,6 +201,69 @@ def _discounted_sums(values_BN: torch.Tensor, factor: float) -> torch.Tensor:
         sums_BN[:, start:stop] = part_BC
         carry_B1 = part_BC[:, :1]
     return sums_BN
+
+
+def _traced_sums(values_BN: torch.Tensor, factors_BN: torch.Tensor) -> torch.Tensor:
+    """y_t = x_t + f_t y_{t+1} along axis 1 for factors of at most 1, in log2(N) passes over windows that double.
+
+    Source: Hillis and Steele 1986, "Data parallel algorithms".
+    """
+    sums_BN, products_BN = values_BN.clone(), factors_BN.clone()
+    shift = 1
+    while shift < values_BN.shape[1]:
+        sums_BN[:, :-shift] = sums_BN[:, :-shift] + products_BN[:, :-shift] * sums_BN[:, shift:]
+        products_BN[:, :-shift] = products_BN[:, :-shift] * products_BN[:, shift:]
+        shift *= 2
+    return sums_BN
+
+
+class _PackedTokens:
+    """Loss tokens of each row moved to its left in their order [B, N], and back; 0 beyond them."""
+
+    def __init__(self, loss_mask_BT: torch.Tensor) -> None:
+        self.loss_mask_BT = loss_mask_BT
+        self.order_BN = torch.argsort(~loss_mask_BT, dim=1, stable=True)
+        self.mask_BN = loss_mask_BT.gather(1, self.order_BN)
+        later_BN = torch.cat([self.mask_BN[:, 1:], self.mask_BN.new_zeros(len(loss_mask_BT), 1)], dim=1)
+        self.last_BN = self.mask_BN & ~later_BN
+
+    def pack(self, values_BT: torch.Tensor) -> torch.Tensor:
+        """[B, T] to [B, N]."""
+        return fill_masked(values_BT, self.loss_mask_BT).gather(1, self.order_BN)
+
+    def unpack(self, values_BN: torch.Tensor) -> torch.Tensor:
+        """[B, N] to [B, T]."""
+        return torch.zeros_like(values_BN).scatter(1, self.order_BN, fill_masked(values_BN, self.mask_BN))
+
+    def next(self, values_BN: torch.Tensor, bootstrap_B: torch.Tensor) -> torch.Tensor:
+        """Value of the next loss token; at the last one the bootstrap."""
+        shifted_BN = torch.cat([values_BN[:, 1:], values_BN.new_zeros(len(values_BN), 1)], dim=1)
+        return torch.where(self.last_BN, bootstrap_B[:, None].to(values_BN.dtype), shifted_BN)
+
+
+def _check_trace(
+    token_rewards_BT: torch.Tensor,
+    values_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    gamma: float,
+    trace_lambda: float,
+    bootstrap_B: torch.Tensor | None,
+) -> torch.Tensor:
+    """Bootstrap values [B], zeros for None, of inputs that `gae` and `vtrace` can use. Raises: DataError."""
+    if loss_mask_BT.ndim != 2:
+        raise DataError(f"loss_mask: shape {tuple(loss_mask_BT.shape)}, expected [B, T]")
+    if not 0 <= gamma <= 1 or not 0 <= trace_lambda <= 1:
+        raise DataError(f"gamma {gamma} and lambda {trace_lambda} must lie in [0, 1]")
+    check_inputs(loss_mask_BT, token_rewards=token_rewards_BT, values=values_BT)
+    if bool((token_rewards_BT * ~loss_mask_BT).any()):
+        raise DataError("token_rewards: non-zero at a masked token; put the reward on the last loss token before it")
+    rows = loss_mask_BT.shape[0]
+    if bootstrap_B is None:
+        return values_BT.new_zeros(rows)
+    if bootstrap_B.shape != (rows,):
+        raise DataError(f"bootstrap: shape {tuple(bootstrap_B.shape)}, expected ({rows},)")
+    check_finite(bootstrap=bootstrap_B)
+    return bootstrap_B
 
 
 def _check_rewards(rewards_PG: torch.Tensor) -> None:

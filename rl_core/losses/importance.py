@@ -12,9 +12,47 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, check_inputs, fill_masked, masked_sum
 
-__all__ = ["effective_sample_size", "truncated_importance_weights"]
+__all__ = [
+    "ImportanceLevel",
+    "effective_sample_size",
+    "importance_mask",
+    "importance_ratios",
+    "truncated_importance_weights",
+]
 
+ImportanceLevel = Literal["token", "sequence", "geometric"]
 LOG_WEIGHT_LIMIT = 20.0
+
+
+def importance_ratios(
+    logprobs_BT: torch.Tensor,
+    behavior_logprobs_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    level: ImportanceLevel = "token",
+) -> torch.Tensor:
+    """Ratio pi / mu without gradient, its logarithm clamped to +-20.
+
+    token: of each token. sequence: the product over a row's loss tokens. geometric: the geometric mean of the ratios of
+    a row's loss tokens, which does not grow with length. The last two are the same at each token of a row.
+
+    Args:
+        logprobs_BT: float [B, T], nats, log pi of the trained policy.
+        behavior_logprobs_BT: float [B, T], nats, log mu of the sampling policy.
+    Returns: float [B, T], 0 where the mask is False.
+    Raises: DataError on shapes, non-finite values, or an unknown level.
+    Source: the geometric mean as in GSPO, Zheng et al. 2025, arXiv:2507.18071, eq. 7.
+    """
+    check_inputs(loss_mask_BT, logprobs=logprobs_BT, behavior_logprobs=behavior_logprobs_BT)
+    if level not in ("token", "sequence", "geometric"):
+        raise DataError(f"level: '{level}' must be token, sequence or geometric")
+    log_ratios_BT = fill_masked((logprobs_BT - behavior_logprobs_BT).detach(), loss_mask_BT)
+    if level != "token":
+        log_ratio_B1 = log_ratios_BT.sum(-1, keepdim=True)
+        if level == "geometric":
+            log_ratio_B1 = log_ratio_B1 / loss_mask_BT.sum(-1, keepdim=True).clamp(min=1)
+        log_ratios_BT = log_ratio_B1.expand_as(log_ratios_BT)
+    return fill_masked(log_ratios_BT.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp(), loss_mask_BT)
 
 
 def truncated_importance_weights(
@@ -22,28 +60,47 @@ def truncated_importance_weights(
     behavior_logprobs_BT: torch.Tensor,
     loss_mask_BT: torch.Tensor,
     *,
-    level: Literal["token", "sequence"] = "token",
+    level: ImportanceLevel = "token",
     cap: float = 2.0,
 ) -> torch.Tensor:
-    """min(exp(log pi - log mu), cap), without gradient, for each token or for the whole sequence.
+    """min(ratio, cap), without gradient, with the ratio of `importance_ratios`.
 
     Args:
-        logprobs_BT: float [B, T], nats, log pi of the trained policy.
-        behavior_logprobs_BT: float [B, T], nats, log mu of the sampling policy.
-        level: "sequence" = the product over a row's loss tokens, the same weight at each of them.
         cap: at least 1; the truncation trades variance for bias towards mu.
+        others, Raises: as `importance_ratios`; DataError also for a cap below 1.
     Returns: float [B, T], 0 where the mask is False; multiply into token losses.
-    Raises: DataError on shapes, non-finite values, an unknown level, or a cap below 1.
     Source: Ionides 2008, "Truncated importance sampling"; Espeholt et al. 2018, arXiv:1802.01561 (token level).
     """
-    check_inputs(loss_mask_BT, logprobs=logprobs_BT, behavior_logprobs=behavior_logprobs_BT)
-    if level not in ("token", "sequence") or cap < 1:
-        raise DataError(f"level '{level}' must be token or sequence, cap {cap} at least 1")
-    log_weights_BT = fill_masked((logprobs_BT - behavior_logprobs_BT).detach(), loss_mask_BT)
-    if level == "sequence":
-        log_weights_BT = log_weights_BT.sum(-1, keepdim=True).expand_as(log_weights_BT)
-    weights_BT = log_weights_BT.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp().clamp(max=cap)
-    return fill_masked(weights_BT, loss_mask_BT)
+    if cap < 1:
+        raise DataError(f"cap: {cap} must be at least 1")
+    return importance_ratios(logprobs_BT, behavior_logprobs_BT, loss_mask_BT, level=level).clamp(max=cap)
+
+
+def importance_mask(
+    logprobs_BT: torch.Tensor,
+    behavior_logprobs_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    level: ImportanceLevel,
+    low: float,
+    high: float,
+) -> torch.Tensor:
+    """Tokens whose ratio (`importance_ratios`) lies in [low, high]; at the level of sequences, a row goes as a whole.
+
+    What leaves the interval loses its policy gradient and stays in every denominator, as in TRL, NeMo-RL and OpenRLHF
+    (verl divides by the kept tokens alone): dropping then never enlarges the step of the others.
+
+    Args:
+        low, high: 0 <= low < 1 < high.
+        others, Raises: as `importance_ratios`; DataError also for such limits.
+    Returns: bool [B, T], True = kept; False where the mask is False.
+    Source: Ling Team 2025, arXiv:2510.18855 (IcePop, tokens); Liu, Li et al. 2025, "When Speed Kills Stability"
+        (sequences and geometric means).
+    """
+    if not 0 <= low < 1 < high:
+        raise DataError(f"low {low} and high {high} must satisfy 0 <= low < 1 < high")
+    ratios_BT = importance_ratios(logprobs_BT, behavior_logprobs_BT, loss_mask_BT, level=level)
+    return loss_mask_BT & (ratios_BT >= low) & (ratios_BT <= high)
 
 
 def effective_sample_size(weights_BT: torch.Tensor, mask_BT: torch.Tensor) -> float:

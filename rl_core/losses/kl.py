@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 
 from rl_core.errors import DataError
+from rl_core.losses.aggregation import aggregate
 from rl_core.losses.masking import check_count, check_finite, check_inputs, fill_masked
 
 __all__ = [
@@ -63,15 +64,20 @@ def kl_penalty(
     *,
     num_loss_tokens: float,
     estimator: KLEstimator = "k3",
+    loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Mean KL(policy || reference) per loss token, as a loss term.
+    """KL(policy || reference) per loss token, as a loss term: its mean, or its sum with the weights of the policy loss.
+
+    With the weights of the policy loss, a coefficient weighs a nat of KL at a token against that token's advantage,
+    whatever the aggregation divides by.
 
     Args:
         logprobs_BT: float [B, T], current policy, with gradient.
         ref_logprobs_BT: float [B, T], reference model.
         loss_mask_BT: bool [B, T], True = token counts.
         num_loss_tokens: loss tokens of the whole optimizer step.
-    Returns: scalar; {"ref_kl"}: the same, detached.
+        loss_weights_BT: float [B, T], see `aggregation.token_weights`; None = the token mean, 1 / num_loss_tokens.
+    Returns: scalar; {"ref_kl"}: the mean per loss token, detached.
     Raises: DataError on shapes, non-finite values, an empty step, an unknown estimator.
     """
     check_inputs(loss_mask_BT, logprobs=logprobs_BT, ref_logprobs=ref_logprobs_BT)
@@ -79,8 +85,8 @@ def kl_penalty(
         raise DataError(f"estimator: '{estimator}' must be one of {', '.join(_ESTIMATORS)}")
     count = check_count("num_loss_tokens", num_loss_tokens)
     kl_BT = _ESTIMATORS[estimator](fill_masked(logprobs_BT, loss_mask_BT), fill_masked(ref_logprobs_BT, loss_mask_BT))
-    kl = kl_BT.sum() / count  # log-probs are 0 outside the mask, hence every estimator too
-    return kl, {"ref_kl": kl.detach()}
+    kl = aggregate(kl_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
+    return kl, {"ref_kl": kl_BT.detach().sum() / count}  # log-probs are 0 outside the mask, hence every estimator too
 
 
 def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -> torch.Tensor:
@@ -107,17 +113,19 @@ def exact_forward_kl(old_logits_NV: torch.Tensor, new_logits_NV: torch.Tensor) -
 
 
 def adaptive_kl_coef(kl_coef: float, kl: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """Next KL coefficient: kl_coef (1 + clip(kl / target - 1, +-0.2) num_samples / horizon).
+    """Next KL coefficient: kl_coef (1 + clip(kl / target - 1, +-0.2) min(1, num_samples / horizon)).
 
     Args:
         kl: measured KL in nats, same normalisation as `target`.
-        horizon: samples over which the full correction is applied. num_samples: samples since the last call.
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+        horizon: samples over which the full correction is applied. num_samples: samples since the last call. More than
+            one horizon of them corrects in full, no further: it is one measurement, and the source's rule as it stands
+            would take the coefficient to 0 and below from five horizons on. A call changes it by 20% at most.
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (K_beta = num_samples / horizon, 0.1 there).
     """
     if target <= 0 or horizon <= 0:
         raise DataError(f"target {target} and horizon {horizon} must be above 0")
     error = min(max(kl / target - 1.0, -0.2), 0.2)
-    return kl_coef * (1.0 + error * num_samples / horizon)
+    return kl_coef * (1.0 + error * min(1.0, num_samples / horizon))
 
 
 def banded_kl_coef(

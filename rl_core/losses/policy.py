@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from rl_core.errors import DataError
+from rl_core.losses.aggregation import aggregate
 from rl_core.losses.kl import kl_k1, kl_k3
 from rl_core.losses.masking import check_count, check_finite, check_inputs, fill_masked, masked_max, masked_sum
 
-__all__ = ["cispo_loss", "clipped_policy_loss", "gspo_loss", "reinforce_loss"]
+__all__ = ["cispo_loss", "clipped_policy_loss", "gspo_loss", "reinforce_loss", "sapo_loss"]
 
 LOG_RATIO_LIMIT = 20.0
 Metrics = dict[str, torch.Tensor]
@@ -27,24 +28,25 @@ def clipped_policy_loss(
     clip_eps: float = 0.2,
     clip_eps_high: float | None = None,
     dual_clip: float | None = None,
-    loss_denominator: float | None = None,
+    loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """Clipped policy-gradient loss over completion tokens.
 
-    L = max(-r A, -clip(r, 1 - clip_eps, 1 + clip_eps_high) A), summed and divided by the denominator; with dual_clip
-    c, at A < 0 at most -c A.
+    L = max(-r A, -clip(r, 1 - clip_eps, 1 + clip_eps_high) A), summed with each token's weight; with dual_clip c, at
+    A < 0 at most -c A.
 
     Args:
         logprobs_BT: float [B, T], nats, current policy, with gradient.
         old_logprobs_BT: float [B, T], nats, the policy at the start of the iteration.
         advantages_BT: float [B, T].
         loss_mask_BT: bool [B, T], True = token counts.
-        num_loss_tokens: loss tokens of the whole optimizer step.
+        num_loss_tokens: loss tokens of the whole optimizer step, the denominator of the metrics.
         clip_eps_high: None = clip_eps.
         dual_clip: above 1; None = off.
-        loss_denominator: divisor of the loss only (dr_grpo: B max_completion_tokens); None = num_loss_tokens.
-    Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max", "kl" (k3)
-        and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped if the clip zeroes its gradient.
+        loss_weights_BT: float [B, T], see `aggregation.token_weights`; None = the token mean, 1 / num_loss_tokens.
+    Returns: scalar loss; {"loss", "clip_fraction" and its parts _low, _high and, with dual_clip, _dual, "ratio_mean",
+        "ratio_max", "kl" (k3) and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped if a clip
+        zeroes its gradient.
     Raises: DataError on shapes, non-finite values, an empty step, or limits out of range.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; DAPO, arXiv:2503.14476 (clip_eps_high); Ye et al. 2019,
         arXiv:1912.09729, eq. 5 (dual clip).
@@ -60,16 +62,19 @@ def clipped_policy_loss(
     if dual_clip is not None:
         capped_BT = torch.minimum(losses_BT, -dual_clip * advantages_BT)
         losses_BT = torch.where(advantages_BT < 0, capped_BT, losses_BT)
-    denominator = count if loss_denominator is None else check_count("loss_denominator", loss_denominator)
-    loss = masked_sum(losses_BT, loss_mask_BT) / denominator
+    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
     with torch.no_grad():
         low_BT = (ratio_BT < 1 - clip_eps) & (advantages_BT < 0)
         high_BT = (ratio_BT > 1 + high) & (advantages_BT > 0)
+        clipped_BT = low_BT | high_BT
+        parts = {"clip_fraction_low": low_BT, "clip_fraction_high": high_BT}
+        if dual_clip is not None:
+            parts["clip_fraction_dual"] = (ratio_BT > dual_clip) & (advantages_BT < 0)
+            clipped_BT = clipped_BT | parts["clip_fraction_dual"]
         metrics = {
             "loss": loss.detach(),
-            "clip_fraction": masked_sum((low_BT | high_BT).float(), loss_mask_BT) / count,
-            "clip_fraction_low": masked_sum(low_BT.float(), loss_mask_BT) / count,
-            "clip_fraction_high": masked_sum(high_BT.float(), loss_mask_BT) / count,
+            "clip_fraction": masked_sum(clipped_BT.float(), loss_mask_BT) / count,
+            **{name: masked_sum(part_BT.float(), loss_mask_BT) / count for name, part_BT in parts.items()},
             **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
         }
     return loss, metrics
@@ -83,8 +88,9 @@ def cispo_loss(
     *,
     num_loss_tokens: float,
     clip_eps_high: float = 0.2,
+    loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """CISPO: L = -stopgrad(min(r, 1 + clip_eps_high)) A logprobs / num_loss_tokens; no token loses its gradient.
+    """CISPO: L = -stopgrad(min(r, 1 + clip_eps_high)) A logprobs; no token loses its gradient.
 
     Args, Raises: as `clipped_policy_loss`.
     Returns: scalar loss; {"loss", "clip_fraction" (truncated weights), "ratio_mean", "ratio_max", "kl", "kl_k1"}.
@@ -95,7 +101,8 @@ def cispo_loss(
     ratio_BT, advantages_BT = _ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
     weights_BT = ratio_BT.detach().clamp(max=1 + clip_eps_high)
-    loss = -(weights_BT * advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)).sum() / count
+    losses_BT = -weights_BT * advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)
+    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
     with torch.no_grad():
         metrics = {
             "loss": loss.detach(),
@@ -114,12 +121,15 @@ def gspo_loss(
     num_sequences: float,
     clip_eps: float = 3e-4,
     clip_eps_high: float = 4e-4,
+    loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """GSPO: one ratio per sequence, s = exp(mean of its tokens' log-ratios), clipped; mean over sequences.
 
     Args:
         advantages_B: float [B], one per sequence.
-        num_sequences: sequences with loss tokens in the whole optimizer step.
+        num_sequences: sequences with loss tokens in the whole optimizer step, the denominator of the metrics.
+        loss_weights_BT: float [B, T], see `aggregation.token_weights`: each token has its sequence's loss; None = the
+            sequence mean, 1 / num_sequences for each sequence.
     Returns: scalar loss; {"loss", "clip_fraction" and its _low and _high, "ratio_mean", "ratio_max"} per sequence.
         Rows without loss tokens are ignored.
     Raises: DataError as `clipped_policy_loss`.
@@ -137,7 +147,9 @@ def gspo_loss(
     log_ratio_B = fill_masked(logprobs_BT - old_logprobs_BT, loss_mask_BT).sum(1) / lengths_B.clamp(min=1)
     ratio_B = log_ratio_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clipped_B = ratio_B.clamp(1 - clip_eps, 1 + clip_eps_high)
-    loss = masked_sum(torch.maximum(-ratio_B * advantages_B, -clipped_B * advantages_B), counts_B) / count
+    losses_B = torch.maximum(-ratio_B * advantages_B, -clipped_B * advantages_B)
+    weights_B = None if loss_weights_BT is None else fill_masked(loss_weights_BT, loss_mask_BT).sum(1)
+    loss = aggregate(losses_B, counts_B, num_loss_tokens=count, loss_weights_BT=weights_B)
     with torch.no_grad():
         low_B = (ratio_B < 1 - clip_eps) & (advantages_B < 0)
         high_B = (ratio_B > 1 + clip_eps_high) & (advantages_B > 0)
@@ -152,10 +164,54 @@ def gspo_loss(
     return loss, metrics
 
 
-def reinforce_loss(
-    logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
+def sapo_loss(
+    logprobs_BT: torch.Tensor,
+    old_logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    tau_positive: float = 1.0,
+    tau_negative: float = 1.05,
+    loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """REINFORCE: L = -A logprobs / num_loss_tokens, A = return - baseline, detached.
+    """SAPO: a soft gate of the ratio in place of the clip, L = -(4 / tau) sigmoid(tau (r - 1)) A.
+
+    Its gradient is that of -r A times 4 p (1 - p), p = sigmoid(tau (r - 1)): 1 at r = 1, falling smoothly to both sides
+    for either sign of A. A larger tau falls faster.
+
+    Args:
+        tau_positive, tau_negative: tau where A > 0, and elsewhere; above 0.
+        others, Raises: as `clipped_policy_loss`.
+    Returns: scalar loss; {"loss", "gate_mean" (mean of 4 p (1 - p)), "ratio_mean", "ratio_max", "kl", "kl_k1"}.
+    Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
+    """
+    if tau_positive <= 0 or tau_negative <= 0:
+        raise DataError(f"tau_positive {tau_positive} and tau_negative {tau_negative} must be above 0")
+    ratio_BT, advantages_BT = _ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    count = check_count("num_loss_tokens", num_loss_tokens)
+    tau_BT = torch.full_like(advantages_BT, tau_negative).masked_fill(advantages_BT > 0, tau_positive)
+    gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
+    losses_BT = -4 / tau_BT * gate_BT * advantages_BT
+    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
+    with torch.no_grad():
+        metrics = {
+            "loss": loss.detach(),
+            "gate_mean": masked_sum(4 * gate_BT * (1 - gate_BT), loss_mask_BT) / count,
+            **_ratio_metrics(ratio_BT, logprobs_BT, old_logprobs_BT, loss_mask_BT, count),
+        }
+    return loss, metrics
+
+
+def reinforce_loss(
+    logprobs_BT: torch.Tensor,
+    advantages_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    loss_weights_BT: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """REINFORCE: L = -A logprobs, A = return - baseline, detached.
 
     Args, Raises: as `clipped_policy_loss`.
     Returns: scalar loss; {"loss"}.
@@ -164,7 +220,8 @@ def reinforce_loss(
     check_inputs(loss_mask_BT, logprobs=logprobs_BT, advantages=advantages_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
     advantages_BT = fill_masked(advantages_BT.detach(), loss_mask_BT)
-    loss = -(advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)).sum() / count
+    losses_BT = -advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)
+    loss = aggregate(losses_BT, loss_mask_BT, num_loss_tokens=count, loss_weights_BT=loss_weights_BT)
     return loss, {"loss": loss.detach()}
 
 

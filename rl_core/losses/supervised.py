@@ -11,9 +11,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from rl_core.errors import DataError
+from rl_core.losses.aggregation import aggregate
 from rl_core.losses.masking import check_count, check_inputs, masked_sum
 
-__all__ = ["supervised_loss", "entropy_bonus", "entropy_coef_at", "entropy_from_logits"]
+__all__ = ["entropy_bonus", "entropy_coef_at", "entropy_from_logits", "supervised_loss", "token_entropy"]
 
 
 def supervised_loss(
@@ -34,18 +35,24 @@ def supervised_loss(
 
 
 def entropy_bonus(
-    entropy_BT: torch.Tensor, loss_mask_BT: torch.Tensor, *, num_loss_tokens: float
+    entropy_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    num_loss_tokens: float,
+    loss_weights_BT: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Negative mean entropy per loss token; add entropy_coef times this to a loss to raise the entropy.
 
     Args:
         entropy_BT: float [B, T], nats, entropy of each token's distribution, with gradient.
+        loss_weights_BT: float [B, T], see `aggregation.token_weights`; None = the token mean, 1 / num_loss_tokens.
     Returns: scalar loss; {"entropy"}: mean entropy, nats per token.
     Raises: DataError on shapes, non-finite values, or an empty step.
     """
     check_inputs(loss_mask_BT, entropy=entropy_BT)
-    entropy = masked_sum(entropy_BT, loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
-    return -entropy, {"entropy": entropy.detach()}
+    entropy = masked_sum(entropy_BT.detach(), loss_mask_BT) / check_count("num_loss_tokens", num_loss_tokens)
+    term = aggregate(entropy_BT, loss_mask_BT, num_loss_tokens=num_loss_tokens, loss_weights_BT=loss_weights_BT)
+    return -term, {"entropy": entropy}
 
 
 def entropy_coef_at(count: int, *, start: float, decay: float = 0.9995, floor: float = 0.0) -> float:
@@ -55,13 +62,28 @@ def entropy_coef_at(count: int, *, start: float, decay: float = 0.9995, floor: f
     return max(floor, start * decay**count)
 
 
+def token_entropy(log_p_NV: torch.Tensor) -> torch.Tensor:
+    """-sum_v p log p of log-probabilities, nats; a token of probability 0 (log p = -inf) adds 0, to gradients as well.
+
+    Args:
+        log_p_NV: float [..., V].
+    Returns: float [...].
+    """
+    return -(log_p_NV.exp() * _finite(log_p_NV)).sum(-1)
+
+
+def _finite(log_p_NV: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities as factors of p: 0 in place of -inf, as p log p -> 0, where the product would be NaN."""
+    return log_p_NV.masked_fill(log_p_NV == float("-inf"), 0.0)
+
+
 def entropy_from_logits(logits_NV: torch.Tensor, *, chunk_tokens: int = 1024) -> torch.Tensor:
     """Entropy logsumexp(z) - sum p z at every position, nats, at least float32, differentiable.
 
     At most one chunk [chunk_tokens, V] is held in float32, in backward too, where softmax is recomputed.
 
     Args:
-        logits_NV: float [N, V], finite.
+        logits_NV: float [N, V]; -inf = token cannot be sampled.
     Returns: float [N], at least float32.
     """
     if logits_NV.ndim != 2 or chunk_tokens < 1:
@@ -79,7 +101,7 @@ class _ChunkedEntropy(torch.autograd.Function):
         entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=dtype)
         for start in range(0, logits_NV.shape[0], chunk):
             log_p_CV = torch.log_softmax(logits_NV[start : start + chunk], dim=-1, dtype=dtype)
-            entropy_N[start : start + chunk] = -(log_p_CV.exp() * log_p_CV).sum(-1)
+            entropy_N[start : start + chunk] = token_entropy(log_p_CV)
         ctx.save_for_backward(logits_NV, entropy_N)
         ctx.chunk = chunk
         return entropy_N
@@ -92,5 +114,5 @@ class _ChunkedEntropy(torch.autograd.Function):
         for start in range(0, logits_NV.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p_CV = torch.log_softmax(logits_NV[part], dim=-1, dtype=entropy_N.dtype)
-            grad_NV[part] = -log_p_CV.exp() * (log_p_CV + entropy_N[part, None]) * grad_N[part, None]
+            grad_NV[part] = -log_p_CV.exp() * (_finite(log_p_CV) + entropy_N[part, None]) * grad_N[part, None]
         return grad_NV, None

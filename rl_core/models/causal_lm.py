@@ -21,6 +21,7 @@ from transformers import (
 
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models import lora
+from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "load_without_weights",
     "num_parameters",
     "save",
+    "use_own_template",
 ]
 
 # Llama shapes; parameter counts are for a vocabulary of 512 with tied embeddings.
@@ -105,6 +107,7 @@ def create(settings: ModelSettings, tokenizer: PreTrainedTokenizerBase, seed: in
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(config)
+        fix_frequencies(model, settings.rope_context)
         if settings.lora is not None:
             model = lora.add_adapter(model, settings.lora)
     return model.to(device=device_of(settings), dtype=dtype_of(settings)).train()
@@ -143,6 +146,7 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
             model: Any = AutoModelForCausalLM.from_config(
                 config, dtype=dtype_of(settings), trust_remote_code=settings.trust_remote_code
             )
+            fix_frequencies(model, settings.rope_context)
             if settings.lora is not None:
                 model = lora.add_adapter(model, settings.lora)
     except SettingsError:
@@ -153,9 +157,10 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
 
 
 def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name, with a padding token.
+    """The tokenizer of a model folder or hub name, with a padding token and the settings' chat template.
 
-    Raises: CheckpointError when there is none, or it has neither a padding nor an end-of-sequence token.
+    Raises: CheckpointError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
+        for a chat template that cannot be read.
     """
     place = _checked_place(path)
     try:
@@ -166,20 +171,36 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
         raise CheckpointError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    use_own_template(tokenizer, settings)
     return tokenizer
+
+
+def use_own_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings) -> None:
+    """Give the tokenizer the chat template of the settings, if they name one.
+
+    Raises: SettingsError when the file cannot be read.
+    """
+    if settings.chat_template is None:
+        return
+    try:
+        tokenizer.chat_template = Path(settings.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"model.chat_template: {settings.chat_template} cannot be read ({error}); name a Jinja file"
+        ) from error
 
 
 def context_length(path: str | Path, settings: ModelSettings) -> int:
     """Longest sequence, in tokens, of the model in a folder or under a hub name; 2^20 where its config names none.
 
-    Raises: CheckpointError when there is no such model.
+    Raises: CheckpointError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
     """
     place = _checked_place(path)
     try:
         config = AutoConfig.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
     except Exception as error:
         raise _unreadable(place, "config", error) from error
-    return int(getattr(config, "max_position_embeddings", None) or 2**20)
+    return longest_of_config(config, settings.rope_context)
 
 
 def load_pretrained(
@@ -209,6 +230,7 @@ def load_pretrained(
         raise CheckpointError(
             f"the weights in '{place}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
         )
+    fix_frequencies(model, settings.rope_context)
     return model
 
 

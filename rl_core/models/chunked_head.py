@@ -14,6 +14,7 @@ from rl_core.cpu.kernels import add_weight_grad, input_grad, linear
 
 __all__ = ["at_least_float32", "default_chunk_tokens", "log_softmax_chunk", "selected_logprobs"]
 
+_LEAST = -1e30  # for -inf, which a bias may hold (tokens taken out): its product with exp(-inf) = 0 would be NaN
 _CHUNK_ELEMENTS = {"cpu": 2**24, "cuda": 2**28}  # float32 logits of one chunk: 64 MiB and 1 GiB
 
 
@@ -82,6 +83,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             log_p_CV = log_softmax_chunk(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
             logprobs_N[part] = log_p_CV.gather(1, targets_N[part, None]).squeeze(1)
             if with_entropy:
+                if bias_V is not None:
+                    log_p_CV.clamp_(min=_LEAST)
                 entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
             if count <= chunk and any(ctx.needs_input_grad[:3]):
                 kept = log_p_CV
@@ -114,6 +117,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             log_p_CV = kept
             if log_p_CV is None:
                 log_p_CV = log_softmax_chunk(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
+                if bias_V is not None:
+                    log_p_CV.clamp_(min=_LEAST)
             grad_CV = log_p_CV.exp()
             if grad_entropy_N is not None:
                 # -p (g + e (log p + S)); log p is finite, so p = 0 gives 0

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from rl_core.capabilities import packs_into_one_row, training_forward
 from rl_core.cpu.packed_forward import packed_forward
+from rl_core.models.rotary import check_lengths
 from rl_core.types import TrainBatch
 
 __all__ = ["hidden_states", "model_inputs"]
@@ -25,9 +26,11 @@ def hidden_states(model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Te
         needed_BS: True at the positions whose hidden states will be read, all of them real; the last layer may leave
             out the others. None = all real positions.
     Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
-    Raises: DataError when a position is needed that the attention mask calls padding (on a CPU, where it is read).
+    Raises: DataError when a position is needed that the attention mask calls padding (on a CPU, where it is read), or
+        a row is longer than the model's rotary frequencies allow.
     """
     trunk: Any = model.base_model
+    check_lengths(trunk, batch)
     if batch.position_ids_BS is None and training_forward(trunk).allowed:
         return packed_forward(trunk, batch, needed_BS)
     hidden: torch.Tensor = trunk(**model_inputs(model, batch), use_cache=False).last_hidden_state
@@ -40,7 +43,9 @@ def model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.T
     transformers builds a block-diagonal causal mask from positions that start again, when it is given neither an
     attention mask nor a cache. Its flash kernels read the same positions, but only in a batch of one row: there the
     rows are laid end to end, which changes nothing, as each begins a sequence. The output then has shape [1, B*S, ...].
+    Raises: DataError when a row is longer than the model's rotary frequencies allow.
     """
+    check_lengths(model, batch)
     if batch.position_ids_BS is None:
         return {"input_ids": batch.input_ids_BS}
     inputs = {"input_ids": batch.input_ids_BS, "position_ids": batch.position_ids_BS}

@@ -8,14 +8,16 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rl_core.data.chat import ChatRenderer
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import PendingTurn, StepPool, Turnover
-from rl_core.errors import DataError, EnvironmentFault, SettingsError
+from rl_core.environments.tools import Toolset
+from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.settings import SamplingSettings
 from rl_core.timing import span
-from rl_core.types import Message, Rollout, RolloutGroup, StopReason, Trajectory, Turn
+from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
 __all__ = ["EpisodeRequest", "Renderer", "collect"]
 
@@ -65,8 +67,10 @@ def collect(
         process_group: processes that each play a share of the requests; all of them get all groups.
     Returns: one group per request, in order; a rollout's reward is the sum of its episode's.
     Raises: EnvironmentFault naming environment, level and seed when an environment raises, hangs or breaks its
-        protocol; DataError when a prompt leaves no room in the context.
+        protocol; DataError when a prompt leaves no room in the context; SettingsError for native tools that cannot be
+        used.
     """
+    renderer = _with_native_tools(renderer, environment.tools)
     with ExitStack() as stack:
         pool = None
         if environment.blocking:
@@ -101,6 +105,32 @@ def collect(
     return [of_all[index] for index in range(len(requests))]
 
 
+def _with_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
+    """The renderer whose template describes the tools, where `native_tools` says so.
+
+    Raises: SettingsError if the template does not, or writes calls in a form that the environment does not read.
+    """
+    if not isinstance(renderer, ChatRenderer) or not renderer.settings.native_tools or not tools.tools:
+        return renderer
+    tool = next(iter(tools.tools.values()))
+    call = ToolCall(tool.name, {name: kind(1) for name, kind in tool.parameters.items()})
+    function = {"name": call.name, "arguments": call.arguments}
+    told = renderer.with_tools(tools.schema())
+    text = told.assistant_text(
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    )
+    try:
+        read = tools.parse(text)
+    except ToolMisuse:
+        read = None
+    if read != call:
+        raise SettingsError(
+            f"model.native_tools: the chat template writes calls as {text[:200]!r}, which environments do not read; "
+            "leave native_tools out: environments describe their tools in the system message"
+        )
+    return told
+
+
 class _EpisodeSequence:
     """A `RolloutSequence` over one episode: turns sampled tokens into actions, and observations into tokens."""
 
@@ -121,6 +151,7 @@ class _EpisodeSequence:
         self._renderer = renderer
         self._max_turns, self._room = sampling.max_turns, sampling.max_completion_tokens
         self._temperature = sampling.temperature
+        self._stop = sampling.stop
         self._pool = pool  # None = the environment is called on the caller's thread
         self._episode: Episode = self._guard(environment.episode, seed=request.seed, level=request.level)
         self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
@@ -160,6 +191,13 @@ class _EpisodeSequence:
             return self._take(step)
         call = self._pool.submit(f"{self.place}: a step", self._guard, self._episode.step, text)
         return PendingTurn(call, self._take)
+
+    def should_stop(self, action_ids: list[int]) -> bool:
+        """True = the newest token completes a stop text; see `RolloutSequence`."""
+        # A token has at least one byte, a character at most four. More tokens than that: decoding may strip the first.
+        newest = action_ids[-(4 * max(map(len, self._stop)) + 8) :]
+        text = self._renderer.action_text(newest)
+        return any(stop in text for stop in self._stop)
 
     def _take(self, step: Step) -> list[int] | None:
         """Observation tokens of a finished step; None = the episode is over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,13 @@ __all__ = [
     "SamplingSettings",
 ]
 
+# Arguments and functions of a rendering, which no variable of the template may replace.
+_OF_RENDERING = frozenset(
+    {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
+    | {"add_generation_prompt", "continue_final_message", "return_dict", "return_tensors", "truncation", "max_length"}
+    | {"return_assistant_tokens_mask", "sanitize_control_tokens", "strftime_now", "raise_exception"}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings(Settings):
@@ -26,7 +34,9 @@ class LoraSettings(Settings):
 
     rank: int = setting(16, ge=1, doc="rank of the update matrices")
     alpha: float = setting(32.0, gt=0, doc="scale: the update is alpha / rank * B A")
-    dropout: float = setting(0.0, ge=0, lt=1, doc="dropout on the adapter's input")
+    dropout: float = setting(
+        0.0, ge=0, lt=1, doc="dropout on the adapter's input, where the stage trains with `dropout`"
+    )
     target_modules: tuple[str, ...] = setting(
         ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
         doc="names of the linear layers with an adapter",
@@ -41,10 +51,44 @@ class ModelSettings(Settings):
     preset: Literal["nano", "tiny", "small"] = setting("tiny", doc="size of a from-scratch model; unused with path")
     vocab_size: int = setting(512, ge=300, doc="size of the byte-level BPE vocabulary trained for a preset")
     context: int = setting(256, ge=16, doc="longest sequence (tokens) of a preset")
+    rope_context: int | None = setting(
+        None,
+        ge=1,
+        doc="only models whose rotary frequencies follow the length (longrope, dynamic): longest sequence (tokens), "
+        "whose frequencies every row gets; default: sequences end where the frequencies would change",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = setting("float32", doc="dtype of the weights in memory")
     device: Literal["auto", "cpu", "cuda"] = setting("auto", doc="auto: GPU if available")
     lora: LoraSettings | None = setting(None, doc="train adapters instead of all weights")
     trust_remote_code: bool = setting(False, doc="allow Python code shipped with a hub model")
+    chat_template: str | None = setting(
+        None, doc="Jinja file used in place of the model's own chat template, and saved with the trained model"
+    )
+    chat_template_kwargs: dict[str, Any] = setting(
+        {}, doc="variables of the chat template, as {enable_thinking: false} or {date_string: 26 Jul 2024}"
+    )
+    chat_template_date: str = setting(
+        "2024-07-26", doc="YYYY-MM-DD, today for templates that print the date, so that prompts stay the same every day"
+    )
+    native_tools: bool = setting(
+        False, doc="hand the environment's tools to the chat template, which describes them in the model's own format"
+    )
+    history_thoughts: Literal["keep", "template"] = setting(
+        "keep",
+        doc="thoughts of earlier turns; keep: stay in the context as they were written; template: as the chat template "
+        "renders the history, so a demonstration may become several training sequences",
+    )
+
+    def check(self) -> None:
+        """The date is one, and no variable takes the place of an argument of the rendering."""
+        try:
+            datetime.date.fromisoformat(self.chat_template_date)
+        except ValueError:
+            raise SettingsError(f"chat_template_date: {self.chat_template_date!r} is no day, as 2024-07-26") from None
+        taken = sorted(_OF_RENDERING & set(self.chat_template_kwargs))
+        if taken:
+            hint = "the day is chat_template_date" if taken[0] == "strftime_now" else "it is given by the conversation"
+            raise SettingsError(f"chat_template_kwargs: {taken[0]!r} cannot be set here; {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +104,28 @@ class SamplingSettings(Settings):
     """Sampling of completions."""
 
     temperature: float = setting(1.0, ge=0, le=5, doc="divides the logits; 0 = greedy, evaluation only")
+    top_k: int = setting(0, ge=0, doc="draw from the k most likely tokens; 0 = all; not where rollouts train a policy")
+    top_p: float = setting(
+        1.0,
+        gt=0,
+        le=1,
+        doc="draw from the most likely tokens that together reach this probability; not where rollouts train a policy",
+    )
+    min_p: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        doc="draw from tokens of at least this share of the highest probability; not where rollouts train a policy",
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        gt=0,
+        doc="divides positive logits of tokens that stand in the sequence already, and multiplies negative ones "
+        "(arXiv:1909.05858); not where rollouts train a policy",
+    )
+    stop: tuple[str, ...] = setting(
+        (), doc="texts that end an action as the end-of-turn token does; their tokens stay, and the text keeps them"
+    )
     max_completion_tokens: int = setting(
         DEFAULTS["SamplingSettings.max_completion_tokens"], ge=1, doc="tokens after the prompt, observations included"
     )
@@ -77,13 +143,40 @@ class SamplingSettings(Settings):
         "regardless of timing; ready: rejoins at once, so no episode waits, but log-probs vary in the last bits",
     )
 
-    def check_trainable(self) -> None:
+    @property
+    def is_restricted(self) -> bool:
+        """True = tokens are drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def check(self) -> None:
+        """An empty stop text would end every action before its first token."""
+        if "" in self.stop:
+            raise SettingsError("stop: holds an empty text, which every action contains; remove it")
+
+    def check_varied(self) -> None:
         """Raise SettingsError at temperature 0: greedy rollouts carry no learning signal."""
         if self.temperature == 0:
             raise SettingsError(
                 "sampling.temperature: 0 is greedy: a prompt's rollouts are identical, without a learning signal; "
                 "use above 0, usually 1"
             )
+
+    def check_trainable(self) -> None:
+        """Raise SettingsError where the distribution sampled from is not the one that a policy update works with.
+
+        Log-probabilities of the update (current, old, reference) are of softmax(logits / temperature) over the whole
+        vocabulary. They would have to be renormalised over each token's own set of kept tokens, or computed with each
+        token's own penalties; neither is stored.
+        """
+        self.check_varied()
+        for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            value = getattr(self, name)
+            if value != neutral:
+                raise SettingsError(
+                    f"sampling.{name}: {value} samples from another distribution than the one that is trained, "
+                    "softmax(logits / temperature) over the whole vocabulary, so ratios, KL and gradients would be of "
+                    f"another policy; leave it at {neutral} here (evaluation and generation take it)"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +202,9 @@ class EvaluationSettings(Settings):
 
     episodes: int = setting(500, ge=2, doc="number of held-out episodes, the same for every model")
     episodes_seed: int | None = setting(None, ge=0, doc="seed of the episode draw; default: the pipeline's seed")
+    episodes_draw: int = setting(
+        0, ge=0, doc="draw 0, 1, 2, ... of that seed; they share no episode, also where few are held out"
+    )
     levels: tuple[str, ...] = setting((), doc="levels in equal shares; () = all")
     samples: int = setting(1, ge=1, doc="rollouts per episode; above 1 reports pass@k")
     greedy: bool = setting(True, doc="also report greedy decoding")

@@ -61,9 +61,12 @@ class ReplaySettings(Settings):
     share: float = setting(0.5, gt=0, le=4, doc="replayed groups per fresh group")
 
 
-Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce"]
-GROUP_ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo")  # group-relative advantages
+Algorithm = Literal["ppo", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo", "reinforce"]
+GROUP_ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "sapo", "rloo")  # group-relative advantages
 _CLIPS = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}  # arXiv:2507.18071; arXiv:2503.14476
+Aggregation = Literal["token_mean", "sequence_mean", "constant"]
+# arXiv:2503.20783; arXiv:2507.18071, eq. 5; arXiv:2511.20347
+_AGGREGATIONS: dict[str, Aggregation] = {"dr_grpo": "constant", "gspo": "sequence_mean", "sapo": "sequence_mean"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +88,14 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None, gt=0, doc="upper clip of the ratio; default: as clip_eps, dapo 0.28, gspo 4e-4"
     )
     dual_clip: float | None = setting(None, gt=1, doc="cap of the ratio at A < 0 (arXiv:1912.09729); default: none")
+    sapo_tau_positive: float = setting(1.0, gt=0, doc="sapo: slope of the gate at A > 0 (arXiv:2511.20347)")
+    sapo_tau_negative: float = setting(1.05, gt=0, doc="sapo: slope of the gate at A <= 0; larger = less off-policy")
+    loss_aggregation: Aggregation | None = setting(
+        None,
+        doc="token_mean: over the loss tokens of the optimizer step; sequence_mean: mean over sequences of their token "
+        "means; constant: divided by rollouts x max_completion_tokens. KL and entropy terms use the same; default: "
+        "token_mean, dr_grpo constant, gspo and sapo sequence_mean",
+    )
     gamma: float = setting(1.0, ge=0, le=1, doc="discount per token, used with a critic")
     gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE, used with a critic")
     whiten_advantages: bool | None = setting(
@@ -110,10 +121,26 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
     entropy_floor: float = setting(0.0, ge=0, doc="lower bound of entropy_coef")
-    importance: Literal["none", "token", "sequence"] = setting(
-        "none", doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts"
+    router_aux_loss_coef: float = setting(
+        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
     )
-    importance_cap: float = setting(2.0, ge=1, doc="truncation of the importance weights")
+    importance: Literal["none", "token", "sequence", "geometric", "vtrace"] = setting(
+        "none",
+        doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts: of each "
+        "token, the product over the sequence, the geometric mean over its tokens, or V-trace (needs a critic; "
+        "arXiv:1802.01561)",
+    )
+    importance_cap: float | None = setting(
+        None, ge=1, doc="truncation of the importance weights, of V-trace's rho; default: 2, vtrace 1"
+    )
+    vtrace_c: float = setting(1.0, gt=0, le=1, doc="truncation of V-trace's c, the traces; their lambda is gae_lambda")
+    importance_mask: Literal["none", "token", "sequence", "geometric"] = setting(
+        "none",
+        doc="drop from the policy loss the tokens whose ratio, or the sequences whose product or geometric mean of "
+        "ratios, leaves [importance_low, importance_high]; denominators stay",
+    )
+    importance_low: float = setting(0.5, ge=0, lt=1, doc="lower limit of importance_mask")
+    importance_high: float = setting(2.0, gt=1, doc="upper limit of importance_mask; a geometric mean needs less room")
     replay: ReplaySettings | None = setting(None, doc="train on past rollouts too; needs importance weights")
     dynamic_sampling_tries: int | None = setting(
         None, ge=0, doc="resampling rounds for groups of equal rewards (arXiv:2503.14476); default: dapo 2, others 0"
@@ -145,6 +172,17 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         if self.clip_eps is not None:
             low, high = self.clip_eps, self.clip_eps if self.algorithm not in _CLIPS else high
         return low, high if self.clip_eps_high is None else self.clip_eps_high
+
+    @property
+    def aggregation(self) -> Aggregation:
+        """Aggregation of the loss over tokens, with the algorithm's default."""
+        return self.loss_aggregation or _AGGREGATIONS.get(self.algorithm, "token_mean")
+
+    @property
+    def weight_cap(self) -> float:
+        """Truncation of the importance weights, with the default of their kind."""
+        own = 1.0 if self.importance == "vtrace" else 2.0  # arXiv:1802.01561, table 3
+        return own if self.importance_cap is None else self.importance_cap
 
     @property
     def value_function(self) -> CriticSettings | None:
@@ -198,6 +236,13 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             )
         if self.replay is not None and self.importance == "none":
             raise SettingsError("importance: replay uses rollouts of older policies; set token or sequence")
+        if self.importance == "vtrace":
+            self._check_vtrace()
+        if self.algorithm == "sapo" and (self.clip_eps, self.clip_eps_high, self.dual_clip) != (None, None, None):
+            raise SettingsError(
+                "clip_eps: sapo has a soft gate in place of a clip; remove clip_eps, clip_eps_high and dual_clip, or "
+                "set sapo_tau_positive and sapo_tau_negative"
+            )
         if self.replay is not None and self.critic is not None and self.critic.kind == "shared":
             raise SettingsError("replay: needs a separate critic")
         if self.kl_coef == 0 and self.kl_controller != "fixed":
@@ -208,6 +253,27 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"dynamic_sampling_tries: not used by {self.algorithm}, which has no group-relative advantages"
             )
+        self._check_rewards()
+        for stage in self.curriculum:
+            try:
+                self.for_stage(stage)
+            except SettingsError as error:
+                raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
+
+    def _check_vtrace(self) -> None:
+        if self.value_function is None:
+            raise SettingsError(
+                f"importance: vtrace corrects a critic's targets, and {self.algorithm} has no critic here; use token, "
+                "or algorithm ppo, or reinforce with `critic: {}`"
+            )
+        if self.algorithm == "reinforce" and self.epochs * self.minibatches > 1:
+            raise SettingsError(
+                "importance: V-trace weights rollouts once, before the first step, and reinforce has no ratio for the "
+                "steps after it; set epochs and minibatches to 1, or algorithm to ppo"
+            )
+
+    def _check_rewards(self) -> None:
+        """Reward components that are named elsewhere exist, and the length penalty fits."""
         for index, stage in enumerate(self.curriculum):
             for name in stage.rewards:
                 if name not in self.rewards:
@@ -224,11 +290,6 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
-        for stage in self.curriculum:
-            try:
-                self.for_stage(stage)
-            except SettingsError as error:
-                raise SettingsError(f"curriculum: stage '{stage.name}': {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,5 +336,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """entropy_floor must not exceed entropy_coef; sampling must not be greedy."""
         self.sampling.check_trainable()
+        if self.sampling.stop:
+            raise SettingsError("sampling.stop: a thought ends by the end-of-turn token; remove it")
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

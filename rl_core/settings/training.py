@@ -49,6 +49,11 @@ class OptimizerSettings(Settings):
     activation_checkpointing: bool = setting(
         False, doc="recompute activations in backward: less memory, about a third slower"
     )
+    dropout: bool = setting(
+        False,
+        doc="the dropout that the model (and its adapter) is configured with, in updates; false: none, so that "
+        "log-probs of sampler, old policy and reference agree with the update's",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,14 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations per optimizer step")
+    dropout: bool = setting(True, doc="the dropout that the model (and its adapter) is configured with, in updates")
+    router_aux_loss_coef: float = setting(
+        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
+    )
+    loss_on: Literal["all", "last"] = setting(
+        "all",
+        doc="assistant turns that carry loss: all, or the last one; a message's own weight 0 takes it out as well",
+    )
     # On a CPU no faster than length-sorted micro-batches (docs/benchmarks/speed.md), hence off.
     packing: bool = setting(
         False, doc="pack several demonstrations into one row with separate attention; saves padding"
@@ -93,7 +106,7 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Pairs need rollouts that differ."""
-        self.sampling.check_trainable()
+        self.sampling.check_varied()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +134,7 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
-        self.sampling.check_trainable()
+        self.sampling.check_varied()
         if self.loss == "ipo" and self.label_smoothing > 0:
             raise SettingsError(
                 f"label_smoothing: {self.label_smoothing} is not defined for ipo, which bounds the margin itself; "

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from rl_core.environments.environment import Environment
 from rl_core.environments.tool_question import ANSWER_WORD, read_answer
-from rl_core.errors import DataError, EnvironmentFault
+from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
@@ -80,13 +80,19 @@ class ThoughtEpisode:
     ids: list[int]  # prompt and completion, as sampled
     steps: list[ThoughtStep]
     level: str
-    is_truncated: bool  # True = cut off before the environment ended it: bootstrapped from the baseline
+    is_truncated: bool  # True = truncated by its environment: bootstrapped from the baseline; limits of sampling end it
 
 
 class ThoughtReader:
     """Splits turns into thought and answer, and tokenises correct answers, for one tokenizer."""
 
     def __init__(self, renderer: ThoughtRenderer, *, max_thought_tokens: int = 2**20) -> None:
+        if getattr(renderer, "opened_thought", ""):
+            raise SettingsError(
+                "thoughts: the model's chat template opens a thought of its own before every action, which this "
+                "trainer would count as part of the answer; train it with stages.policy, or name a template that opens "
+                "none in model.chat_template"
+            )
         self._renderer = renderer
         self._max_thought_tokens = max_thought_tokens
         self._word_ids = renderer.action_ids(ANSWER_WORD)[:-1]
@@ -161,7 +167,7 @@ def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollo
         ids=[*rollout.prompt_ids, *rollout.completion_ids],
         steps=steps,
         level=played.level,
-        is_truncated=played.stop_reason in (StopReason.ENVIRONMENT, StopReason.MAX_TURNS),
+        is_truncated=played.stop_reason == StopReason.ENVIRONMENT,
     )
 
 

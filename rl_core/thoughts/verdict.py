@@ -6,11 +6,12 @@ Suffix: E episodes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
+from rl_core.analysis.paired_tests import gain_test
 from rl_core.analysis.statistics import Difference, paired_bootstrap
 from rl_core.errors import DataError
 
@@ -28,6 +29,7 @@ class ThoughtVerdict:
     lost: dict[str, float]  # share of the own gain lost in each control; above 1 where it does harm
     failures: list[str]  # reasons against; [] = genuine
     episodes: int
+    p_values: dict[str, float] = field(default_factory=dict)  # one-sided: own above 0, own above control
 
     @property
     def genuine(self) -> bool:
@@ -48,6 +50,7 @@ class ThoughtVerdict:
             found |= {f"thoughts/gain_{name}{suffix}": value for suffix, value in _bounds(gain)}
         for name, drop in self.drops.items():
             found |= {f"thoughts/drop_{name}{suffix}": value for suffix, value in _bounds(drop)}
+        found |= {f"thoughts/p_{name}": value for name, value in self.p_values.items()}
         return found
 
     def note(self) -> str:
@@ -70,8 +73,10 @@ def judge_thoughts(
     """Verdict: thoughts are genuine when they help, and help by their content.
 
     That is: the lower bound of the own gain is above 0; the lower bound of (own - control), paired by episode, is above
-    0 for every control; and the shuffled and the filler thoughts lose at least `min_dependence` of the own gain.
-    A truncated thought may keep more: its first half has content.
+    0 for every control; the exact test of each of them (`gain_test`, as at the promotion gate) has a p-value of at most
+    (1 - confidence) / 2; and the shuffled and the filler thoughts lose at least `min_dependence` of the own gain. A
+    truncated thought may keep more: its first half has content. All have to hold, so the level needs no correction for
+    their number (intersection-union, Berger 1982).
 
     Args:
         gains: "own" and each control -> episode -> turns, in one order. Turns of an episode are averaged first, since
@@ -91,15 +96,28 @@ def judge_thoughts(
     drops = {name: paired_bootstrap(means_E["own"], means_E[name], **options) for name in controls}
     own = found["own"]
     lost = {name: drop.difference / own.difference if own.difference > 0 else 0.0 for name, drop in drops.items()}
+    level = (1 - confidence) / 2
+    p_values = {
+        name: gain_test(
+            means_E["own"] - (0.0 if name == "own" else means_E[name]), bounded=False, level=level, seed=seed
+        ).p_value
+        for name in gains
+    }
     failures = []
-    if own.low <= 0:
-        failures.append(f"the gain {own.difference:.3f} is not above 0 for sure (lower bound {own.low:.3f})")
+    if own.low <= 0 or p_values["own"] > level:
+        failures.append(
+            f"the gain {own.difference:.3f} is not above 0 for sure (lower bound {own.low:.3f}, "
+            f"p = {p_values['own']:.2g})"
+        )
     for name in controls:
-        if drops[name].low <= 0:
-            failures.append(f"{name} thoughts do not lose for sure (lower bound of the loss {drops[name].low:.3f})")
+        if drops[name].low <= 0 or p_values[name] > level:
+            failures.append(
+                f"{name} thoughts do not lose for sure (lower bound of the loss {drops[name].low:.3f}, "
+                f"p = {p_values[name]:.2g})"
+            )
         elif name in MUST_LOSE and own.low > 0 and lost[name] < min_dependence:
             failures.append(f"{name} thoughts lose {lost[name]:.0%} of the gain, less than {min_dependence:.0%}")
-    return ThoughtVerdict(found, drops, lost, failures, len(zeros_E))
+    return ThoughtVerdict(found, drops, lost, failures, len(zeros_E), p_values)
 
 
 def _bounds(value: Difference) -> list[tuple[str, float]]:

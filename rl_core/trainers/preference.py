@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,8 +18,10 @@ from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
+from rl_core.inference.sampling import sequence_seed
 from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss
 from rl_core.models.causal_lm import evaluating
+from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.models.precision import Autocast, autocast
 from rl_core.rollouts.batching import TrainRow, make_batches
@@ -60,6 +63,7 @@ class _ReferencedPair(NamedTuple):
 
     pair: Pair
     reference: Reference
+    place: int  # among the pairs of its set
 
 
 @dataclass
@@ -74,6 +78,7 @@ class _ComparedPairBatch:
     rejected_lengths_B: torch.Tensor
     ref_chosen_B: torch.Tensor  # float32 [B], nats, summed over loss tokens
     ref_rejected_B: torch.Tensor
+    places_B: torch.Tensor  # int64 [B], `_ReferencedPair.place`
 
 
 class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
@@ -81,6 +86,11 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
 
     The reference log-probabilities are computed here, from `model` as it is handed over, before a resume loads trained
     weights into it. They are also stored in the checkpoint.
+
+    Training with dropout gives each training pair masks of its own, the same at every visit, and the reference the same
+    ones, since it is the same network: noise that both have cancels, so that the loss starts at ln 2 (IPO: at
+    1 / (4 beta^2)) and moves with the weights alone. Each pair is then a micro-batch, as masks follow from its shape.
+    Held-out pairs are measured without dropout on either side.
     """
 
     noun: ClassVar[str] = "pair"
@@ -102,24 +112,24 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         Args:
             model: a causal LM with the weights that training starts from, on its device. New adapters change nothing
                 yet, so under LoRA it is its own reference as well.
-            references: (of the training pairs, of the held-out ones), where the same weights gave them before.
+            references: (of the training pairs, of the held-out ones), where the same weights gave them before,
+                without dropout; those of the training pairs are not used where training has it.
         Raises: DataError naming a pair that cannot be trained on, or references that do not fit the pairs.
         """
+        self._mask_seed = sequence_seed(seed, "masks") if settings.dropout and drops_out(model) else None
+        self.settings, self._pad_id, self._device = settings, pad_id, next(model.parameters()).device
         examples: list[list[_ReferencedPair]] = []
         for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):
             for place, pair in enumerate(pairs):
                 _check_pair(pair, f"pairs_{name}[{place}]")
-            rows = (
-                references[index]
-                if references is not None
-                else reference_logprobs(
-                    model,
-                    pairs,
-                    pad_id=pad_id,
-                    max_tokens=settings.micro_batch_tokens,
-                    precision=settings.autocast,
+            if name == "train" and self._mask_seed is not None:
+                rows: Sequence[Reference] = self._masked_references(model, pairs, settings.autocast)
+            elif references is not None:
+                rows = references[index]
+            else:
+                rows = reference_logprobs(
+                    model, pairs, pad_id=pad_id, max_tokens=settings.micro_batch_tokens, precision=settings.autocast
                 )
-            )
             examples.append(_referenced(pairs, rows, name))
         super().__init__(model, pad_id, examples[0], examples[1], settings, seed, process_group)
 
@@ -142,6 +152,32 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
             rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
             examples[:] = _referenced([example.pair for example in examples], rows, name)
 
+    def _masked_references(self, model: PreTrainedModel, pairs: Sequence[Pair], precision: Autocast) -> list[Reference]:
+        """As `reference_logprobs`, with the masks that each pair is trained with."""
+        waiting = [_ReferencedPair(pair, (0.0, 0.0), place) for place, pair in enumerate(pairs)]
+        rows = [(0.0, 0.0)] * len(pairs)
+        with training_mode(model, dropout=True), torch.no_grad(), autocast(precision, self._device):
+            for batch in self._build_batches(waiting):
+                chosen_B, rejected_B, _ = self._logprobs(model, batch)
+                rows[int(batch.places_B)] = (float(chosen_B), float(rejected_B))
+        return rows
+
+    def _logprobs(
+        self, model: PreTrainedModel, batch: _ComparedPairBatch
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Log-probs [B] of the chosen and of the rejected sides, and their loss mask [2 B, S]."""
+        width = batch.chosen_ids_BS.shape[1]
+        lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B])
+        both = TrainBatch(
+            input_ids_BS=torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]),
+            attention_mask_BS=attention_mask(lengths_B.tolist(), width),
+            loss_mask_BS=torch.cat([batch.chosen_mask_BS, batch.rejected_mask_BS]),
+        ).to(self._device)
+        seed = None if self._mask_seed is None else sequence_seed(self._mask_seed, *batch.places_B.tolist())
+        with nullcontext() if seed is None else repeatable_masks(self._device, seed):
+            chosen_B, rejected_B = completion_logprobs(model, both)[0].sum(1).chunk(2)
+        return chosen_B, rejected_B, both.loss_mask_BS
+
     def _num_tokens(self, example: _ReferencedPair) -> int:
         return len(example.pair.chosen_ids) + len(example.pair.rejected_ids)
 
@@ -150,9 +186,8 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
 
     def _build_batches(self, examples: Sequence[_ReferencedPair]) -> list[_ComparedPairBatch]:
         batches = []
-        for group, width in pair_micro_batches(
-            [self._length(example) for example in examples], self.settings.micro_batch_tokens
-        ):
+        max_tokens = self.settings.micro_batch_tokens if self._mask_seed is None else 1  # 1 = each pair alone
+        for group, width in pair_micro_batches([self._length(example) for example in examples], max_tokens):
             some = [examples[index] for index in group]
             chosen, rejected = [each.pair.chosen for each in some], [each.pair.rejected for each in some]
             batches.append(
@@ -165,6 +200,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                     torch.tensor([len(side.ids) for side in rejected]),
                     torch.tensor([each.reference[0] for each in some], dtype=torch.float32),
                     torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
+                    torch.tensor([each.place for each in some]),
                 )
             )
         return batches
@@ -178,16 +214,9 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
         settings = self.settings
-        width = batch.chosen_ids_BS.shape[1]
-        lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B])
-        both = TrainBatch(
-            input_ids_BS=torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]),
-            attention_mask_BS=attention_mask(lengths_B.tolist(), width),
-            loss_mask_BS=torch.cat([batch.chosen_mask_BS, batch.rejected_mask_BS]),
-        ).to(self._device)
-        chosen_B, rejected_B = completion_logprobs(self.model, both)[0].sum(1).chunk(2)
+        chosen_B, rejected_B, loss_mask_BS = self._logprobs(self.model, batch)
         ref_chosen_B, ref_rejected_B = batch.ref_chosen_B.to(self._device), batch.ref_rejected_B.to(self._device)
-        chosen_tokens_B, rejected_tokens_B = both.loss_mask_BS.sum(1).chunk(2)
+        chosen_tokens_B, rejected_tokens_B = loss_mask_BS.sum(1).chunk(2)
         if settings.loss == "ipo":
             loss, metrics = ipo_loss(
                 chosen_B / chosen_tokens_B,
@@ -244,4 +273,4 @@ def _referenced(pairs: Sequence[Pair], rows: Sequence[Reference], name: str) -> 
     bad = next((index for index, row in enumerate(rows) if not all(map(math.isfinite, row))), None)
     if bad is not None:
         raise DataError(f"references of {name}: row {bad} is {rows[bad]}; the starting model gives no finite number")
-    return [_ReferencedPair(pair, row) for pair, row in zip(pairs, rows, strict=True)]
+    return [_ReferencedPair(pair, row, place) for place, (pair, row) in enumerate(zip(pairs, rows, strict=True))]

@@ -37,7 +37,7 @@ from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import check_fingerprint, runtime_fingerprint
 from rl_core.training.signals import StopRequests
-from rl_core.training.throughput import throughput_metrics
+from rl_core.training.throughput import COUNTS, throughput_metrics
 from rl_core.training.trainer_protocol import Trainer
 
 __all__ = ["LoopMemory", "LoopOutcome", "run_loop"]
@@ -228,7 +228,8 @@ class _Loop:
         metrics["perf/memory_gb"] = peak_memory_gb(self.trainer.model)
         optimizer_step = self.trainer.optimizer_step
         metrics |= throughput_metrics(spans, self.trainer.model, is_bfloat16=optimizer_step.computes_in_bfloat16)
-        spans.pop("optimizer_flops", None)
+        for name in COUNTS:
+            spans.pop(name, None)
         metrics |= {f"perf/{name}_seconds": seconds for name, seconds in (spans | self.overheads).items()}
         self.overheads.clear()
         self.state.iteration += 1

@@ -15,6 +15,7 @@ from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.waiting import bound_waiting
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
+from rl_core.models.dropout import training_mode
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
 from rl_core.timing import count, span
@@ -112,14 +113,14 @@ class OptimizerStep:
             return self._apply(micro_batches, loss_fn)
 
     def _apply(self, micro_batches: Sequence[Batch | DummyBatch[Batch]], loss_fn: LossFn[Batch]) -> dict[str, float]:
-        self.model.train()
-        if self.sharded.shards is None:
-            parts, problem = self._accumulate([without_dummy(batch) for batch in micro_batches], loss_fn)
-        else:
-            self._clear()
-            parts, problem = self.sharded.accumulate(
-                micro_batches, loss_fn, autocast=self.autocast, collect=self.master_weights.collect_gradients
-            )
+        with training_mode(self.model, dropout=self.settings.dropout):
+            if self.sharded.shards is None:
+                parts, problem = self._accumulate([without_dummy(batch) for batch in micro_batches], loss_fn)
+            else:
+                self._clear()
+                parts, problem = self.sharded.accumulate(
+                    micro_batches, loss_fn, autocast=self.autocast, collect=self.master_weights.collect_gradients
+                )
         metrics = combine_metrics(parts)
         norm = self._grad_norm()
         metrics["train/grad_norm"] = float(norm)

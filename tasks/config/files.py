@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.data.files import DATA_SUFFIXES, data_files
+from rl_core.errors import CheckpointError, SettingsError
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, Settings
 from tasks.config.problems import Key, Problem, dotted
 from tasks.config.settings import PipelineSettings
@@ -46,9 +48,10 @@ def resolve_files(settings: PipelineSettings, folder: Path) -> tuple[PipelineSet
     if data is not None:
         stages = replaced(stages, prepare_data=_with_data_files(data, finder))
     environment = _with_environment_file(settings.environment, finder)
-    model = _with_model_folder(settings.model, finder)
+    model = _with_template_file(_with_model_folder(settings.model, finder), finder)
     _check_output(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
+    _check_rope_context(model, problems)
     return replaced(settings, stages=stages, environment=environment, model=model), problems
 
 
@@ -152,6 +155,19 @@ def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
     return replaced(model, path=str(path))
 
 
+def _with_template_file(model: ModelSettings, finder: _Finder) -> ModelSettings:
+    """The file of an own chat template becomes an absolute path."""
+    if model.chat_template is None:
+        return model
+    path = finder.find(model.chat_template)
+    if path is None or not path.is_file():
+        tried = " and ".join(str(place) for place in finder.candidates(model.chat_template))
+        text = f"{model.chat_template!r} is no file (looked at {tried}); name a Jinja file that holds a chat template"
+        finder.problems.append(Problem(("model", "chat_template"), text))
+        return model
+    return replaced(model, chat_template=str(path))
+
+
 def _check_output(output: str, name: str, problems: list[Problem]) -> None:
     """The output folder, and what pipeline `name` writes in it, can be made and written; nothing is made here."""
     path = Path(output).expanduser().absolute()
@@ -177,13 +193,61 @@ def _check_device(model: ModelSettings, problems: list[Problem]) -> None:
         problems.append(Problem(("model", "device"), "cuda, but torch sees no GPU here; use auto or cpu"))
 
 
+def _check_rope_context(model: ModelSettings, problems: list[Problem]) -> None:
+    if model.rope_context is None:
+        return
+    config = _model_config(model) if model.path is not None else {}
+    if config is None:
+        return  # reported already, or it has to be downloaded first
+    if not _may_follow_the_length(config):
+        text = "the rotary frequencies of this model do not depend on the length; leave it out"
+        problems.append(Problem(("model", "rope_context"), text))
+        return
+    try:
+        _longest(model)
+    except SettingsError as error:
+        problems.append(Problem(("model", "rope_context"), str(error).removeprefix("model.rope_context: ")))
+
+
 def context_of(model: ModelSettings) -> int | None:
     """Longest sequence of the model, in tokens; None where it cannot be known without a download."""
     if model.path is None:
         return model.context
-    try:
-        config = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
-        length = config.get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
+    config = _model_config(model)
+    if config is None:
         return None
+    if _may_follow_the_length(config):
+        with contextlib.suppress(SettingsError):
+            return _longest(model)
+    length = config.get("max_position_embeddings")
     return length if isinstance(length, int) and length > 0 else None
+
+
+def _model_config(model: ModelSettings) -> dict[str, Any] | None:
+    """The configuration in the model's folder, where there is one."""
+    try:
+        config = json.loads((Path(str(model.path)) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def _may_follow_the_length(config: dict[str, Any]) -> bool:
+    """True = its rotary frequencies are of no kind that certainly does not depend on the length."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kinds = [
+        part.get("rope_type", part.get("type", "default"))
+        for part in (parameters, *parameters.values())
+        if isinstance(part, dict)
+    ]
+    return any(kind not in ("default", "linear", "llama3", "proportional") for kind in kinds)
+
+
+def _longest(model: ModelSettings) -> int | None:
+    """Longest sequence by transformers' reading of the configuration, which takes seconds to import."""
+    from rl_core.models.causal_lm import context_length
+
+    try:
+        return context_length(str(model.path), model)
+    except CheckpointError:  # reported where the model is loaded
+        return None

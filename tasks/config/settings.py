@@ -97,6 +97,21 @@ class PromotionSettings(Settings):
         0.0, ge=-1, le=1, doc="the interval's lower bound of the gain in success must be above this"
     )
     min_success: float = setting(0.5, ge=0, le=1, doc="success that the first champion needs")
+    metric: Literal["success", "reward"] = setting(
+        "success", doc="outcome of an episode that challenger and champion are compared by"
+    )
+    alpha: float = setting(
+        0.05, gt=0, lt=0.5, doc="chance of promoting a model without the gain, over all attempts on the same episodes"
+    )
+    repeated_attempts: Literal["spend", "fresh", "off"] = setting(
+        "spend",
+        doc="spend: attempt k on the same episodes is tested at alpha / (k (k + 1)); fresh: each attempt plays other "
+        "held-out episodes while there are some, then spend; off: each attempt is tested as if it were the first",
+    )
+    min_episodes: int = setting(50, ge=1, doc="episodes that a promotion needs, also that of the first champion")
+    min_discordant: int = setting(
+        10, ge=0, doc="episodes with different outcomes that a promotion needs (not with a min_gain below 0)"
+    )
     bootstrap_samples: int = setting(2000, ge=100, doc="resamples of the paired difference")
     confidence: float = setting(0.95, gt=0.5, lt=1, doc="of the interval")
     approve: Literal["auto", "manual"] = setting("auto", doc="manual: what passes the gate waits for a person")

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,9 @@ from typing import Any
 from rl_core.errors import BackendError, FolderBusy
 from tasks.tracking import Tracking
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines
+from tasks.tracking.replay import journals
 
-__all__ = ["DeadRun", "RunRecord", "close_dead_runs", "dead_runs", "journals", "recorded_runs"]
+__all__ = ["DeadRun", "RunRecord", "close_dead_runs", "dead_runs", "recorded_runs"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +48,6 @@ class DeadRun:
             return f"{what} '{self.name}' has no end; it ran on {self.host}, where alone it can be judged"
         who = f"process {self.pid}" if self.pid else "its process"
         return f"{what} '{self.name}' was killed without a word: {who} is gone"
-
-
-def journals(root: Path) -> Iterator[Path]:
-    """Folders of all journals under `root`, outer ones first."""
-    found = sorted(root.rglob("events.jsonl"), key=lambda path: (len(path.parts), path))
-    yield from (path.parent.parent for path in found if path == events_path(path.parent.parent))
 
 
 def dead_runs(root: Path) -> list[DeadRun]:
@@ -146,7 +140,7 @@ class RunRecord:
     started: str
     name: str
     run_id: str
-    status: str  # running, waiting, finished, failed, stopped, killed
+    status: str  # running, waiting, postponed, finished, failed, stopped, killed
     folder: Path
     settings: dict[str, Any] | None  # None = they were not recorded
     only: str | None
@@ -183,8 +177,8 @@ def _record(folder: Path) -> RunRecord | None:
     if status == "running":
         gone = _judge(folder)
         status = "killed" if gone is not None and not gone.elsewhere else "running"
-    elif status == "finished" and own.get("status") == "waiting":
-        status = "waiting"
+    elif status == "finished" and own.get("status") in ("waiting", "postponed"):
+        status = own["status"]
     return RunRecord(
         pipeline=folder.parent.parent.name,
         started=name.partition(" · ")[2],

@@ -52,7 +52,7 @@ def input_digest(value: StageResult | Path | str) -> str:
 
 
 def _content_digests(stage_settings: dict[str, Any] | None, pipeline: PipelineSettings) -> dict[str, str]:
-    """Content of what the stage takes from the user besides its inputs: the environment's data file, and code.
+    """Content of what the stage takes from the user besides its inputs: data file, chat template, and code.
 
     Code is what the environment's name, reward functions and any other import path in the settings lead to.
     Raises: SettingsError for a module that cannot be found.
@@ -61,6 +61,8 @@ def _content_digests(stage_settings: dict[str, Any] | None, pipeline: PipelineSe
     option = pipeline.environment.options.get("path")
     if isinstance(option, str) and Path(option).is_file():
         digests["path"] = digest_file(Path(option))
+    if pipeline.model.chat_template is not None and Path(pipeline.model.chat_template).is_file():
+        digests["chat_template"] = digest_file(Path(pipeline.model.chat_template))
     named = [pipeline.environment.name, *(stage_settings or {}).get("rewards", {})]
     required = {path for path in named if ":" in path}
     others = import_paths(stage_settings) | import_paths(dataclasses.asdict(pipeline.environment))
@@ -73,12 +75,16 @@ def stage_key(name: str, stage_settings: Any, pipeline: PipelineSettings, digest
     decisive = dataclasses.asdict(stage_settings) if stage_settings is not None else None
     if decisive is not None:
         decisive.pop("launch", None)  # another number of processes gives the same numbers, to rounding
+    content = _content_digests(decisive, pipeline)
+    model = dataclasses.asdict(pipeline.model)
+    if "chat_template" in content:
+        model.pop("chat_template")  # its text decides, not its place
     payload = {
         "stage": name,
         "settings": decisive,
         "environment": dataclasses.asdict(pipeline.environment),
-        "content": _content_digests(decisive, pipeline),
-        "model": dataclasses.asdict(pipeline.model),
+        "content": content,
+        "model": model,
         "inputs": dict(digests),
         "seed": pipeline.seed,
         "code": code_version(),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from rl_core.errors import BackendError
 from rl_core.storage.folders import digest_folder
 from tasks import stage_registry
 from tasks.config import PipelineSettings, settings_digest
 from tasks.pipeline.key import code_version
 from tasks.pipeline.result import StageResult
-from tasks.tracking import Registry, RunTracker, is_registered_reference
+from tasks.tracking import PARENT, Registry, RunTracker, VersionOf, is_registered_reference
 
 __all__ = ["ModelVersions", "registered_name"]
 
@@ -32,13 +33,20 @@ class ModelVersions:
         cache: Path,
         results: Mapping[str, StageResult],
         tags: Mapping[str, str],
+        deliver: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`cache`: folder for downloads; `results`: the run's finished stages, which may grow; `tags`: of versions."""
+        """Note where everything is.
+
+        Args:
+            cache: folder for downloads. results: the run's finished stages, which may grow. tags: of versions.
+            deliver: sends what earlier runs and stages recorded; returns how many records still wait.
+        """
         self._settings = settings
         self._registry = registry
         self._cache = cache
         self._results = results
         self._tags = dict(tags)
+        self._deliver = deliver
         self._base = f"preset {settings.model.preset}"  # for tags: the model that the pipeline starts from
         self.name = registered_name(settings)
 
@@ -59,7 +67,10 @@ class ModelVersions:
         return resolved, str(resolved)
 
     def register(self, tracker: RunTracker, folder: Path, stage: str, summary: Mapping[str, Any]) -> dict[str, Any]:
-        """Register a stage's model as a new version; returns the fields that this adds to the stage's summary."""
+        """Register a stage's model as a new version; returns the fields that this adds to the stage's summary.
+
+        While the tracking store is away, there is no `model_version` among them: the version is made when it answers.
+        """
         kind: Literal["policy", "reward_model"] = stage_registry.entry(stage).trains or "policy"
         name = f"{self.name}-reward-model" if kind == "reward_model" else self.name
         numbers = {key: value for key, value in (summary.get("metrics") or {}).items() if isinstance(value, float)}
@@ -73,28 +84,45 @@ class ModelVersions:
             **self._tags,
         }
         parent = self._start_of(stage)
-        if parent is not None:
-            tags["parent_version"] = str(parent.summary.get("model_version", ""))
-        start = f" from version {tags['parent_version']}" if tags.get("parent_version") else ""
+        known = str(parent.summary.get("model_version") or "") if parent is not None else ""
+        if known:
+            tags["parent_version"] = known
+        start = f" from version {known or PARENT}" if parent is not None else ""
         story = f"{stage.replace('_', ' ')}{start}: {summary['note']}" if summary.get("note") else ""
-        version = tracker.log_model(folder, kind, name, metrics=numbers, tags=tags, description=story)
-        return {"registered_model": name, "model_version": version}
+        version = tracker.log_model(
+            folder, kind, name, metrics=numbers, tags=tags, description=story,
+            parent=self._by_content(parent) if parent is not None and not known else None,
+        )  # fmt: skip
+        return {"registered_model": name, **({"model_version": version} if version is not None else {})}
+
+    def _by_content(self, result: StageResult) -> VersionOf:
+        """The version of a finished stage's model, which the store has not numbered yet."""
+        return VersionOf(self.name, digest_folder(result.model))
 
     def ensure_version(self, result: StageResult, tracker: RunTracker) -> int:
-        """Registered version of a finished stage's model; registered now, by `tracker`, where the store lacks it."""
+        """Registered version of a finished stage's model; registered now, by `tracker`, where the store lacks it.
+
+        Raises: BackendError while the store is away.
+        """
+        self._deliver()  # it may wait in a journal
         wanted = digest_folder(result.model)
         for version in self._registry.versions(self.name):
             if version.tags.get("model_sha256") == wanted:
                 return int(version.version)
-        return int(self.register(tracker, result.model, result.stage, result.summary)["model_version"])
+        made = self.register(tracker, result.model, result.stage, result.summary).get("model_version")
+        if made is None:
+            raise BackendError(f"the model of stage '{result.stage}' has no version yet: the tracking store is away")
+        return int(made)
 
-    def parent_tags(self, stage: str) -> dict[str, str]:
+    def parent_tags(self, stage: str) -> dict[str, str | VersionOf]:
         """Tag with the model that a training stage starts from: a version, a path, a hub name or a preset."""
         if stage_registry.entry(stage).trains is None:
             return {}
         parent = self._start_of(stage)
-        version = parent.summary.get("model_version") if parent is not None else None
-        return {"parent_model_version": f"models:/{self.name}/{version}" if version else self._base}
+        if parent is None:
+            return {"parent_model_version": self._base}
+        version = parent.summary.get("model_version")
+        return {"parent_model_version": f"models:/{self.name}/{version}" if version else self._by_content(parent)}
 
     def _start_of(self, stage: str) -> StageResult | None:
         """The stage of this run whose model `stage` starts from; None = the pipeline's base model."""

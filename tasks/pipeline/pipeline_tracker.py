@@ -10,10 +10,11 @@ from typing import Any, Literal
 
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.pipeline.key import code_version
+from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
-from tasks.tracking import RunTracker, Tracking
+from tasks.tracking import RunTracker, Tracking, VersionOf
 
-__all__ = ["PipelineTracker", "git_commit"]
+__all__ = ["PipelineTracker", "git_commit", "run_folder"]
 
 DATA_INPUTS = ("data", "demonstrations", "preferences")  # inputs of stages that are data, not models or results
 
@@ -30,6 +31,11 @@ def git_commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()
+
+
+def run_folder(home: Path, started: str) -> Path:
+    """Folder of the run of a pipeline that began at `started`."""
+    return home / "runs" / re.sub(r"[ :]", "-", started)
 
 
 class PipelineTracker:
@@ -54,7 +60,7 @@ class PipelineTracker:
         home = Path(settings.output).resolve() / settings.name
         self.parent = tracking.start_run(
             f"{settings.name} · {started}",
-            home / "runs" / re.sub(r"[ :]", "-", started),
+            run_folder(home, started),
             tags={
                 **self._tags,
                 "kind": "stage" if options.only else "pipeline",
@@ -78,7 +84,7 @@ class PipelineTracker:
         settings: Any,
         digests: Mapping[str, str],
         key: str,
-        tags: Mapping[str, str],
+        tags: Mapping[str, str | VersionOf],
     ) -> RunTracker:
         """The nested run of one stage; a folder that was tracked before continues its run.
 
@@ -118,10 +124,10 @@ class PipelineTracker:
         self._on_progress(label, 1, 1, "finished before, not run again")
 
     def close(self, status: Literal["FINISHED", "FAILED", "KILLED"], error: BaseException | None = None) -> None:
-        """End the parent run, with the error that ended the pipeline as a tag."""
-        if error is not None:
+        """End the parent run, with the error that made it fail as a tag; a stop is not waited for."""
+        if error is not None and status == "FAILED":
             self.parent.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
-        self.parent.close(status)
+        self.parent.close(status, timeout_s=STOP_SECONDS if status == "KILLED" else 30.0)
 
 
 def _common_tags(settings: PipelineSettings, options: RunOptions) -> dict[str, str]:

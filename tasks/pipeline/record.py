@@ -17,7 +17,7 @@ __all__ = ["PipelineRecord"]
 
 logger = logging.getLogger(__name__)
 
-_INTERRUPTED = ("running", "stopped", "waiting")  # states that a run with equal settings goes on from
+_INTERRUPTED = ("running", "stopped", "waiting", "postponed")  # states that a run with equal settings goes on from
 
 
 class PipelineRecord:
@@ -61,12 +61,16 @@ class PipelineRecord:
         logger.info("going on with the interrupted run of %s", record.get("started"))
         return str(record.get("started") or "")
 
-    def begin(self, folder: Path, *, started: str, run_id: str | None, digest: str) -> None:
-        """Write the record of a run that begins, into its own folder too."""
+    def begin(self, folder: Path, *, started: str, digest: str) -> None:
+        """Write the record of a run that begins, into its own folder too: before anything else of it exists.
+
+        Else one that is killed in its first seconds would not be found again.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
         self._folders = (folder, self.home)
         self._values = {
             "started": started,
-            "run_id": run_id,
+            "run_id": None,
             "config_digest": digest,
             "only": self._options.only,
             "given": dict(self._options.given),
@@ -76,8 +80,13 @@ class PipelineRecord:
         }
         self._write()
 
+    def note_run(self, run_id: str | None) -> None:
+        """Note the run of the tracking store."""
+        self._values["run_id"] = run_id
+        self._write()
+
     def end(self, status: str) -> None:
-        """Note the end: finished, waiting (for approval), stopped or failed."""
+        """Note the end: finished, waiting (for approval), postponed (for the tracking store), stopped or failed."""
         self._values["status"] = status
         self._write()
 

@@ -13,8 +13,17 @@ from typing import Any
 
 from rl_core.errors import CorruptError
 from rl_core.storage.folders import verify_folder
+from tasks.tracking.journal import DeliveryCursor
 
-__all__ = ["METRICS_HISTORY", "RECENT_ROLLOUTS", "REVIEW", "StageResult", "content_digest", "load_finished"]
+__all__ = [
+    "METRICS_HISTORY",
+    "RECENT_ROLLOUTS",
+    "REVIEW",
+    "StageResult",
+    "content_digest",
+    "journal_of",
+    "load_finished",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +82,10 @@ def load_finished(folder: Path, name: str, key: str) -> StageResult | None:
         logger.warning("%s: the finished folder is damaged (%s); set aside as %s, running again", name, error, aside)
         return None
     summary = json.loads((folder / "summary.json").read_text())
+    # The tracking store may have answered only after the folder was sealed, or have lost everything since.
+    delivered = DeliveryCursor.load(journal_of(folder))
+    if "registered_model" in summary and delivered.versions:
+        summary["model_version"] = max(delivered.versions.values())
     return StageResult(
         stage=name,
         folder=str(folder),
@@ -80,6 +93,11 @@ def load_finished(folder: Path, name: str, key: str) -> StageResult | None:
         key=key,
         cached=True,
         seconds=0.0,
-        run_id=summary.get("run_id", ""),
+        run_id=delivered.run_id or summary.get("run_id", ""),
         summary=summary,
     )
+
+
+def journal_of(folder: Path) -> Path:
+    """Folder of the journal of a finished stage's run."""
+    return folder.with_name(f"{folder.name}.tracking")

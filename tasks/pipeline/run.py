@@ -17,18 +17,18 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
-from rl_core.errors import Stopped
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import record_sources, tags_of_records
 from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.pipeline.model_versions import ModelVersions, registered_name
-from tasks.pipeline.pipeline_tracker import PipelineTracker
+from tasks.pipeline.outcome import is_stop
+from tasks.pipeline.pipeline_tracker import PipelineTracker, run_folder
 from tasks.pipeline.record import PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
-from tasks.tracking import RunTracker, Tracking
+from tasks.tracking import RunTracker, Tracking, Waiting
 
 __all__ = ["PipelineRun", "ProgressCallback"]
 
@@ -74,13 +74,17 @@ class PipelineRun:
         self._computed: set[str] = set()  # keys
         self._approval: ApprovalRequest | None = None
         self._began = time.monotonic()
+        self.postponed = ""  # why the decision about the champion was left open
+        self.undelivered = Waiting()  # at the end: records that the tracking store did not take
 
     def __enter__(self) -> PipelineRun:
         self.stages_folder.mkdir(parents=True, exist_ok=True)
         self._record.acquire()
         try:
             self._open()
-        except BaseException:
+        except BaseException as error:
+            if hasattr(self, "tracker"):
+                self._end(error)
             self._record.release()
             raise
         return self
@@ -93,6 +97,7 @@ class PipelineRun:
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         data_record = record_sources(self.settings)
         started = previous or time.strftime("%Y-%m-%d %H:%M:%S")
+        self._record.begin(run_folder(self.home, started), started=started, digest=digest)
         self.tracker = PipelineTracker(
             self.tracking,
             self.settings,
@@ -107,8 +112,9 @@ class PipelineRun:
             self.home / "base_models",
             self.results,
             {**self.options.tags, **tags_of_records(data_record)},
+            deliver=lambda: self.tracking.replay_all(self.home),
         )
-        self._record.begin(self.parent.folder, started=started, run_id=self.parent.run_id, digest=digest)
+        self._record.note_run(self.parent.run_id)
         self.tracker.log_settings()
 
     def _settle_earlier_runs(self, previous: str) -> None:
@@ -124,13 +130,28 @@ class PipelineRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stopped = isinstance(error, Stopped | KeyboardInterrupt)
-        ended = "waiting" if self._approval is not None else "finished"
         try:
-            self.tracker.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED", error)
-            self._record.end(ended if error is None else "stopped" if stopped else "failed")
+            self._end(error)
         finally:
             self._record.release()
+
+    def _end(self, error: BaseException | None) -> None:
+        """End tracking and record; deliver what the stages could not, and count what still waits."""
+        stopped = is_stop(error)
+        ended = "waiting" if self._approval is not None else "postponed" if self.postponed else "finished"
+        self._record.end(ended if error is None else "stopped" if stopped else "failed")
+        self.tracker.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED", error)
+        if stopped:
+            return
+        self.undelivered = self.tracking.waiting(self.home)
+        if self.undelivered.total and not self.tracking.store.is_away:
+            self.tracking.replay_all(self.home)
+            self.undelivered = self.tracking.waiting(self.home)
+        if self.undelivered.total:
+            logger.warning(
+                "not delivered yet: %s wait in %s for %s; `posttrain sync` or the next run delivers them",
+                self.undelivered, self.home, self.tracking.uri,
+            )  # fmt: skip
 
     @property
     def parent(self) -> RunTracker:
@@ -164,6 +185,10 @@ class PipelineRun:
     def await_approval(self, request: ApprovalRequest | None) -> None:
         """Let the run end as waiting for this request; None = it waits for nobody."""
         self._approval = request
+
+    def postpone(self, why: str) -> None:
+        """Let the run end without a decision about the champion, which the same command then takes up."""
+        self.postponed = why
 
     def is_fresh(self, stage: str, key: str) -> bool:
         """True = ignore a finished folder: `fresh` asks for it, and this run has not computed the key itself."""

@@ -32,7 +32,15 @@ from rl_core.storage.folders import seal_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
-from tasks.pipeline.result import METRICS_HISTORY, RECENT_ROLLOUTS, StageResult, content_digest, load_finished
+from tasks.pipeline.outcome import STOP_SECONDS, is_stop
+from tasks.pipeline.result import (
+    METRICS_HISTORY,
+    RECENT_ROLLOUTS,
+    StageResult,
+    content_digest,
+    journal_of,
+    load_finished,
+)
 from tasks.processes.launch import WORKERS, recover_events, run_in_workers
 from tasks.stage_registry import entry
 from tasks.tracking import RunTracker, read_metrics
@@ -186,7 +194,7 @@ class _Stage:
     @property
     def journal(self) -> Path:
         """Folder of the stage's run: metrics and their delivery."""
-        return self.final.with_name(f"{self.key}.tracking")
+        return journal_of(self.final)
 
 
 def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageContext], dict[str, Any]]) -> StageResult:
@@ -247,7 +255,7 @@ def _closed_by_outcome(tracker: RunTracker, folder: Path) -> Iterator[None]:
     try:
         yield
     except Stopped:
-        tracker.close("KILLED")
+        tracker.close("KILLED", timeout_s=STOP_SECONDS)
         raise
     except BaseException as error:
         if isinstance(error, PosttrainError):
@@ -255,7 +263,10 @@ def _closed_by_outcome(tracker: RunTracker, folder: Path) -> Iterator[None]:
             _clear_leftovers(folder)
             with contextlib.suppress(OSError):  # checkpoints stay
                 folder.rmdir()
-        tracker.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
+        if is_stop(error):
+            tracker.close("KILLED", timeout_s=STOP_SECONDS)
+        else:
+            tracker.close("FAILED")
         raise
     tracker.close("FINISHED")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -10,7 +11,9 @@ from typing import Any
 
 from rl_core.analysis import write_trajectories
 from rl_core.api.evaluation import play_heldout
-from rl_core.evaluation import Evaluation, heldout_requests
+from rl_core.environments.environment import Environment
+from rl_core.evaluation import Evaluation, heldout_requests, validation_requests
+from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.folders import write_json_atomic
@@ -19,7 +22,14 @@ from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy, make_environment, model_folder
 
-__all__ = ["episodes_seed", "evaluate_models", "read_evaluation", "trajectories_path"]
+__all__ = [
+    "episodes_seed",
+    "evaluate_models",
+    "read_evaluation",
+    "reported_episodes",
+    "trajectories_path",
+    "validation_episodes",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +40,13 @@ def evaluate_models(
     data: StageResult | None,
     *,
     label: str | None = None,
+    settings: EvaluationSettings | None = None,
 ) -> StageResult:
-    """Run the stage. `models`: what to evaluate, by the name that tables and pictures show."""
-    settings = evaluation_settings(pipeline_run.settings)
+    """Run the stage. `models`: what to evaluate, by the name that tables and pictures show.
+
+    settings: in place of the pipeline's.
+    """
+    settings = settings or evaluation_settings(pipeline_run.settings)
     inputs: dict[str, StageResult | Path | str] = {f"model.{name}": model for name, model in models.items()}
     if data is not None:
         inputs["data"] = data
@@ -45,6 +59,32 @@ def episodes_seed(settings: EvaluationSettings, pipeline: PipelineSettings) -> i
     The pipeline's seed, not the stage's: the champion is compared on the same episodes, whichever run made it.
     """
     return pipeline.seed if settings.episodes_seed is None else settings.episodes_seed
+
+
+def reported_episodes(
+    environment: Environment, settings: EvaluationSettings, pipeline: PipelineSettings
+) -> list[EpisodeRequest]:
+    """The held-out episodes of an evaluation. Draws after the first leave out what validation chose the model by.
+
+    Raises: DataError where the environment has too few for the draw.
+    """
+    seed = episodes_seed(settings, pipeline)
+    excluded = validation_episodes(environment, pipeline) if settings.episodes_draw else []
+    return heldout_requests(environment, settings, seed, excluded)
+
+
+def validation_episodes(environment: Environment, pipeline: PipelineSettings) -> list[EpisodeRequest]:
+    """Episodes that policy training is validated on; [] without such a stage. None is of the evaluation's first draw.
+
+    Raises: SettingsError where too few are held out.
+    """
+    settings = pipeline.stages.policy
+    if settings is None or not settings.eval_every:
+        return []
+    evaluation = dataclasses.replace(pipeline.stages.evaluate or EvaluationSettings(), episodes_draw=0)
+    reported = heldout_requests(environment, evaluation, episodes_seed(evaluation, pipeline))
+    levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
+    return validation_requests(environment, settings.eval_episodes, levels, pipeline.seed, reported)
 
 
 def trajectories_path(folder: Path, name: str) -> Path:
@@ -61,7 +101,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     settings: EvaluationSettings = context.settings
     data = Path(context.inputs["data"]) if "data" in context.inputs else None
     environment = make_environment(context.pipeline, data)
-    requests = heldout_requests(environment, settings, episodes_seed(settings, context.pipeline))
+    requests = reported_episodes(environment, settings, context.pipeline)
     names = [name.removeprefix("model.") for name in context.inputs if name.startswith("model.")]
     table: dict[str, Any] = {}
     stored: dict[str, Any] = {}
@@ -88,7 +128,16 @@ def _body(context: StageContext) -> dict[str, Any]:
     context.tracker.log_artifact(context.folder / "evaluation.json")
     context.tracker.progress(len(names), len(names))
     note = ", ".join(f"{name} {row['success']:.1%}" for name, row in table.items())
-    return {"models": table, "episodes": len(requests), "note": f"success on {len(requests)} held-out episodes: {note}"}
+    held_out = {level: environment.held_out(level) for level in dict.fromkeys(request.level for request in requests)}
+    seen = [level for level, found in held_out.items() if found.by != "content"]
+    if seen:
+        note += f"; held out by seed only, so these questions may be training questions: {', '.join(seen)}"
+    return {
+        "models": table,
+        "episodes": len(requests),
+        "held_out": {level: found.to_json() for level, found in held_out.items()},
+        "note": f"success on {len(requests)} held-out episodes: {note}",
+    }
 
 
 def _row(result: Evaluation) -> dict[str, Any]:

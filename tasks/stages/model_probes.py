@@ -11,12 +11,13 @@ from pathlib import Path
 from rl_core.analysis.calibration import Calibration, calibrate
 from rl_core.analysis.probe_results import ModelProbe, Probes
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.records import Row
 from rl_core.environments.environment import Environment
 from rl_core.models import heads
 from rl_core.probe import MAX_TOKENS, Subject, probe, same_vocabulary
 from rl_core.rollouts.token_files import read_rollouts, tokens_path
 from rl_core.settings import AnalysisSettings
-from rl_core.types import Message, Rollout
+from rl_core.types import Rollout
 from tasks.config import PipelineSettings
 from tasks.stages.loading import load_policy, model_folder
 
@@ -49,7 +50,7 @@ def measure_models(
         for name, path in trajectories.items()
         if name in models and tokens_path(path).is_file()
     }
-    demonstrations = _demonstrations(data, environment, settings.probe_demonstrations)
+    demonstrations = _demonstrations(data, environment, settings.probe_demonstrations, pipeline.model.native_tools)
     first: Subject | None = None
     probes: dict[str, ModelProbe] = {}
     notes: list[str] = []
@@ -83,20 +84,21 @@ def _calibration(
     return calibrate(scores, [r.success for r in rollouts], episodes)
 
 
-def _demonstrations(data: Path | None, environment: Environment | None, limit: int) -> list[list[Message]]:
-    """Up to `limit` held-out demonstrations, always the same ones; [] where there are none."""
+def _demonstrations(data: Path | None, environment: Environment | None, limit: int, native_tools: bool) -> list[Row]:
+    """Up to `limit` rows of held-out demonstrations, always the same ones; [] where there are none."""
     path = data / "demonstrations_heldout.jsonl" if data is not None else None
     if path is not None and path.is_file():
         with path.open(encoding="utf-8") as file:
-            return [json.loads(line)["messages"] for line in islice(file, limit)]
-    shown: list[list[Message]] = []
+            return [json.loads(line) for line in islice(file, limit)]
+    shown: list[Row] = []
     if environment is None:
         return shown
+    schema = environment.tools.schema() if native_tools else []
     for level in environment.levels:
         seeds = environment.seeds_of("heldout", level)[: -(-limit // len(environment.levels))]
         for seed in seeds:
             demonstration = environment.demonstration(seed, level)
             if demonstration is None:
                 return []
-            shown.append(demonstration.messages)
+            shown.append({"messages": demonstration.messages, "tools": schema})
     return shown[:limit]

@@ -12,15 +12,14 @@ from rl_core.api import recipes
 from rl_core.api.evaluation import validation
 from rl_core.api.policy import Policy
 from rl_core.environments.environment import Environment
-from rl_core.evaluation import heldout_requests, validation_requests
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.contribution import Contribution, compared_groups, contributions
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
-from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, EvaluationSettings, PolicySettings
+from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
-from tasks.stages.evaluate import episodes_seed
+from tasks.stages.evaluate import validation_episodes
 from tasks.stages.loading import load_policy, make_environment
 
 __all__ = ["optimise_policy"]
@@ -102,11 +101,7 @@ def _body(context: StageContext) -> dict[str, Any]:
 def _evaluator(context: StageContext, policy: Policy, environment: Environment) -> Callable[[], dict[str, float]]:
     """Plays the validation episodes; they are not among those that the evaluation stage reports on."""
     settings: PolicySettings = context.settings
-    seed = context.pipeline.seed
-    evaluation = context.pipeline.stages.evaluate or EvaluationSettings()
-    reported = heldout_requests(environment, evaluation, episodes_seed(evaluation, context.pipeline))
-    levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
-    requests = validation_requests(environment, settings.eval_episodes, levels, seed, reported)
+    requests = validation_episodes(environment, context.pipeline)
     return validation(
         policy, environment, requests, settings.sampling, context.seed, process_group=context.process_group
     )

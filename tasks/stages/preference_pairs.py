@@ -11,6 +11,8 @@ import numpy as np
 from rl_core.api.data import pair_of
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.pairs import Pair, pairs_from_groups
+from rl_core.data.splits import split_by_prompt
+from rl_core.environments.environment import Environment
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest, collect
@@ -25,12 +27,13 @@ __all__ = ["StagePairs", "stage_pairs"]
 logger = logging.getLogger(__name__)
 
 PAIRS_PER_GROUP = 4  # more of one prompt would mostly repeat each other
+HELDOUT_SHARE = 0.15  # of the questions
 GROUPS_AT_MOST = 16  # a policy that nearly always fails, or succeeds, gives few pairs
 
 
 @dataclass
 class StagePairs:
-    """Training and held-out pairs, split by prompt."""
+    """Training and held-out pairs, split by question."""
 
     train: list[Pair]
     heldout: list[Pair]
@@ -61,7 +64,7 @@ def stage_pairs(context: StageContext) -> StagePairs:
 def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
     """The preference rows that the data stage checked and split by prompt."""
     policy_tokenizer = causal_lm.load_tokenizer(context.inputs["model"], context.pipeline.model)
-    renderer = ChatRenderer(policy_tokenizer)
+    renderer = ChatRenderer(policy_tokenizer, context.pipeline.model)
     rows = {split: read_jsonl(data / f"preferences_{split}.jsonl") for split in ("train", "heldout")}
     # The baseline of people: the answer with more characters.
     longer = longer_answer_baseline([(row["chosen"], row["rejected"]) for row in rows["heldout"]])
@@ -87,7 +90,7 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     rng = np.random.default_rng(context.seed)
     seeds = {level: environment.seeds_of("train", level) for level in environment.levels}
     levels = [level for level in environment.levels if len(seeds[level])]
-    by_group: list[list[Pair]] = []
+    by_question: list[tuple[str, list[Pair]]] = []  # an episode may be drawn twice, and two may ask the same
     count = groups_played = successes = 0
     most_groups = GROUPS_AT_MOST * -(-settings.num_pairs // PAIRS_PER_GROUP)
     while count < settings.num_pairs and groups_played < most_groups:
@@ -106,16 +109,25 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
         )
         groups_played += len(groups)
         successes += sum(rollout.success for group in groups for rollout in group.rollouts)
-        for group in groups:
+        for request, group in zip(requests, groups, strict=True):
             pairs = pairs_from_groups([group], PAIRS_PER_GROUP, context.seed)
             if pairs:
-                by_group.append(pairs)
+                by_question.append((_question(environment, request), pairs))
                 count += len(pairs)
         context.tracker.progress(min(count, settings.num_pairs), settings.num_pairs, "pairs from rollouts")
-    held = max(1, round(len(by_group) * 0.15)) if len(by_group) > 1 else 0  # by episode: no episode on both sides
+    train, heldout = by_question, by_question[:0]
+    if len({question for question, _ in by_question}) > 1:
+        train, heldout, _ = split_by_prompt(by_question, lambda entry: entry[0], HELDOUT_SHARE, context.seed)
     return StagePairs(
-        train=[pair for pairs in by_group[held:] for pair in pairs],
-        heldout=[pair for pairs in by_group[:held] for pair in pairs],
+        train=[pair for _, pairs in train for pair in pairs],
+        heldout=[pair for _, pairs in heldout for pair in pairs],
         note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
         f"{successes / (groups_played * settings.group_size):.1%} succeeded",
     )
+
+
+def _question(environment: Environment, request: EpisodeRequest) -> str:
+    """Key of the split into training and held-out pairs: the episode's question, or its seed where those are few."""
+    if environment.held_out(request.level).by == "content":
+        return environment.question(request.seed, request.level)
+    return f"{request.level} {request.seed}"

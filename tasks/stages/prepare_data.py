@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.data import records, splits
+from rl_core.data.assistant_message import call_text
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.conversation import training_sequences
 from rl_core.data.files import data_files
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments.environment import Environment
@@ -84,11 +86,14 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
     """Rows of {messages, level, kind, seed}: from a file, or written by the environment's demonstrator."""
     settings: DataSettings = context.settings
     if settings.demonstrations is not None:
-        return _read(context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary)
+        found = _read(context, "demonstrations", settings.demonstrations, records.read_demonstrations, summary)
+        return _told_apart(found)
     if context.pipeline.stages.sft is None:
         return _Found()
     levels = settings.levels or environment.levels
     found = _Found(source=f"demonstrations of {environment.name}")
+    schema = environment.tools.schema() if context.pipeline.model.native_tools else []
+    tools = {"tools": schema} if schema else {}  # as rollouts of this environment show them
     right: Counter[str] = Counter()
     shown: Counter[str] = Counter()
     for level, seed in itertools.islice(_training_seeds(environment, levels), settings.num_demonstrations):
@@ -98,7 +103,9 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
                 f"environment '{environment.name}' has no demonstrator and stages.prepare_data.demonstrations names no "
                 "file, so there is nothing for stages.sft to learn from"
             )
-        row = {"messages": demonstration.messages, "level": level, "kind": demonstration.kind, "seed": seed}
+        row = {"messages": demonstration.messages, "level": level, "kind": demonstration.kind, "seed": seed, **tools}
+        by_content = environment.held_out(level).by == "content"
+        row["question"] = environment.question(seed, level) if by_content else f"{level} {seed}"  # decides the split
         found.rows.append(row)
         found.places.append((found.source, len(found.rows)))
         shown[level] += 1
@@ -106,6 +113,16 @@ def _demonstrations(context: StageContext, environment: Environment, summary: Ro
         if len(found.rows) % 500 == 0:
             context.tracker.progress(len(found.rows), settings.num_demonstrations, "demonstrations")
     summary["demonstrator_success"] = {level: round(right[level] / shown[level], 4) for level in shown}
+    return found
+
+
+def _told_apart(found: _Found) -> _Found:
+    """Demonstrations that all begin alike are told apart by the seeds of their episodes, if they have some."""
+    openings = {splits.prompt_key(splits.opening_text(row["messages"])) for row in found.rows}
+    if len(openings) == 1 and all("seed" in row for row in found.rows):
+        logger.warning("%s: all demonstrations begin with the same text; they are held out by seed only", found.source)
+        for row in found.rows:
+            row["question"] = f"{row.get('level', '')} {row['seed']}"
     return found
 
 
@@ -153,30 +170,44 @@ def _tokenizer_and_model(
     settings = context.pipeline.model
     if "base" in context.inputs:
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
-        return ChatRenderer(tokenizer), causal_lm.context_length(context.inputs["base"], settings)
-    texts = [message["content"] for row in sets["demonstrations"].rows for message in row["messages"]]
+        return ChatRenderer(tokenizer, settings), causal_lm.context_length(context.inputs["base"], settings)
+    texts = [text for row in sets["demonstrations"].rows for message in row["messages"] for text in _texts(message)]
     texts += [row[name] for row in sets["preferences"].rows for name in ("prompt", "chosen", "rejected")]
     tokenizer = train_tokenizer(texts or _opening_texts(environment), settings.vocab_size)
+    causal_lm.use_own_template(tokenizer, settings)
     model = causal_lm.create(settings, tokenizer, context.seed)
     causal_lm.save(model, tokenizer, context.folder / "model")
     summary["parameters"] = causal_lm.num_parameters(model)
-    return ChatRenderer(tokenizer), settings.context
+    return ChatRenderer(tokenizer, settings), settings.context
+
+
+def _texts(message: Row) -> list[str]:
+    """Everything in a message that becomes tokens."""
+    calls = [call_text(call) for call in message.get("tool_calls", ())]
+    return [text for text in (message.get("reasoning_content"), message["content"], *calls) if text]
 
 
 def _keep_what_fits(
     context: StageContext, found: _Found, measure: Callable[[Row], int], longest: int, summary: Row, name: str
 ) -> None:
-    """Refuse, or leave out and count, the rows that are longer than the model's context."""
-    lengths = [measure(row) for row in found.rows]
-    problems = [
-        records.RowProblem(file, line, "", f"is {length} tokens long, the context holds {longest}")
-        for (file, line), length in zip(found.places, lengths, strict=True)
-        if length > longest
-    ]
+    """Refuse, or leave out and count, the rows that the template refuses or that are longer than the context."""
+    problems, kept, tokens, too_long = [], [], 0, 0
+    for row, (file, line) in zip(found.rows, found.places, strict=True):
+        try:
+            length = measure(row)
+        except DataError as error:  # refused by the chat template
+            problems.append(records.RowProblem(file, line, "", str(error)))
+            continue
+        if length > longest:
+            too_long += 1
+            problems.append(records.RowProblem(file, line, "", f"is {length} tokens long, the context holds {longest}"))
+            continue
+        kept.append(row)
+        tokens += length
     records.report(found.source, problems, len(found.rows), context.settings.on_bad_row)
-    found.rows = [row for row, length in zip(found.rows, lengths, strict=True) if length <= longest]
-    summary[f"{name}_too_long"] = len(problems)
-    summary[f"{name}_tokens"] = sum(length for length in lengths if length <= longest)
+    found.rows = kept
+    summary[f"{name}_too_long"] = too_long
+    summary[f"{name}_tokens"] = tokens
 
 
 def _opening_texts(environment: Environment) -> list[str]:
@@ -186,7 +217,8 @@ def _opening_texts(environment: Environment) -> list[str]:
 
 
 def _demonstration_length(renderer: ChatRenderer) -> Callable[[Row], int]:
-    return lambda row: len(renderer.conversation(row["messages"])[0])
+    """Tokens of the longest training sequence of a row."""
+    return lambda row: max(len(ids) for ids, _ in training_sequences(renderer, row["messages"], row.get("tools")))
 
 
 def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
@@ -198,11 +230,8 @@ def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
 
 
 def _demonstration_prompt(row: Row) -> str:
-    """Split key of a demonstration: its episode if it has one, else all text before the first assistant message."""
-    if "seed" in row and "level" in row:
-        return f"{row['level']} {row['seed']}"
-    opening = itertools.takewhile(lambda message: message["role"] != "assistant", row["messages"])
-    return "\n".join(message["content"] for message in opening)
+    """Split key of a demonstration: its question if the environment knows it, else its text before the first answer."""
+    return str(row["question"]) if "question" in row else splits.opening_text(row["messages"])
 
 
 def _preference_prompt(row: Row) -> str:

@@ -12,15 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import PosttrainError, SettingsError
-from rl_core.evaluation import Evaluation, compare
+from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
+from tasks.lifecycle import attempts
 from tasks.lifecycle.approval import ask, expire, question, read
+from tasks.lifecycle.attempts import Attempt
 from tasks.pipeline.result import REVIEW
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation
+from tasks.stages.fresh_episodes import choose_draw
+from tasks.stages.promotion_gate import decide, too_few
 from tasks.stages.promotion_review import Side, write_report, write_review
 from tasks.tracking import ModelVersion, Tracking
 
@@ -29,7 +33,23 @@ __all__ = ["ChampionChanged", "figure_tags", "promote", "promote_version"]
 logger = logging.getLogger(__name__)
 
 AWAITING = "awaiting approval"
+CHALLENGER = "challenger"  # its name in an evaluation beside the champion, on fresh episodes
 CHAMPIONS_MET = 5  # that a challenger is compared with, one after the other, while they change under its hands
+
+
+@dataclasses.dataclass(frozen=True)
+class Opponent:
+    """The champion that a challenger is compared with."""
+
+    champion: ModelVersion
+    evaluation: StageResult  # with the challenger's episodes too, unless draw is 0
+    comparison: str  # of these two models
+    draw: int  # of the held-out episodes
+
+    @property
+    def version(self) -> int:
+        """Its version."""
+        return self.champion.version
 
 
 class ChampionChanged(PosttrainError):
@@ -60,17 +80,25 @@ def _promote(
     expire(pipeline_run.tracking, registered)
     champion = pipeline_run.tracking.champion(registered)
     inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger}
-    champion_evaluation: StageResult | None = None
+    opponent: Opponent | None = None
     if champion is not None:
         digest = champion.tags.get("model_sha256", "")
         if digest == digest_folder(challenger.model):
             return _already(pipeline_run, challenger, champion)
         folder = pipeline_run.tracking.download(registered, champion.version, pipeline_run.home / "champions")
-        champion_evaluation = evaluate_models(pipeline_run, {"champion": folder}, data, label="evaluate champion")
+        comparison = attempts.comparison_id(digest_folder(challenger.model), digest or digest_folder(folder))
+        draw = choose_draw(pipeline_run, settings, comparison, read_evaluation(evaluation.path, challenger.stage), data)
+        models: dict[str, Any] = (
+            {"champion": folder} if not draw.number else {"champion": folder, CHALLENGER: challenger}
+        )
+        champion_evaluation = evaluate_models(
+            pipeline_run, models, data, label=f"evaluate champion{draw.label}", settings=draw.settings
+        )
         inputs["champion"] = champion_evaluation
+        opponent = Opponent(champion, champion_evaluation, comparison, draw.number)
 
     def body(context: StageContext) -> dict[str, Any]:
-        return _gate(context, challenger.stage, challenger, champion, champion_evaluation)
+        return _gate(context, challenger, opponent)
 
     result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
     return _asked(pipeline_run, result, champion.version if champion else None)
@@ -120,28 +148,31 @@ def _already(pipeline_run: PipelineRun, challenger: StageResult, champion: Model
     return result
 
 
-def _gate(
-    context: StageContext,
-    name: str,
-    challenger: StageResult,
-    champion: ModelVersion | None,
-    champion_evaluation: StageResult | None,
-) -> dict[str, Any]:
+def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | None) -> dict[str, Any]:
     settings: PromotionSettings = context.settings
     pipeline_run = context.pipeline_run
     registered = pipeline_run.registered_model
     version = pipeline_run.models.ensure_version(challenger, pipeline_run.parent)
-    result = read_evaluation(Path(context.inputs["evaluation"]), name)
+    ours = Side(f"version {version}", Path(context.inputs["evaluation"]), challenger.stage)
+    if opponent is not None and opponent.draw:
+        ours = Side(ours.label, opponent.evaluation.path, CHALLENGER)
+    theirs = Side(f"champion {opponent.version}", opponent.evaluation.path, "champion") if opponent else None
+    result = ours.evaluation
+    attempt = _claim(context, opponent, version, result, theirs.evaluation) if opponent and theirs else None
     promoted, reason, numbers = decide(
         result,
-        read_evaluation(champion_evaluation.path, "champion") if champion_evaluation else None,
+        theirs.evaluation if theirs else None,
         settings,
-        champion.version if champion else None,
+        opponent.version if opponent else None,
         context.pipeline.seed,
+        attempt.number or 1 if attempt else 1,
     )
     manual = promoted and settings.approve == "manual"
     decision = AWAITING if manual else "promoted" if promoted else "rejected"
-    before = champion.version if champion else None
+    before = opponent.version if opponent else None
+    if attempt is not None:
+        attempt = dataclasses.replace(attempt, level=numbers["alpha"], p_value=numbers["p_value"], decision=decision)
+        attempts.note(pipeline_run.tracking, registered, attempt)
     tags = {
         "gate.decision": decision,
         "gate.reason": reason,
@@ -166,15 +197,23 @@ def _gate(
         summary["approval_timeout_seconds"] = settings.approval_timeout_seconds
     write_json_atomic(context.folder / "decision.json", summary)
     verdict = f"It passes the gate: {reason}." if manual else str(summary["note"])
-    ours = Side(f"version {version}", Path(context.inputs["evaluation"]), name)
-    theirs = (
-        Side(f"champion {champion.version}", champion_evaluation.path, "champion")
-        if (champion is not None and champion_evaluation is not None)
-        else None
-    )
-    _explain(context, ours, theirs, verdict, report=manual)
+    _explain(context, ours, theirs, verdict, attempt, report=manual)
     logger.info("promotion: %s", summary["note"])
     return summary
+
+
+def _claim(
+    context: StageContext, opponent: Opponent, version: int, ours: Evaluation, theirs: Evaluation
+) -> Attempt | None:
+    """The number of this attempt on its episodes; None where too few were played to decide anything."""
+    shared = {episode.key for episode in ours.episodes} & {episode.key for episode in theirs.episodes}
+    if too_few(len(shared), context.settings):
+        return None
+    attempt = attempts.attempt_of(
+        context.pipeline.environment.name, opponent.comparison, opponent.draw,
+        version=version, champion=opponent.version, ours=ours, theirs=theirs,
+    )  # fmt: skip
+    return attempts.claim(context.pipeline_run.tracking, context.pipeline_run.registered_model, attempt)
 
 
 def _move_alias(tracking: Tracking, name: str, version: int, tags: dict[str, str], before: int | None) -> None:
@@ -201,14 +240,16 @@ def figure_tags(result: Evaluation) -> dict[str, str]:
     }
 
 
-def _explain(context: StageContext, ours: Side, theirs: Side | None, verdict: str, *, report: bool) -> None:
+def _explain(
+    context: StageContext, ours: Side, theirs: Side | None, verdict: str, attempt: Attempt | None, *, report: bool
+) -> None:
     """Leave what a reviewer needs in the stage's folder, in its run and in the pipeline's."""
     pipeline_run = context.pipeline_run
     title = f"{pipeline_run.registered_model}: {ours.label} against {theirs.label if theirs else 'no champion'}"
     trackers = (context.tracker, pipeline_run.parent)
     text = write_review(
         context.folder / REVIEW, ours, theirs, pipeline_run.results, context.settings,
-        title=title, verdict=verdict, seed=context.pipeline.seed,
+        title=title, verdict=verdict, seed=context.pipeline.seed, attempts=_asked_before(context, attempt),
     )  # fmt: skip
     context.tracker.set_description(text)
     files = [context.folder / REVIEW]
@@ -223,47 +264,13 @@ def _explain(context: StageContext, ours: Side, theirs: Side | None, verdict: st
             tracker.log_artifact(path, "review")
 
 
-def decide(
-    challenger: Evaluation,
-    champion: Evaluation | None,
-    settings: PromotionSettings,
-    champion_version: int | None,
-    seed: int,
-) -> tuple[bool, str, dict[str, float]]:
-    """The gate itself: (promoted, reason, numbers).
-
-    Without a champion the challenger needs `min_success`. With one, the lower bound of the paired bootstrap interval of
-    (challenger - champion) has to be above `min_gain`.
-    """
-    if champion is None:
-        rate = challenger.success_rate
-        enough = rate >= settings.min_success
-        reason = (
-            f"no champion yet; success {rate:.1%} is {'at least' if enough else 'below'} {settings.min_success:.0%}"
-        )
-        return enough, reason, {"success_rate": rate}
-    paired = compare(
-        challenger,
-        champion,
-        bootstrap_samples=settings.bootstrap_samples,
-        seed=seed,
-        confidence=settings.confidence,
-    )
-    gain = paired.success
-    promoted = gain.low > settings.min_gain
-    reason = (
-        f"gain over champion version {champion_version} {100 * gain.difference:+.1f} points "
-        f"[{100 * gain.low:+.1f}, {100 * gain.high:+.1f}] on {paired.episodes} shared episodes; the lower bound is "
-        f"{'above' if promoted else 'not above'} {100 * settings.min_gain:+.1f}"
-    )
-    numbers = {
-        "success_rate": challenger.success_rate,
-        "champion_success_rate": champion.success_rate,
-        "gain": gain.difference,
-        "gain_low": gain.low,
-        "gain_high": gain.high,
-    }
-    return promoted, reason, numbers
+def _asked_before(context: StageContext, attempt: Attempt | None) -> list[Attempt]:
+    """The attempts on these episodes, this one last."""
+    if attempt is None:
+        return []
+    pipeline_run = context.pipeline_run
+    found = attempts.read_attempts(pipeline_run.tracking, pipeline_run.registered_model)
+    return [*attempts.earlier(found, attempt), attempt]
 
 
 def promote_version(settings: PipelineSettings, version: int | None, note: str = "") -> str:

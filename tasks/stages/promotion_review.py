@@ -19,9 +19,11 @@ from rl_core.evaluation import Evaluation, PairedResult, compare
 from rl_core.settings import AnalysisSettings
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
+from tasks.lifecycle.attempts import Attempt
 from tasks.pipeline.result import StageResult
 from tasks.stage_registry import training_stages
 from tasks.stages.evaluate import read_evaluation, trajectories_path
+from tasks.stages.promotion_gate import level_of
 from tasks.tracking import read_metrics
 
 __all__ = ["Side", "spark", "write_report", "write_review"]
@@ -67,8 +69,12 @@ def write_review(
     title: str,
     verdict: str,
     seed: int,
+    attempts: Sequence[Attempt] = (),
 ) -> str:
-    """Write the page and return its text. `results`: the stages so far, for curves and cost."""
+    """Write the page and return its text.
+
+    results: the stages so far, for curves and cost. attempts: at the gate, on these episodes; this one is the last.
+    """
     new = challenger.evaluation
     old = champion.evaluation if champion else None
     parts = [f"## {title}", verdict]
@@ -81,6 +87,7 @@ def write_review(
         parts += ["### Failures", *_cases([challenger], worse[:REGRESSIONS], len(worse), "episodes that failed")]
     else:
         parts += ["### Paired comparison", _paired(challenger, champion, new, old, settings, seed)]
+        parts += [_attempts(attempts, settings)]
         worse = regressions(new, old)
         parts.append("### Worst regressions")
         parts += _cases([champion, challenger], worse[:REGRESSIONS], len(worse), "episodes that got worse")
@@ -156,11 +163,29 @@ def _paired(
     levels = [row(_cell(level), level) for level in new.by_level]
     head = ["level", challenger.label, champion.label, f"difference ({settings.confidence:.0%} paired interval)",
             "reward", "episodes", "better / worse"]  # fmt: skip
-    total = compare(
-        new, old, bootstrap_samples=settings.bootstrap_samples, seed=seed, confidence=settings.confidence
-    )  # fmt: skip
-    sign = f"Sign test of better against worse: p = {total.p_value:.3g}."
-    return _table(head, [found for found in (row("**all**", None), *levels) if found]) + f"\n\n{sign}"
+    return _table(head, [found for found in (row("**all**", None), *levels) if found])
+
+
+def _attempts(attempts: Sequence[Attempt], settings: PromotionSettings) -> str:
+    """Table of the attempts on these episodes with their p-values and levels, and the rest of alpha."""
+    if not attempts:
+        return ""
+    rows = [
+        [str(a.number or ""), f"{a.version}", f"{a.champion}", _number(a.p_value), _number(a.level), a.decision]
+        for a in attempts
+    ]
+    level = level_of(settings, attempts[-1].number or 1)
+    mode = f"`repeated_attempts: {settings.repeated_attempts}`"
+    return "\n\n".join([
+        "### Attempts on these episodes",
+        _table(["attempt", "version", "champion", "p", "tested at", "decision"], rows),
+        f"{mode}: of alpha {settings.alpha:g}, {level.level:.2g} was for this attempt and {level.left:.2g} is left for "
+        "later ones on these episodes.",
+    ])  # fmt: skip
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
 
 
 def _of_level(evaluation: Evaluation, level: str | None) -> Evaluation:

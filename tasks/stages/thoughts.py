@@ -9,14 +9,17 @@ from typing import Any
 
 from rl_core.api import recipes
 from rl_core.api.policy import Policy
+from rl_core.environments.environment import Environment
 from rl_core.errors import CheckFailed
-from rl_core.evaluation import heldout_requests
+from rl_core.evaluation import heldout_requests, validation_requests
 from rl_core.rewards.rollout_log import RecentRollouts
+from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
 from rl_core.storage.folders import write_json_atomic
 from rl_core.thoughts.controls import measure_gains
 from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
+from tasks.pipeline.key import stage_seed
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy, make_environment
@@ -40,12 +43,14 @@ def _body(context: StageContext) -> dict[str, Any]:
     environment = make_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
     episodes = EvaluationSettings(episodes=settings.validation_episodes, levels=settings.levels)
+    validation = heldout_requests(environment, episodes, context.seed)
+    examined = _check_requests(context, environment, validation)
     recipe = recipes.thoughts(
         policy,
         environment,
         settings,
         context.seed,
-        heldout=heldout_requests(environment, episodes, context.seed),
+        heldout=validation,
         record=RecentRollouts(context.folder / RECENT_ROLLOUTS),
         process_group=context.process_group,
     )
@@ -57,7 +62,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         policy.tokenizer,
         lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
     )
-    verdict = _examine(context, trainer, policy)
+    verdict = _examine(context, trainer, policy, examined)
     context.tracker.log_metrics(verdict.metrics(), outcome.steps + 1)
     if context.process_group.is_rank_zero:
         write_json_atomic(context.folder / "thoughts.json", verdict.to_json())
@@ -81,11 +86,28 @@ def _body(context: StageContext) -> dict[str, Any]:
     }
 
 
-def _examine(context: StageContext, trainer: ThoughtsTrainer, policy: Policy) -> ThoughtVerdict:
-    """Controls on held-out episodes that validation did not use to pick the model."""
+def _check_requests(
+    context: StageContext, environment: Environment, validation: list[EpisodeRequest]
+) -> list[EpisodeRequest]:
+    """Held-out episodes for the controls, none of those that validation picks the model by.
+
+    Each stage key has its own: whoever changes a setting until the test passes is tested on other episodes each time.
+    Raises: SettingsError where too few are held out.
+    """
     settings: ThoughtsSettings = context.settings
-    choice = EvaluationSettings(episodes=settings.check_episodes, levels=settings.levels)
-    requests = heldout_requests(trainer.environment, choice, context.seed + 1)
+    key = context.fingerprint.get("stage key", "")
+    return validation_requests(
+        environment, settings.check_episodes, settings.levels or environment.levels,
+        stage_seed(context.seed, f"thoughts check {key}"), validation,
+        setting="check_episodes", other="validation_episodes",
+    )  # fmt: skip
+
+
+def _examine(
+    context: StageContext, trainer: ThoughtsTrainer, policy: Policy, requests: list[EpisodeRequest]
+) -> ThoughtVerdict:
+    """Controls on the requested held-out episodes."""
+    settings: ThoughtsSettings = context.settings
     examine = functools.partial(
         measure_gains,
         policy.model,

@@ -5,6 +5,7 @@ shipper      the thread that delivers them
 sink         records as MLflow calls
 store        address of the store, its client, its errors
 tracking     Tracking: one store, its runs, its registry
+replay       delivery of journals of runs that are over
 run_tracker  RunTracker: rl_core's Tracker over all this
 models       Hugging Face folders as model versions
 registry     references, champion and challenger
@@ -18,12 +19,15 @@ from tasks.tracking.journal import read_metrics
 from tasks.tracking.models import check_safe, digest_model
 from tasks.tracking.plug_in import MlflowTracker
 from tasks.tracking.registry import ModelVersion, Registry, is_registered_reference
+from tasks.tracking.replay import Waiting
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker
+from tasks.tracking.sink import PARENT
 from tasks.tracking.store import default_uri, offline_environment
 from tasks.tracking.tracking import RunRow, Tracking, list_runs, run_records
-from tasks.tracking.values import environment_freeze, flatten
+from tasks.tracking.values import VersionOf, environment_freeze, flatten
 
 __all__ = [
+    "PARENT",
     "MlflowTracker",
     "ModelVersion",
     "ProgressCallback",
@@ -31,6 +35,8 @@ __all__ = [
     "RunRow",
     "RunTracker",
     "Tracking",
+    "VersionOf",
+    "Waiting",
     "check_safe",
     "default_uri",
     "digest_model",

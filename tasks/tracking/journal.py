@@ -1,7 +1,8 @@
 """The local journal of a run: records on disk before anything is sent, and a cursor of their delivery.
 
     <folder>/metrics.jsonl             one line per call: {"step": 3, "time": <ms>, "metrics": {"train/loss": 0.5}}
-    <folder>/.tracking/events.jsonl    the rest in order: run, params, tags, artifacts, data sets, traces, end
+    <folder>/.tracking/events.jsonl    the rest in order: run, params, tags, artifacts, data sets, traces, models, end
+    <folder>/.tracking/files/          what artifacts and models hold, until it is delivered
     <folder>/.tracking/shipped.json    which run of which store it became, and the byte offset delivered of each file
     <folder>/.tracking/progress.json   how far the work is: {"done": 3, "total": 10, "message": "...", "time": <ms>}
 
@@ -20,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,8 @@ class DeliveryCursor:
     metrics_offset: int = 0
     events_offset: int = 0
     num_failed: int = 0  # records that the store refused for good
+    identity: str = ""  # of the store's experiment; another one under the same address has lost the run
+    versions: dict[str, int] = field(default_factory=dict)  # of models, by the key of their record
 
     @classmethod
     def load(cls, folder: Path) -> DeliveryCursor:

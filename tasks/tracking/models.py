@@ -31,7 +31,7 @@ from tasks.tracking.values import metric_name, pinned
 if TYPE_CHECKING:
     from mlflow.models import ModelSignature
 
-__all__ = ["MODEL_NAME", "check_safe", "digest_model", "link_tree", "log_model", "write_mlflow_model"]
+__all__ = ["MODEL_NAME", "check_model", "check_safe", "digest_model", "link_tree", "log_model", "write_mlflow_model"]
 
 log = logging.getLogger(__name__)
 
@@ -176,6 +176,18 @@ def _link(source: str | Path, target: str | Path) -> None:
         shutil.copy2(source, target)
 
 
+def check_model(folder: Path, kind: str, registered_name: str) -> None:
+    """Refuse what cannot become a version. Raises: SettingsError for a name or kind; DataError as `check_safe`."""
+    if not MODEL_NAME.fullmatch(registered_name):
+        raise SettingsError(
+            f"registered model name '{registered_name}': letters, digits, space and _ . - only, at most 100, "
+            "and a letter or digit first"
+        )
+    if kind not in TASKS:
+        raise SettingsError(f"model kind '{kind}' is none of {', '.join(TASKS)}")
+    check_safe(folder)
+
+
 def log_model(
     store: Store,
     run_id: str,
@@ -191,14 +203,7 @@ def log_model(
     scratch: Path,
 ) -> int:
     """Store the folder as a logged model of the run and as a new registered version; returns the version's number."""
-    if not MODEL_NAME.fullmatch(registered_name):
-        raise SettingsError(
-            f"registered model name '{registered_name}': letters, digits, space and _ . - only, at most 100, "
-            "and a letter or digit first"
-        )
-    if kind not in TASKS:
-        raise SettingsError(f"model kind '{kind}' is none of {', '.join(TASKS)}")
-    check_safe(folder)
+    check_model(folder, kind, registered_name)
     digest = digest_model(folder)
     texts = {name: str(value) for name, value in tags.items() if value is not None}
     texts |= {"kind": kind, "model_digest": digest}

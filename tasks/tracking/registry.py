@@ -217,6 +217,23 @@ class Registry:
                 if value is not None:
                     self._store.client.set_model_version_tag(name, str(version), key, str(value))
 
+    def model_tags(self, name: str) -> dict[str, str]:
+        """Tags of the registered model itself, which outlive its versions; {} for an unknown name."""
+        _check_name(name)
+        try:
+            with self._store.answers("look up a registered model"):
+                return dict(self._store.client.get_registered_model(name).tags)
+        except DataError as error:
+            if not missing(error.__cause__ or error):  # type: ignore[arg-type]
+                raise
+            return {}
+
+    def tag_model(self, name: str, key: str, value: str) -> None:
+        """Set a tag of the registered model itself. Raises: DataError for an unknown name."""
+        _check_name(name)
+        with self._store.answers("tag a registered model"):
+            self._store.client.set_registered_model_tag(name, key, value)
+
     def _require(self, name: str) -> None:
         names = self.names()
         if name not in names:

@@ -17,22 +17,23 @@ from rl_core.errors import BackendError, SettingsError, Stopped
 from rl_core.storage.folders import write_text_unsynced
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
-from tasks.tracking.models import link_tree, log_model
+from tasks.tracking.models import check_model, link_tree
+from tasks.tracking.replay import connect
 from tasks.tracking.shipper import Shipper
-from tasks.tracking.sink import MlflowSink
 from tasks.tracking.system import SystemMonitor
-from tasks.tracking.values import environment_freeze, flatten
+from tasks.tracking.values import VersionOf, environment_freeze, flatten
 
 if TYPE_CHECKING:
     from tasks.tracking.store import Store
 
-__all__ = ["ProgressCallback", "RunTracker", "Status", "replay_folder"]
+__all__ = ["ProgressCallback", "RunTracker", "Status"]
 
 log = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 ProgressCallback = Callable[[int, int, str], None]
 
+AWAY_SECONDS = 5.0  # that a run waits at its end for a store that was away before
 PROGRESS_SECONDS = 1.0  # between two notes of how far the work is
 
 
@@ -70,7 +71,7 @@ class RunTracker:
             raise
         self.resumed = self._events.end > 0
         self._shipper = Shipper(
-            self.folder, self.journal, self._events, lambda: MlflowSink(store, self.folder), interval_s,
+            self.folder, self.journal, self._events, lambda: connect(store, self.folder), interval_s,
             lambda seconds: store.cost.add(background=seconds),
         )  # fmt: skip
         process = {"host": platform.node(), "pid": os.getpid()}
@@ -80,7 +81,7 @@ class RunTracker:
             parent = str(Path(parent_folder).resolve()) if parent_folder else None
             self._event(
                 "start", name=name, key=uuid.uuid4().hex, run_id=run_id, parent_run_id=parent_run_id,
-                parent_folder=parent, **process,
+                parent_folder=parent, experiment=store.experiment, store=store.label, **process,
             )  # fmt: skip
         self._shipper.start()
         self._monitor = None
@@ -107,10 +108,14 @@ class RunTracker:
                 log.warning("tracking: %s does not exist and was not logged", path)
                 return
             # The stage's folder gets its final name while files still wait; a hard link stays valid.
-            kept = events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
-            kept.parent.mkdir(parents=True)
-            link_tree(path, kept)
-            self._event("artifact", path=str(kept.relative_to(self.folder)), folder=_safe(folder))
+            self._event("artifact", path=self._keep(path), origin=str(path), folder=_safe(folder))
+
+    def _keep(self, path: Path) -> str:
+        """Keep a copy of a file or folder until it is delivered; returns its place in the run folder."""
+        kept = events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
+        kept.parent.mkdir(parents=True)
+        link_tree(path, kept)
+        return str(kept.relative_to(self.folder))
 
     def set_tag(self, name: str, value: str) -> None:
         """Attach a short text to the run."""
@@ -137,12 +142,13 @@ class RunTracker:
     # -- more to record -----------------------------------------------------------------------------------------
 
     def set_tags(self, tags: Mapping[str, Any]) -> None:
-        """Attach short texts; None values are left out."""
-        texts = {str(name): str(value) for name, value in tags.items() if value is not None}
+        """Attach short texts; None values are left out. A VersionOf becomes the model version's name on delivery."""
+        versions = {name: value._asdict() for name, value in tags.items() if isinstance(value, VersionOf)}
+        texts = {str(name): str(value) for name, value in tags.items() if value is not None and name not in versions}
         if "git_commit" in texts:
             texts.setdefault("mlflow.source.git.commit", texts["git_commit"])
-        if texts:
-            self._event("tags", tags=texts)
+        if texts or versions:
+            self._event("tags", tags=texts, **({"versions": versions} if versions else {}))
 
     def set_description(self, markdown: str) -> None:
         """Markdown at the top of the run's page."""
@@ -198,28 +204,41 @@ class RunTracker:
         input_example: str | None = None,
         step: int = 0,
         description: str = "",
-        timeout_s: float = 60.0,
-    ) -> int:
-        """Store a Hugging Face folder as a new version of a registered model; returns the version's number.
+        parent: VersionOf | None = None,
+        timeout_s: float = 30.0,
+    ) -> int | None:
+        """Record a Hugging Face folder as a new version of a registered model; returns the version's number.
 
-        Waits for the store. The same bytes from the same run give the same version again, so a retry is safe.
-        Raises: BackendError when the store does not answer in time; DataError for a folder that is no safe model.
+        None = the store is away: the version is made as soon as it answers, after those that were recorded before. The
+        same bytes from the same run are one version, so a retry is safe.
+
+        Args:
+            parent: the model that this one was trained from; becomes the tag `parent_version`, and stands for PARENT in
+                the description.
+            timeout_s: seconds to wait while the store does not answer; an upload that goes on is waited for.
+        Raises: DataError for a folder that is no safe model, and where the store refuses it; SettingsError for a name
+            that is none.
         """
-        deadline = time.monotonic() + timeout_s
-        pause = 0.5
-        while True:
-            try:
-                with self.store.cost.waiting():
-                    return log_model(
-                        self.store, self.require_run_id(max(0.1, deadline - time.monotonic())), Path(folder), kind,
-                        registered_name, metrics=dict(metrics or {}), tags=dict(tags or {}), step=step,
-                        input_example=input_example, description=description, scratch=events_path(self.folder).parent,
-                    )  # fmt: skip
-            except BackendError:
-                if time.monotonic() + pause > deadline:
-                    raise
-                time.sleep(pause)
-                pause = min(2 * pause, 5.0)
+        folder = Path(folder)
+        check_model(folder, kind, registered_name)
+        key = uuid.uuid4().hex
+        with self.store.cost.waiting():
+            self._event(
+                "model", key=key, path=self._keep(folder), origin=str(folder.resolve()), kind=kind,
+                name=registered_name, metrics=dict(metrics or {}), step=step, input_example=input_example,
+                tags={name: str(value) for name, value in (tags or {}).items() if value is not None},
+                description=description, parent=parent._asdict() if parent else None,
+            )  # fmt: skip
+            deadline = time.monotonic() + (min(timeout_s, AWAY_SECONDS) if self._shipper.problem else timeout_s)
+            while key not in self._shipper.state.versions and key not in self._shipper.refused:
+                if self._shipper.problem and time.monotonic() > deadline:
+                    log.warning("tracking: the model is registered as %s when the store answers", registered_name)
+                    return None
+                self._shipper.kick()
+                time.sleep(0.5 if self._shipper.problem else 0.05)
+        if key in self._shipper.refused:
+            raise self._shipper.refused[key]
+        return self._shipper.state.versions[key]
 
     # -- identity -----------------------------------------------------------------------------------------------
 
@@ -276,7 +295,9 @@ class RunTracker:
             self._event("end", status=status)
             self.journal.lines.flush(sync=True)
             self._events.flush(sync=True)
-            delivered = self._shipper.close(timeout_s)
+            away = self.store.is_away or bool(self._shipper.problem)
+            delivered = self._shipper.close(min(timeout_s, AWAY_SECONDS) if away else timeout_s)
+            self.store.is_away = bool(self._shipper.problem)
         if not delivered:
             metrics, others = self._shipper.waiting()
             log.warning(
@@ -302,32 +323,6 @@ class RunTracker:
         else:
             self.set_tag("error", f"{type(error).__name__}: {error}"[:1000])
             self.close("FAILED")
-
-
-def replay_folder(store: Store, folder: Path) -> int:
-    """Deliver what waits in the folder of a run that is over; returns how many records still wait.
-
-    The folder of a run that is alive is left to that run. Raises: FolderBusy for it.
-    """
-    if not events_path(folder).exists():
-        return 0
-    folder = folder.resolve()
-    events = LineLog(events_path(folder))
-    try:
-        journal = Journal(folder)
-        try:
-            shipper = Shipper(folder, journal, events, lambda: MlflowSink(store, folder))
-            if shipper.drained and shipper.state.store == store.label:
-                return 0
-            try:
-                shipper.ship()
-            except BackendError as error:
-                log.warning("tracking: %s still waits: %s", folder, error)
-            return sum(shipper.waiting())
-        finally:
-            journal.close()
-    finally:
-        events.close()
 
 
 def _safe(name: str) -> str:

@@ -34,6 +34,10 @@ class Sink(Protocol):
 
     store: str
 
+    @property
+    def identity(self) -> str:
+        """Mark of the store's experiment: another one at the same address is another store. "" = it has none."""
+
     def start(self, event: dict[str, Any], *, retried: bool) -> tuple[str, str]:
         """Create the run (or find the one an earlier attempt created); returns its id and its experiment's."""
 
@@ -43,8 +47,8 @@ class Sink(Protocol):
     def metrics(self, run_id: str, rows: list[tuple[str, float, int, int]]) -> None:
         """Store at most BATCH (name, value, time in ms, step)."""
 
-    def event(self, run_id: str, event: dict[str, Any]) -> None:
-        """Store anything else."""
+    def event(self, run_id: str, event: dict[str, Any]) -> int | None:
+        """Store anything else; of a model, the version that it became."""
 
 
 class Shipper:
@@ -76,7 +80,8 @@ class Shipper:
         self._checked = False
         self._resumed = events.end > 0  # an earlier process recorded here
         self._start_attempts = 0
-        self._problem = ""
+        self.problem = ""  # of the newest delivery; "" = the store answers
+        self.refused: dict[str, Exception] = {}  # models that the store refused for good, by the key of their record
         self._thread: threading.Thread | None = None
 
     # -- the thread ---------------------------------------------------------------------------------------------
@@ -111,9 +116,9 @@ class Shipper:
             self._wake.clear()
 
     def _report(self, problem: str) -> None:
-        level = logging.DEBUG if self._problem else logging.WARNING  # one warning an outage
+        level = logging.DEBUG if self.problem else logging.WARNING  # one warning an outage
         log.log(level, "tracking: %s; the run goes on, its records wait in %s", problem, self.folder)
-        self._problem = problem
+        self.problem = problem
 
     def wait_started(self, timeout_s: float) -> None:
         """Wait until the run was created, or the first attempt failed."""
@@ -172,9 +177,9 @@ class Shipper:
             log.warning("tracking: the store lost run %s; it is recorded again from %s", self.state.run_id, self.folder)
             self._forget()
             raise BackendError("the run has to be recorded again") from None
-        if self._problem:
+        if self.problem:
             log.warning("tracking: the store answers again; %s is delivered", self.folder)
-            self._problem = ""
+            self.problem = ""
 
     def _forget(self) -> None:
         self.state = DeliveryCursor()
@@ -193,7 +198,7 @@ class Shipper:
         # A run may exist although no answer came back, here or in a process that was killed.
         retried = self._start_attempts > 1 or self._resumed
         run_id, experiment_id = sink.start(first[0], retried=retried)
-        self.state = DeliveryCursor(sink.store, run_id, experiment_id)
+        self.state = DeliveryCursor(sink.store, run_id, experiment_id, identity=sink.identity)
         self.state.save(self.folder)
         self._checked = True
         return True
@@ -237,13 +242,17 @@ class Shipper:
         for event, end in self._events.read(self.state.events_offset):
             for attempt in range(1, ATTEMPTS + 1):
                 try:
-                    sink.event(self.state.run_id, event)
+                    version = sink.event(self.state.run_id, event)
+                    if version is not None:
+                        self.state.versions[event["key"]] = version
                     break
                 except (BackendError, RunGone):
                     raise
                 except Exception as error:
                     if attempt == ATTEMPTS:
                         label = event.get("path") or event.get("name") or ""
+                        if event.get("op") == "model":
+                            self.refused[event["key"]] = error
                         self._count_failure(f"{event.get('op')} {label}".strip(), error)
                     else:
                         time.sleep(0.05 * attempt)

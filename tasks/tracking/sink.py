@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
-from tasks.tracking.journal import DeliveryCursor
+from tasks.tracking.journal import DeliveryCursor, events_path
+from tasks.tracking.models import log_model
 from tasks.tracking.shipper import RunGone
 from tasks.tracking.store import Store, missing, user_name
 from tasks.tracking.traces import send_traces
 from tasks.tracking.values import MAX_VALUE, metric_name
 
-__all__ = ["RUN_KEY", "MlflowSink"]
+__all__ = ["PARENT", "RUN_KEY", "MlflowSink"]
 
 log = logging.getLogger(__name__)
 
+PARENT = "{parent}"  # in a model's description, for the number of the version that it was trained from
 RUN_KEY = "mlflow.posttrain.runKey"  # tag by which a run is found again when its id was never learnt; pages hide it
 MAX_TAG = 5000
 MAX_PARAMS = 100  # of one call
@@ -29,11 +31,21 @@ MAX_PARAMS = 100  # of one call
 class MlflowSink:
     """Delivers records to one MLflow store."""
 
-    def __init__(self, store: Store, folder: Path) -> None:
-        """`folder` is the run folder; artifact paths in its records are relative to it."""
-        self._store, self._folder = store, folder
+    def __init__(self, store: Store, folder: Path, settle: Callable[[str, int], None] | None = None) -> None:
+        """Open the store.
+
+        Args:
+            folder: the run folder; paths in its records are relative to it.
+            settle: has models of a name that were recorded before a time (ms) delivered first, or raises BackendError.
+        """
+        self._store, self._folder, self._settle = store, folder, settle or (lambda name, time_ms: None)
         self.store = store.label
         assert store.client
+
+    @property
+    def identity(self) -> str:
+        """As `Store.identity`."""
+        return self._store.identity
 
     # -- runs ---------------------------------------------------------------------------------------------------
 
@@ -66,22 +78,27 @@ class MlflowSink:
             return run.info.run_id, experiment_id
 
     def _parent(self, event: dict[str, Any]) -> str | None:
-        if event.get("parent_run_id"):
-            return str(event["parent_run_id"])
-        if event.get("parent_folder"):
+        if event.get("parent_folder"):  # first: a store that lost everything knows the parent by another id
             state = DeliveryCursor.load(Path(event["parent_folder"]))
-            if state.run_id is None or state.store != self.store:
+            if state.run_id is None or state.store != self.store or state.identity not in ("", self.identity):
                 raise BackendError("the parent run is not created yet")
             return state.run_id
-        return None
+        return str(event["parent_run_id"]) if event.get("parent_run_id") else None
 
     def knows(self, run_id: str) -> bool:
         """True = the run exists and is not in the bin."""
+        return self._lifecycle(run_id) == "active"
+
+    def exists(self, run_id: str) -> bool:
+        """True = the run exists, be it in the bin."""
+        return self._lifecycle(run_id) != ""
+
+    def _lifecycle(self, run_id: str) -> str:
         try:
-            return bool(self._store.client.get_run(run_id).info.lifecycle_stage == "active")
+            return str(self._store.client.get_run(run_id).info.lifecycle_stage)
         except Exception as error:
             if missing(error):
-                return False
+                return ""
             raise BackendError(f"{self.store} could not look for a run: {error}") from error
 
     @contextmanager
@@ -105,15 +122,16 @@ class MlflowSink:
         with self._writing(run_id, "store metrics"):
             self._store.client.log_batch(run_id, metrics=batch, synchronous=True)
 
-    def event(self, run_id: str, event: dict[str, Any]) -> None:
-        """Store a record that is no metric."""
+    def event(self, run_id: str, event: dict[str, Any]) -> int | None:
+        """Store a record that is no metric; returns the version that a model became."""
         op = event.get("op", "")
         handler = getattr(self, f"_op_{op}", None) if op.isidentifier() else None
         if handler is None:
             log.warning("tracking: a record of unknown kind %r was left out", op)
-            return
+            return None
         with self._writing(run_id, f"store {op}"):
-            handler(run_id, event)
+            version: int | None = handler(run_id, event)
+        return version
 
     def _op_start(self, run_id: str, event: dict[str, Any]) -> None:
         """The run exists already: its creation comes before everything."""
@@ -128,7 +146,33 @@ class MlflowSink:
         from mlflow.entities import RunTag
 
         tags = [RunTag(key, value[:MAX_TAG]) for key, value in event["tags"].items()]
+        for key, model in event.get("versions", {}).items():
+            version = self._version_of(model, event["time"])
+            if version is not None:
+                tags.append(RunTag(key, f"models:/{model['name']}/{version}"))
         self._log_batch(run_id, tags=tags)
+
+    def _version_of(self, model: dict[str, str], time_ms: int) -> int | None:
+        """The newest version that holds a model's content; None where there is none."""
+        self._settle(model["name"], time_ms)
+        found = self._store.client.search_model_versions(f"name = '{model['name']}'", max_results=1000)
+        same = [int(one.version) for one in found if one.tags.get("model_sha256") == model["sha256"]]
+        return max(same, default=None)
+
+    def _op_model(self, run_id: str, event: dict[str, Any]) -> int:
+        """A version of a registered model; the same bytes from the same run are the same version again."""
+        self._settle(event["name"], event["time"])
+        parent = self._version_of(event["parent"], event["time"]) if event.get("parent") else None
+        kept = self._folder / event["path"]
+        version = log_model(
+            self._store, run_id, _content(kept, event["origin"]), event["kind"], event["name"],
+            metrics=event["metrics"], tags=event["tags"] | ({"parent_version": str(parent)} if parent else {}),
+            step=event["step"], input_example=event["input_example"],
+            description=event["description"].replace(PARENT, str(parent) if parent else "?"),
+            scratch=events_path(self._folder).parent,
+        )  # fmt: skip
+        shutil.rmtree(kept.parent, ignore_errors=True)
+        return version
 
     def _op_params(self, run_id: str, event: dict[str, Any]) -> None:
         """Parameters never change in MLflow: a resumed run with another value keeps the first, and says so."""
@@ -147,18 +191,19 @@ class MlflowSink:
         self._store.client.log_batch(run_id, params=params, tags=tags, synchronous=True)
 
     def _op_artifact(self, run_id: str, event: dict[str, Any]) -> None:
-        path = self._folder / event["path"]
+        kept = self._folder / event["path"]
+        if not kept.exists() and kept.parent.exists():
+            raise DataError(f"{kept} does not exist any more")
+        path = _content(kept, event.get("origin", ""))
         if not path.exists():
-            if not path.parent.exists():
-                return  # sent by a process that was killed before it noted that
-            raise DataError(f"{path} does not exist any more")
+            return  # sent by a process that was killed before it noted that
         target = event.get("folder") or None
         if path.is_dir():
             inner = f"{target}/{path.name}" if target else path.name
             self._store.client.log_artifacts(run_id, str(path), artifact_path=inner)
         else:
             self._store.client.log_artifact(run_id, str(path), artifact_path=target)
-        shutil.rmtree(path.parent)
+        shutil.rmtree(kept.parent, ignore_errors=True)
 
     def _op_text(self, run_id: str, event: dict[str, Any]) -> None:
         self._store.client.log_text(run_id, event["text"], event["name"])
@@ -178,3 +223,14 @@ class MlflowSink:
 
     def _op_traces(self, run_id: str, event: dict[str, Any]) -> None:
         send_traces(self._store, run_id, event["rows"], time_ms=event["time"], model=event.get("model", ""))
+
+
+def _content(kept: Path, origin: str) -> Path:
+    """Where an artifact or a model lies: the journal's copy, or, where that was delivered before, what it came from.
+
+    A stage's folder loses the ending `.open` when it has finished.
+    """
+    if kept.exists() or not origin:
+        return kept
+    finished = [part.removesuffix(".open") for part in Path(origin).parts]
+    return next((path for path in (Path(origin), Path(*finished)) if path.exists()), kept)

@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,7 @@ VIEW = "posttrain"
 _MODELS = ("base", *policy_stages(), "champion")
 _SUCCESS = [f"metrics.`success_rate/{name}`" for name in _MODELS]
 _RESULT, _NAME = "tags.`result`", "attributes.`Run Name`"
+_IDENTITY = "posttrain.identity"  # tag of an experiment: another database at the same address has another one
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
 _VIEW = json.dumps(
     {
@@ -123,12 +125,35 @@ class Store:
     def __init__(self, uri: str | None, output: Path, experiment: str) -> None:
         """`uri` None: MLFLOW_TRACKING_URI where it is set, else sqlite under `output`. Nothing is opened yet."""
         self.output = output.resolve()
-        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or default_uri(self.output)
+        self.default_uri = default_uri(self.output)
+        self.uri = uri or os.environ.get("MLFLOW_TRACKING_URI") or self.default_uri
         self.experiment = experiment
         self.cost = Cost()
         self._lock = threading.Lock()
         self._client: MlflowClient | None = None
         self._experiment_id: str | None = None
+        self._identity = ""
+        self._siblings: dict[str, Store] = {experiment: self}
+        self._away = threading.Event()
+
+    def of_experiment(self, experiment: str | None) -> Store:
+        """The same store with another experiment; None = this one."""
+        if experiment is None:
+            return self
+        if experiment not in self._siblings:
+            other = Store(self.uri, self.output, experiment)
+            other.cost, other._away, other._siblings = self.cost, self._away, self._siblings
+            self._siblings[experiment] = other
+        return self._siblings[experiment]
+
+    @property
+    def is_away(self) -> bool:
+        """True = it did not answer the last time that something was delivered; then nobody waits long for it."""
+        return self._away.is_set()
+
+    @is_away.setter
+    def is_away(self, away: bool) -> None:
+        (self._away.set if away else self._away.clear)()
 
     @property
     def is_local(self) -> bool:
@@ -178,16 +203,27 @@ class Store:
         assert self._experiment_id is not None
         return self._experiment_id
 
+    @property
+    def identity(self) -> str:
+        """Mark of the experiment, made with it: a database that was made anew has another. Raises: BackendError."""
+        assert self.experiment_id
+        return self._identity
+
     def _open_experiment(self) -> str:
         from mlflow.exceptions import MlflowException
 
         found = self.client.get_experiment_by_name(self.experiment)
         if found is None:
             location = None
-            if self.uri == default_uri(self.output):
+            if self.uri == self.default_uri:
                 location = (self.output / "mlflow" / "artifacts").as_uri()
+            mark = uuid.uuid4().hex
             try:
-                return self.client.create_experiment(self.experiment, artifact_location=location, tags=_EXPERIMENT)
+                made = self.client.create_experiment(
+                    self.experiment, artifact_location=location, tags={**_EXPERIMENT, _IDENTITY: mark}
+                )
+                self._identity = mark
+                return made
             except MlflowException as error:
                 if error.error_code != "RESOURCE_ALREADY_EXISTS":
                     raise
@@ -198,6 +234,10 @@ class Store:
             self.client.restore_experiment(found.experiment_id)
         if found.tags.get(_VIEW_TAG) != _VIEW:  # made by an earlier version, or by hand
             self.client.set_experiment_tag(found.experiment_id, _VIEW_TAG, _VIEW)
+        self._identity = found.tags.get(_IDENTITY, "")
+        if not self._identity:
+            self._identity = uuid.uuid4().hex
+            self.client.set_experiment_tag(found.experiment_id, _IDENTITY, self._identity)
         return str(found.experiment_id)
 
     @contextmanager

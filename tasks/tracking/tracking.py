@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.errors import DataError, FolderBusy
-from tasks.tracking.journal import events_path
+from rl_core.errors import BackendError, DataError, FolderBusy
 from tasks.tracking.registry import ModelVersion, Registry
-from tasks.tracking.run_tracker import ProgressCallback, RunTracker, replay_folder
+from tasks.tracking.replay import Waiting, journals, replay_folder, waiting_in
+from tasks.tracking.run_tracker import ProgressCallback, RunTracker
 from tasks.tracking.store import Cost, Store, default_uri
 
 __all__ = ["RunRow", "Tracking", "list_runs", "run_records"]
@@ -57,12 +57,19 @@ class Tracking:
         return self.store.experiment_id
 
     def run_url(self, run_id: str) -> str:
-        """The page of a run: on the server, or where `posttrain ui` will serve a local store."""
-        return self.store.run_url(run_id)
+        """The page of a run: on the server, or where `posttrain ui` will serve a local store; "" while it is away."""
+        return self._url(lambda: self.store.run_url(run_id)) if run_id else ""
 
     def runs_url(self) -> str:
-        """The table of this experiment's runs."""
-        return self.store.runs_url()
+        """The table of this experiment's runs; "" while the store is away."""
+        return self._url(self.store.runs_url)
+
+    def _url(self, make: Callable[[], str]) -> str:
+        try:
+            return make()
+        except BackendError as error:
+            log.debug("no page yet: %s", error)
+            return ""
 
     def page_of(self, run_id: str) -> str:
         """As `run_url`, for a run of any experiment; "" where the store does not know it."""
@@ -106,6 +113,14 @@ class Tracking:
     def tag_version(self, name: str, version: int, tags: Mapping[str, Any]) -> None:
         """Attach short texts to a version."""
         self.registry.tag_version(name, version, dict(tags))
+
+    def model_tags(self, name: str) -> dict[str, str]:
+        """Tags of the registered model itself."""
+        return self.registry.model_tags(name)
+
+    def tag_model(self, name: str, key: str, value: str) -> None:
+        """Set a tag of the registered model itself."""
+        self.registry.tag_model(name, key, value)
 
     def download(self, name: str, version: int, cache_folder: Path) -> Path:
         """The Hugging Face folder of a version, on this machine."""
@@ -169,7 +184,7 @@ class Tracking:
             run.log_params(params)
         if description:
             run.set_description(description)
-        run.wait_started(wait_s)
+        run.wait_started(min(wait_s, 2.0) if self.store.is_away else wait_s)
         return run
 
     def reword_run(self, run_id: str, old: str, new: str, tags: Mapping[str, str]) -> None:
@@ -193,17 +208,29 @@ class Tracking:
         return replay_folder(self.store, Path(folder))
 
     def replay_all(self, root: Path | None = None) -> int:
-        """`replay` for every run folder under `root` (default: the output folder), outer ones first."""
-        waiting = 0
-        for path in sorted((root or self.output).rglob("events.jsonl"), key=lambda path: (len(path.parts), path)):
-            folder = path.parent.parent
-            if path != events_path(folder):
+        """`replay` for every run folder under `root` (default: the output folder), outer ones first.
+
+        A store that does not answer is asked once; returns how many records still wait.
+        """
+        return self.replay_folders(journals(root or self.output))
+
+    def replay_folders(self, folders: Iterable[Path]) -> int:
+        """`replay_all` for these run folders, outer ones first."""
+        left = 0
+        self.store.is_away = False
+        for folder in folders:
+            if self.store.is_away:
+                left += waiting_in(folder).total
                 continue
             try:
-                waiting += self.replay(folder)
+                left += self.replay(folder)
             except FolderBusy:
                 continue  # alive; it delivers itself
-        return waiting
+        return left
+
+    def waiting(self, root: Path | None = None) -> Waiting:
+        """Records under `root` (default: the output folder) that the store has not taken yet."""
+        return sum((waiting_in(folder) for folder in journals(root or self.output)), Waiting())
 
     def list_runs(self, limit: int = 200) -> list[RunRow]:
         """The newest runs of all experiments, newest first. Raises: BackendError when the store does not answer."""

@@ -10,9 +10,17 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["environment_freeze", "flatten", "metric_name", "param_name", "pinned"]
+__all__ = ["VersionOf", "environment_freeze", "flatten", "metric_name", "param_name", "pinned"]
+
+
+class VersionOf(NamedTuple):
+    """A model version by its content, whose number the store has not given yet."""
+
+    name: str  # of the registered model
+    sha256: str  # the version's tag model_sha256
+
 
 MAX_VALUE = 6000  # characters of a parameter's value that MLflow keeps
 MAX_NAME = 250

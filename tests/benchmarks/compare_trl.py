@@ -33,6 +33,7 @@ from torch.nn.functional import logsigmoid
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.losses import policy
 from rl_core.losses.advantages import batch_advantages, group_advantages
+from rl_core.losses.aggregation import token_weights
 from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.preference import bradley_terry_loss, dpo_loss, ipo_loss
 from rl_core.losses.supervised import entropy_bonus
@@ -293,9 +294,13 @@ class Grpo:
         arguments = {"num_loss_tokens": self.tokens, **more}
         return value(policy.clipped_policy_loss(self.new_BS, self.old_BS, advantages_BS, self.mask_BS, **arguments)[0])
 
-    def kl(self) -> float:
-        """Ours: k3 per loss token."""
-        return value(kl_penalty(self.new_BS, self.ref_BS, self.mask_BS, num_loss_tokens=self.tokens)[0])
+    def kl(self, **more: Any) -> float:
+        """Ours: k3, per loss token unless weights are given."""
+        return value(kl_penalty(self.new_BS, self.ref_BS, self.mask_BS, num_loss_tokens=self.tokens, **more)[0])
+
+    def weights(self, aggregation: Any, denominator: float) -> dict[str, torch.Tensor]:
+        """Ours, of each token, as the argument of a loss."""
+        return {"loss_weights_BT": token_weights(self.mask_BS, aggregation=aggregation, denominator=denominator)}
 
     def plain(self, advantages: list[float], denominator: float, *, kl_coef: float = 0.0) -> float:
         """The clipped loss (0.2) written out, token by token, over a denominator; KL over the loss tokens."""
@@ -326,8 +331,11 @@ def compare_grpo(bench: Bench) -> list[Line]:
         policy.cispo_loss(*pair, it.advantages(), it.mask_BS, num_loss_tokens=it.tokens, clip_eps_high=0.2)[0]
     )
     entropy = value(entropy_bonus(it.entropy_BS, it.mask_BS, num_loss_tokens=it.tokens)[0])
-    fixed = {"loss_denominator": P * G * MAX_COMPLETION}
-    plain_kl = {"loss_type": "dapo", "beta": 0.1, "use_bias_correction_kl": False}
+    fixed, by_sequence = it.weights("constant", P * G * MAX_COMPLETION), it.weights("sequence_mean", P * G)
+    uncorrected = {"beta": 0.1, "use_bias_correction_kl": False}
+    plain_kl = {"loss_type": "dapo", **uncorrected}
+    sapo = value(policy.sapo_loss(*pair, it.advantages(), it.mask_BS, num_loss_tokens=it.tokens, **by_sequence)[0])
+    dr_BS = it.advantages(method="dr_grpo")
     drawn = [Grpo(bench, temperature) for temperature in (0.5, 2.0)]
     at_temperatures = [
         Line("GRPO", f"dapo, beta=0.1, no correction, temperature={at.temperature:g}",
@@ -346,10 +354,17 @@ def compare_grpo(bench: Bench) -> list[Line]:
         Line("GRPO", "dapo, entropy_coef=0.05", "entropy_coef=0.05", it.theirs(loss_type="dapo", entropy_coef=0.05),
              it.clipped() + 0.05 * entropy),
         Line("GRPO", "bnpo (the step is one micro-batch)", "grpo", it.theirs(loss_type="bnpo"), it.clipped()),
+        Line("GRPO", "grpo", "grpo, sequence_mean", it.theirs(loss_type="grpo"), it.clipped(**by_sequence)),
+        Line("GRPO", "grpo, beta=0.1, no correction", "grpo, sequence_mean, kl_coef=0.1",
+             it.theirs(loss_type="grpo", **uncorrected), it.clipped(**by_sequence) + 0.1 * it.kl(**by_sequence)),
         Line("GRPO", "dr_grpo, scale_rewards=none", "dr_grpo", it.theirs(loss_type="dr_grpo", scale_rewards="none"),
-             it.clipped(it.advantages(method="dr_grpo"), **fixed)),
-        Line("GRPO", "dr_grpo, scale_rewards=group", "advantages of grpo, loss_denominator of dr_grpo",
+             it.clipped(dr_BS, **fixed)),
+        Line("GRPO", "dr_grpo, scale_rewards=none, beta=0.1, no correction", "dr_grpo, kl_coef=0.1",
+             it.theirs(loss_type="dr_grpo", scale_rewards="none", **uncorrected),
+             it.clipped(dr_BS, **fixed) + 0.1 * it.kl(**fixed)),
+        Line("GRPO", "dr_grpo, scale_rewards=group", "grpo, constant",
              it.theirs(loss_type="dr_grpo"), it.clipped(**fixed)),
+        Line("GRPO", "sapo", "sapo", it.theirs(loss_type="sapo"), sapo),
         Line("GRPO", "cispo, epsilon_high=1.2 (the cap itself)", "cispo_loss, clip_eps_high=0.2 (cap 1.2)",
              it.theirs(loss_type="cispo", epsilon_high=1.2), cispo),
         Line("GRPO", "grpo, sequence level, 3e-4/4e-4", "gspo_loss, the same (GSPO)",
@@ -365,12 +380,6 @@ def compare_grpo_choices(bench: Bench) -> list[Line]:
     grpo = it.theirs(loss_type="grpo")
     corrected, ratio_BS = it.theirs(loss_type="dapo", beta=0.1), (it.new_BS - it.old_BS).exp()
     usual = group_advantages(REWARDS_PG).flatten().tolist()
-    lengths_B = it.mask_BS.sum(1)
-    by_row = sum(
-        it.clipped(it.advantages() * (torch.arange(P * G) == row)[:, None], loss_denominator=float(lengths_B[row]))
-        for row in range(P * G)
-    )
-    dr, fixed = group_advantages(REWARDS_PG, method="dr_grpo"), float(P * G * MAX_COMPLETION)
     close_PG = REWARDS_PG.clone()
     close_PG[2] = torch.tensor([0.5, 0.5005, 0.5, 0.5005])
     close = [*usual[: 2 * G], *[0.0] * G]
@@ -380,19 +389,13 @@ def compare_grpo_choices(bench: Bench) -> list[Line]:
     return [
         Line("GRPO", "grpo", "grpo", grpo, it.clipped(), it.plain(usual, it.tokens),
              "it takes each sequence's mean, then the mean over sequences, so that a token of a short answer weighs "
-             "more; ours divides by the loss tokens of the step"),
-        Line("GRPO", "grpo", "clipped_policy_loss row by row / tokens of the row, mean", grpo, by_row / (P * G)),
+             "more; ours divides by the loss tokens of the step unless loss_aggregation says sequence_mean"),
         Line("GRPO", "dapo, beta=0.1 (use_bias_correction_kl)", "grpo, kl_coef=0.1", corrected,
              it.clipped() + 0.1 * it.kl(), it.plain(usual, it.tokens, kl_coef=0.1),
              "by default it multiplies each token's k3 by the ratio to the old policy (arXiv:2512.02556); ours is k3 "
              "alone (arXiv:2402.03300)"),
         Line("GRPO", "dapo, beta=0.1 (use_bias_correction_kl)", "grpo + 0.1 mean of ratio kl_k3", corrected,
              it.clipped() + 0.1 * float((ratio_BS * kl_k3(it.new_BS, it.ref_BS) * it.mask_BS).sum() / it.tokens)),
-        Line("GRPO", "dr_grpo, scale_rewards=none, beta=0.1, no correction", "dr_grpo, kl_coef=0.1",
-             it.theirs(loss_type="dr_grpo", scale_rewards="none", beta=0.1, use_bias_correction_kl=False),
-             it.clipped(it.spread(dr), loss_denominator=fixed) + 0.1 * it.kl(),
-             it.plain(dr.flatten().tolist(), fixed, kl_coef=0.1),
-             "its KL is divided by the fixed denominator too; ours stays a mean per loss token"),
         Line("GRPO", "dapo, a group whose rewards differ by 5e-4", "grpo, the same rewards",
              it.theirs(close_PG, loss_type="dapo"), it.clipped(it.advantages(close_PG)), it.plain(close, it.tokens),
              "both add 1e-4 to the std, but it scales up any spread; ours takes a std below 1e-3 for rounding: 0"),

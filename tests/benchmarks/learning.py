@@ -44,6 +44,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dapo": dict(algorithm="dapo", overlong_buffer=0),
     "gspo": dict(algorithm="gspo", **TWICE),
     "cispo": dict(algorithm="cispo", **TWICE),
+    "sapo": dict(algorithm="sapo", **TWICE),
     "rloo": dict(algorithm="rloo"),
     "reinforce": dict(algorithm="reinforce"),
     "ppo": dict(algorithm="ppo", critic=dict(learning_rate=1e-3)),

@@ -222,8 +222,10 @@ def test_a_damaged_finished_stage_is_set_aside_and_run_again(first):
     weights = folder / "model" / "model.safetensors"
     original = weights.read_bytes()
     weights.write_bytes(original[:-1] + bytes([original[-1] ^ 1]))
+    (result.results["evaluate"].path / "evaluation.json").write_text("{}")
     again = run(output)
-    assert [name for name, stage in again.results.items() if not stage.cached] == ["sft"]  # the same bits came out
+    ran = [name for name, stage in again.results.items() if not stage.cached]
+    assert ran == ["sft", "evaluate"]  # the same bits came out of both, so that nothing after them ran again
     assert again.results["sft"].digest == result.results["sft"].digest
     assert len(list(folder.parent.glob("*.corrupt-*"))) == 1
     assert digest_folder(folder / "model") == digest_folder(again.results["sft"].model)
@@ -455,3 +457,31 @@ def test_a_stage_past_its_limit_ends_as_timed_out_and_is_not_tried_again(prefect
     assert isinstance(error, StageTimeout)
     assert "stage 'sft' was stopped after 0.5 s, the limit that run.timeouts.sft sets" in str(error)
     assert isinstance(error.__cause__, TimeoutError)
+
+
+def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_api, tmp_path, monkeypatch, capsys):
+    from flows.cli.main import main
+    from tasks.tracking import Tracking
+
+    settings = ["stages.sft.max_steps=2", "stages.evaluate.episodes=4", "stages.promote={min_success: 0.0}"]
+    settings += [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")] + ["run.retries=0"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    away = run(tmp_path, *settings)
+    assert list(away.results) == ["prepare_data", "sft", "evaluate"] and not away.ok
+    assert "model_version" not in away.results["sft"].summary
+    told = away.table(width=200)
+    assert "promote: not decided: the champion is known to the tracking store alone" in told
+    assert "1 model versions" in told and "`posttrain sync` or the next run delivers them" in told
+    assert main(["sync", "--output", str(tmp_path)]) == 1
+    assert "1 model versions and" in capsys.readouterr().out
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI")
+    again = run(tmp_path, *settings)
+    assert again.ok and again.results["promote"].summary["model_version"] == 1
+    assert all(again.results[stage].cached for stage in away.results)
+    tracking = Tracking(None, tmp_path, "test")
+    assert tracking.champion("test").version == 1 and len(tracking.versions("test")) == 1
+    parents = [row for row in tracking.list_runs() if row.parent_run_id is None]
+    assert [row.status for row in parents] == ["FINISHED"] and len(tracking.list_runs()) == 5
+    assert main(["sync", "--output", str(tmp_path)]) == 0
+    assert "has everything" in capsys.readouterr().out

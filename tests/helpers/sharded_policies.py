@@ -1,5 +1,6 @@
 """Scenarios of sharded_scenarios.py for trainers that sample from their own policy."""
 
+import dataclasses
 import functools
 
 from helpers import thinkers
@@ -83,6 +84,8 @@ def scenarios(process_group, folder, numbers):
 
     held = {"kl_coef": 0.1, "entropy_coef": 0.01}
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
+    soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
+    yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
         critic = CriticSettings(kind=kind)
@@ -96,6 +99,8 @@ def scenarios(process_group, folder, numbers):
     yield "inner rewards", lambda: run(of(rewards=inner_rewards()))
     lora = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
     yield "policy adapters", lambda: run(of(model=model_of(lora=lora), learning_rate=5e-2))
+    noisy = dataclasses.replace(lora, dropout=0.3)
+    yield "dropout", lambda: run(of(model=model_of(lora=noisy), learning_rate=5e-2, dropout=True, **TWICE))
     renderer = thinkers.renderer_of_texts()
     yield (
         "thoughts",
@@ -107,7 +112,7 @@ def scenarios(process_group, folder, numbers):
     )
     stateful = {
         "algorithm": "ppo", "critic": CriticSettings(kind="separate"), "replay": ReplaySettings(), "kl_coef": 0.1,
-        "importance": "token", "curriculum": STAGES, "rollback": ROLLBACK, "checkpoint_every": 3, "iterations": 7,
+        "importance": "vtrace", "curriculum": STAGES, "rollback": ROLLBACK, "checkpoint_every": 3, "iterations": 7,
     }  # fmt: skip
 
     def long(iterations, place=None):

@@ -2,6 +2,7 @@ import json
 import logging
 
 import pytest
+from helpers.evaluations import evaluation
 from numpy.testing import assert_allclose
 
 from rl_core.analysis.statistics import wilson_interval
@@ -9,7 +10,15 @@ from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import resolve
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, SettingsError
-from rl_core.evaluation import Evaluation, compare, evaluate, heldout_requests, summarize, validation_requests
+from rl_core.evaluation import (
+    Evaluation,
+    compare,
+    evaluate,
+    heldout_requests,
+    paired_differences,
+    summarize,
+    validation_requests,
+)
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, ToolCall, Trajectory, Turn
@@ -146,6 +155,31 @@ def test_requests_refuse_a_level_without_episodes():
         heldout_requests(environment, EvaluationSettings(), 0)
 
 
+def test_draws_share_no_episode_and_end_with_the_pool(caplog):
+    environment = SumEnvironment()
+    pool = range(2**30, 2**30 + 100)
+    environment.seeds_of = lambda split, level: pool
+    chosen = {"episodes": 20, "levels": ("easy",)}
+    first = heldout_requests(environment, EvaluationSettings(**chosen), 0)
+    excluded = [EpisodeRequest("easy", seed) for seed in pool if EpisodeRequest("easy", seed) not in first][:20]
+    seen = {request.seed for request in first + excluded}
+    for draw in (1, 2, 3):
+        requests = heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded)
+        assert len(requests) == 20 and not seen & {request.seed for request in requests}
+        assert requests == heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=draw), 0, excluded)
+        seen |= {request.seed for request in requests}
+    with pytest.raises(DataError, match=r"level 'easy' has 100 held-out episodes, too few for draw 4 of 20"):
+        heldout_requests(environment, EvaluationSettings(**chosen, episodes_draw=4), 0, excluded)
+
+
+def test_differences_are_those_of_the_common_episodes():
+    ours, theirs = evaluation([2, 1, 0, 2], samples=2), evaluation([1, 1, 2], samples=2, first=1)
+    assert paired_differences(ours, theirs) == [0.0, -0.5, 0.0]
+    assert paired_differences(ours, theirs, "reward") == [0.0, -0.5, 0.0]
+    with pytest.raises(DataError, match="no episode in common"):
+        paired_differences(ours, evaluation([1], first=9))
+
+
 def test_validation_episodes_are_held_out_and_not_reported_on():
     environment, levels = SumEnvironment(), ("easy", "hard")
     reported = heldout_requests(environment, EvaluationSettings(episodes=6), 3)
@@ -215,9 +249,18 @@ def test_its_text_is_its_numbers_alone():
 def test_json_round_trip():
     result = play(fails_hard, REQUESTS, samples=2)
     back = Evaluation.from_json(json.loads(json.dumps(result.to_json(), allow_nan=False)))
-    assert back.trajectories == [] and back.metrics() == result.metrics()
+    timed = {"eval/seconds": 0.0, "eval/tokens_per_second": 0.0}  # not kept
+    assert result.seconds > 0 and back.trajectories == [] and back.metrics() == result.metrics() | timed
     assert back.episodes == result.episodes and back.by_level == result.by_level and back.interval == result.interval
     assert compare(back, result).success.difference == 0.0
+
+
+def test_played_again_its_json_is_the_same():
+    first, again = (play(fails_hard, REQUESTS) for _ in range(2))
+    again.seconds, again.tokens_per_second = 2 * first.seconds, first.tokens_per_second / 2  # on a busier machine
+    assert first.to_json() == again.to_json()
+    kept = first.to_json() | {"seconds": 3.0, "tokens_per_second": 7.0}  # as earlier versions wrote it
+    assert Evaluation.from_json(kept).seconds == 3.0
 
 
 @pytest.mark.parametrize("row", [{}, {"interval": 3}, {"episodes": []}])

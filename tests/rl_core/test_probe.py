@@ -92,12 +92,12 @@ def subject():
 
 
 def conversation(answer):
-    return [{"role": "user", "content": "colour?"}, {"role": "assistant", "content": answer}]
+    return {"messages": [{"role": "user", "content": "colour?"}, {"role": "assistant", "content": answer}]}
 
 
 def test_perplexity_is_that_of_the_sft_trainer(subject):
     talks = [conversation("answer red"), conversation("zoom 1 2")]
-    rows = [subject.renderer.conversation(talk) for talk in talks]
+    rows = [subject.renderer.conversation(talk["messages"]) for talk in talks]
     trainer = SFTTrainer(subject.model, subject.renderer.pad_id, rows, rows, SFTSettings(packing=False), 0)
     found = probe(subject, None, [], talks)
     assert found.perplexity == pytest.approx(trainer.evaluate()["eval/perplexity"], rel=1e-5)

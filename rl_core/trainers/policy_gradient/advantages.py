@@ -5,21 +5,32 @@ Suffixes: P prompts, G rollouts per prompt, R rows of an iteration, S whole sequ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages
+from rl_core.losses.advantages import GroupMethod, batch_advantages, gae, group_advantages, vtrace
 from rl_core.losses.masking import fill_masked
 from rl_core.settings import Algorithm
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 
-__all__ = ["advantage_metrics", "comparison_advantages", "fill_masked_rewards", "gae_advantages", "last_token_rewards"]
+__all__ = [
+    "SignalWarning",
+    "advantage_metrics",
+    "comparison_advantages",
+    "fill_masked_rewards",
+    "last_token_rewards",
+    "value_advantages",
+]
+
+logger = logging.getLogger(__name__)
 
 # Comparison of each algorithm without a critic; algorithms that share one differ in the loss alone.
 _METHODS: dict[str, GroupMethod] = {
-    "grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "dr_grpo": "dr_grpo", "rloo": "rloo",
+    "grpo": "grpo", "dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "sapo": "grpo",
+    "dr_grpo": "dr_grpo", "rloo": "rloo",
 }  # fmt: skip
 
 
@@ -81,7 +92,7 @@ def last_token_rewards(rewards_R: torch.Tensor, loss_mask_RS: torch.Tensor) -> t
     return token_rewards_RS.scatter(1, last_R1, rewards_R[:, None])
 
 
-def gae_advantages(
+def value_advantages(
     rewards_R: torch.Tensor,
     is_truncated_R: torch.Tensor,
     values_RS: torch.Tensor,
@@ -91,19 +102,28 @@ def gae_advantages(
     gamma: float,
     gae_lambda: float,
     kl_penalty_RS: torch.Tensor | None = None,
+    ratios_RS: torch.Tensor | None = None,
+    rho_cap: float = 1.0,
+    c_cap: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """GAE over each row's loss tokens: advantages and returns [R, S], not whitened.
+    """GAE over each row's loss tokens, or V-trace: advantages and the critic's targets [R, S], not whitened.
 
     The reward is placed on the last loss token. A truncated row is bootstrapped from the value of its last state; the
     value after a terminated one is 0.
 
     Args:
         kl_penalty_RS: subtracted from each token's reward (kl_coef times k1); None = none.
+        ratios_RS: policy over sampler, for V-trace with `rho_cap` and `c_cap`; None = GAE.
     """
     token_rewards_RS = last_token_rewards(rewards_R.to(values_RS.dtype), loss_mask_RS)
     if kl_penalty_RS is not None:
         token_rewards_RS = token_rewards_RS - fill_masked(kl_penalty_RS, loss_mask_RS)
     bootstrap_R = torch.where(is_truncated_R, value_after_R, torch.zeros_like(value_after_R))
+    if ratios_RS is not None:
+        return vtrace(
+            token_rewards_RS, values_RS, ratios_RS, loss_mask_RS,
+            gamma=gamma, trace_lambda=gae_lambda, rho_cap=rho_cap, c_cap=c_cap, bootstrap_B=bootstrap_R,
+        )  # fmt: skip
     return gae(token_rewards_RS, values_RS, loss_mask_RS, gamma=gamma, gae_lambda=gae_lambda, bootstrap_B=bootstrap_R)
 
 
@@ -130,3 +150,34 @@ def advantage_metrics(
         "train/zero_advantage_rate": float((advantages == 0).double().mean()),
         "train/filtering_rate": filtered,
     }
+
+
+class SignalWarning:
+    """One warning when iteration after iteration no advantage differs from 0, so that nothing is learned.
+
+    It warns again only after an iteration that had a signal. The count is no part of a checkpoint: it decides nothing.
+    """
+
+    def __init__(self, iterations: int = 10) -> None:
+        """`iterations` without a signal, in a row, before the warning."""
+        self._iterations = iterations
+        self._silent = 0
+
+    def observe(self, metrics: Mapping[str, float], rewards: Sequence[float]) -> None:
+        """Count one iteration, whose metrics are those of `advantage_metrics` and whose rollouts had these rewards."""
+        if metrics.get("train/zero_advantage_rate", 1.0) < 1:  # absent: every group was dropped
+            self._silent = 0
+            return
+        self._silent += 1
+        if self._silent == self._iterations:
+            lowest, highest = min(rewards, default=0.0), max(rewards, default=0.0)
+            every = (
+                f"every rollout has the reward {lowest:g}"
+                if lowest == highest
+                else (f"rewards lie between {lowest:g} and {highest:g}, but are the same for all rollouts of a prompt")
+            )
+            logger.warning(
+                "no advantage differed from 0 in the last %d iterations, so nothing is learned: in the last one %s. "
+                "Check the reward function on a completion; begin with easier prompts, SFT, a reward with partial "
+                "credit, or a larger group_size", self._iterations, every,
+            )  # fmt: skip

@@ -9,13 +9,21 @@ from dataclasses import dataclass
 
 import torch
 
-from rl_core.losses.importance import truncated_importance_weights
+from rl_core.losses.aggregation import token_weights
+from rl_core.losses.importance import importance_mask, truncated_importance_weights
 from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef, kl_k1, kl_k3
 from rl_core.losses.masking import masked_max, masked_sum
-from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
+from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss, sapo_loss
 from rl_core.settings import PolicySettings
 
-__all__ = ["StepCounts", "importance_weights", "next_kl_coef", "policy_loss", "sampler_agreement"]
+__all__ = [
+    "StepCounts",
+    "importance_weights",
+    "next_kl_coef",
+    "policy_loss",
+    "sampler_agreement",
+    "token_weights_of",
+]
 
 Metrics = dict[str, torch.Tensor]
 BAND = 0.2  # half-width of the banded controller's band, as a share of kl_target
@@ -32,6 +40,26 @@ class StepCounts:
     num_rollouts: float = 0  # rows of the step, filtered and masked ones included
 
 
+def token_weights_of(
+    settings: PolicySettings, loss_mask_BS: torch.Tensor, counts: StepCounts, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """Weight of each token in policy loss, KL and entropy terms [B, S]: the settings' aggregation over the step.
+
+    The constant counts every rollout of the step, filtered and short ones included.
+    """
+    denominators = {
+        "token_mean": counts.num_loss_tokens,
+        "sequence_mean": counts.num_sequences,
+        "constant": counts.num_rollouts * settings.sampling.max_completion_tokens,
+    }
+    return token_weights(
+        loss_mask_BS,
+        aggregation=settings.aggregation,
+        denominator=denominators[settings.aggregation],
+        dtype=torch.promote_types(dtype, torch.float32),
+    )
+
+
 def policy_loss(
     settings: PolicySettings,
     logprobs_BS: torch.Tensor,
@@ -40,65 +68,66 @@ def policy_loss(
     loss_mask_BS: torch.Tensor,
     counts: StepCounts,
 ) -> tuple[torch.Tensor, Metrics]:
-    """The algorithm's loss, divided by the step's denominators, and its metrics per token that was run.
+    """The algorithm's loss, aggregated over the step, and its metrics per token that was run.
 
-    grpo, dr_grpo, dapo, rloo, ppo: clipped, see `clipped_policy_loss`; gspo, cispo, reinforce: see their functions.
+    grpo, dr_grpo, dapo, rloo, ppo: clipped, see `clipped_policy_loss`; the others: see their functions.
     Args: as `clipped_policy_loss`; gspo takes each row's mean advantage over its loss tokens.
     Returns: scalar loss with gradient; {"loss", "kl" (k3) and "kl_k1" of KL(old || new), and, where the algorithm has a
         ratio, "ratio_mean", "ratio_max", "clip_fraction"...}.
     """
     low, high = settings.clip
-    arguments = (logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS)
+    tensors = (logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS)
+    weights_BS, count = token_weights_of(settings, loss_mask_BS, counts, logprobs_BS.dtype), counts.num_run_tokens
     if settings.algorithm == "gspo":
         lengths_B = loss_mask_BS.sum(1).clamp(min=1)
         advantages_B = torch.where(loss_mask_BS, advantages_BS, 0.0).sum(1) / lengths_B
         loss, metrics = gspo_loss(
-            logprobs_BS, old_logprobs_BS, advantages_B, loss_mask_BS,
-            num_sequences=counts.num_run_sequences, clip_eps=low, clip_eps_high=high,
+            logprobs_BS, old_logprobs_BS, advantages_B, loss_mask_BS, num_sequences=counts.num_run_sequences,
+            clip_eps=low, clip_eps_high=high, loss_weights_BT=weights_BS,
         )  # fmt: skip
-        share = counts.num_run_sequences / counts.num_sequences
     elif settings.algorithm == "cispo":
-        loss, metrics = cispo_loss(*arguments, num_loss_tokens=counts.num_run_tokens, clip_eps_high=high)
-        share = counts.num_run_tokens / counts.num_loss_tokens
+        loss, metrics = cispo_loss(*tensors, num_loss_tokens=count, clip_eps_high=high, loss_weights_BT=weights_BS)
+    elif settings.algorithm == "sapo":
+        loss, metrics = sapo_loss(
+            *tensors, num_loss_tokens=count, tau_positive=settings.sapo_tau_positive,
+            tau_negative=settings.sapo_tau_negative, loss_weights_BT=weights_BS,
+        )  # fmt: skip
     elif settings.algorithm == "reinforce":
-        loss, metrics = reinforce_loss(logprobs_BS, advantages_BS, loss_mask_BS, num_loss_tokens=counts.num_run_tokens)
-        share = counts.num_run_tokens / counts.num_loss_tokens
-    else:
-        return clipped_policy_loss(
-            *arguments,
-            num_loss_tokens=counts.num_run_tokens,
-            clip_eps=low,
-            clip_eps_high=high,
-            dual_clip=settings.dual_clip,
-            loss_denominator=_denominator(settings, counts),
+        loss, metrics = reinforce_loss(
+            logprobs_BS, advantages_BS, loss_mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
         )
-    loss = loss * share
-    metrics |= {"loss": loss.detach(), **_policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, counts.num_run_tokens)}
-    return loss, metrics
-
-
-def _denominator(settings: PolicySettings, counts: StepCounts) -> float:
-    """Denominator of the clipped loss; dr_grpo's is a constant per rollout, filtered and short ones included.
-
-    Source: Liu et al. 2025, arXiv:2503.20783, section 3.2.
-    """
-    if settings.algorithm == "dr_grpo":
-        return counts.num_rollouts * settings.sampling.max_completion_tokens
-    return counts.num_loss_tokens
+    else:
+        loss, metrics = clipped_policy_loss(
+            *tensors, num_loss_tokens=count, clip_eps=low, clip_eps_high=high, dual_clip=settings.dual_clip,
+            loss_weights_BT=weights_BS,
+        )  # fmt: skip
+    return loss, metrics | _policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
 
 
 def importance_weights(
-    settings: PolicySettings, old_logprobs_BS: torch.Tensor, sampler_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor
+    settings: PolicySettings,
+    logprobs_BS: torch.Tensor,
+    old_logprobs_BS: torch.Tensor,
+    sampler_logprobs_BS: torch.Tensor,
+    mask_BS: torch.Tensor,
 ) -> torch.Tensor | None:
-    """Truncated importance weights [B, S] of the old policy over the sampler's; None = all 1.
+    """Importance weights [B, S] over the sampler, truncated, 0 where `importance_mask` drops; None = all 1.
 
-    They are never negative, so that multiplying the advantages by them multiplies every loss.
+    Of the old policy, since the loss has the ratio of the current one to it; of the current policy for reinforce, which
+    has none. V-trace's weights are in the advantages already. They are never negative, so that multiplying the
+    advantages by them multiplies every loss.
     """
-    if settings.importance == "none":
-        return None
-    return truncated_importance_weights(
-        old_logprobs_BS, sampler_logprobs_BS, mask_BS, level=settings.importance, cap=settings.importance_cap
-    )
+    target_BS = logprobs_BS.detach() if settings.algorithm == "reinforce" else old_logprobs_BS
+    pair = (target_BS, sampler_logprobs_BS, mask_BS)
+    weights_BS = None
+    if settings.importance != "none" and settings.importance != "vtrace":
+        weights_BS = truncated_importance_weights(*pair, level=settings.importance, cap=settings.weight_cap)
+    if settings.importance_mask != "none":
+        kept_BS = importance_mask(
+            *pair, level=settings.importance_mask, low=settings.importance_low, high=settings.importance_high
+        ).to(target_BS.dtype)
+        weights_BS = kept_BS if weights_BS is None else weights_BS * kept_BS
+    return weights_BS
 
 
 @torch.no_grad()

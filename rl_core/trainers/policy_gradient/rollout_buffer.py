@@ -8,23 +8,28 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
+from rl_core.inference.sampling import sequence_seed
+from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
+from rl_core.models.dropout import repeatable_masks, training_mode
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
-from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, gae_advantages
+from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, value_advantages
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -57,6 +62,11 @@ class RolloutBuffer:
     Row r is the r-th sample, group after group. Three distributions give log-probs of the same tokens:
     `sampler_logprobs_RS`, of the policy that sampled; `old_logprobs_RS`, of the policy before this iteration's update;
     `ref_logprobs_RS`, of the reference.
+
+    Training with dropout (`mask_seed`) gives a row the same masks in every pass of the iteration: of the old policy, of
+    all epochs, of the critic, and of the reference, which is the policy's own network as it was. So ratios and KL are
+    those of the weights, 1 and 0 before the first step. Masks follow from shapes too, hence each row is a micro-batch
+    of its own; so they depend neither on the other rows, nor on minibatches, nor on the number of processes.
     """
 
     def __init__(self, actor_critic: ActorCritic, settings: PolicySettings, groups: Sequence[Sequence[Sample]]) -> None:
@@ -84,6 +94,7 @@ class RolloutBuffer:
         self.ref_logprobs_RS: torch.Tensor | None = None
         self.values_RS: torch.Tensor | None = None  # before the update
         self.value_after_R: torch.Tensor | None = None
+        self.mask_seed: int | None = None  # of the rows' dropout masks; None = no dropout
 
     # Micro-batches
 
@@ -102,7 +113,8 @@ class RolloutBuffer:
 
     def _build_batches(self, indices: Sequence[int]) -> list[TrainBatch]:
         rows = [self.samples[index].row for index in indices]
-        batches = make_batches(rows, self.settings.micro_batch_tokens, self.actor_critic.pad_id)
+        max_tokens = self.settings.micro_batch_tokens if self.mask_seed is None else 1  # 1 = each row alone
+        batches = make_batches(rows, max_tokens, self.actor_critic.pad_id)
         for batch in batches:
             batch.rows = [indices[index] for index in batch.rows]
             batch.loss_mask_BS &= self.mask_RS[batch.rows, : batch.loss_mask_BS.shape[1]].cpu()
@@ -114,6 +126,16 @@ class RolloutBuffer:
         return fill_masked(values_RS[batch.rows, : batch.loss_mask_BS.shape[1]], batch.loss_mask_BS)
 
     # Log-probs and values under the models as they are
+
+    def mode(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context of a pass that an update is compared with: eval mode, or training mode where it drops out."""
+        return evaluating(model) if self.mask_seed is None else training_mode(model, dropout=True)
+
+    def masks(self, batch: TrainBatch) -> AbstractContextManager[None]:
+        """Context in which a pass over this micro-batch draws its row's dropout masks, every time the same ones."""
+        if self.mask_seed is None:
+            return nullcontext()
+        return repeatable_masks(self.device, sequence_seed(self.mask_seed, *batch.rows))
 
     @torch.no_grad()
     def compute_old_logprobs(self, plan: Plan) -> None:
@@ -145,12 +167,13 @@ class RolloutBuffer:
         after_R = torch.zeros(self.shape[0], device=self.device)
 
         def fill(batch: TrainBatch) -> None:
-            values_BS, after_B = critic.values(batch)
+            with self.masks(batch):
+                values_BS, after_B = critic.values(batch)
             values_RS[batch.rows, : values_BS.shape[1]] = values_BS.float()
             after_R[batch.rows] = after_B.float()
 
         optimizer_step = self.actor_critic.critic_optimizer_step or self.actor_critic.optimizer_step
-        with span("measure"), evaluating(critic), optimizer_step.autocast():
+        with span("measure"), self.mode(critic), optimizer_step.autocast():
             optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
         self.values_RS, self.value_after_R = (
             optimizer_step.process_group.all_reduce_sum(values_RS),
@@ -161,11 +184,12 @@ class RolloutBuffer:
         logprobs_RS = torch.zeros(self.shape, device=self.device)
 
         def fill(batch: TrainBatch) -> None:
-            logprobs_BS, _ = completion_logprobs(model, batch)
+            with self.masks(batch):
+                logprobs_BS, _ = completion_logprobs(model, batch)
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
         optimizer_step = self.actor_critic.optimizer_step
-        with evaluating(model), optimizer_step.autocast():
+        with self.mode(model), optimizer_step.autocast():
             optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
         return optimizer_step.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
 
@@ -227,7 +251,8 @@ class RolloutBuffer:
     def _estimate_from_values(self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None) -> dict[str, float]:
         """GAE and returns of all rows; masked rows and filtered tokens lose their mask."""
         assert self.values_RS is not None and self.value_after_R is not None
-        self.advantages_RS, self.returns_RS = gae_advantages(
+        ratios_RS = self._trace_ratios()
+        self.advantages_RS, self.returns_RS = value_advantages(
             rewards_R.to(device=self.device, dtype=torch.float32),
             torch.tensor([sample.is_truncated for sample in self.samples], device=self.device),
             self.values_RS,
@@ -236,6 +261,9 @@ class RolloutBuffer:
             gamma=self.settings.gamma,
             gae_lambda=self.settings.gae_lambda,
             kl_penalty_RS=penalty_RS,
+            ratios_RS=ratios_RS,
+            rho_cap=self.settings.weight_cap,
+            c_cap=self.settings.vtrace_c,
         )
         masked_R1 = torch.tensor([[sample.is_masked] for sample in self.samples], device=self.device)
         self.mask_RS = self.mask_RS & ~masked_R1  # carries no loss, for the critic neither
@@ -246,10 +274,22 @@ class RolloutBuffer:
             "value/returns_mean": float(masked_sum(self.returns_RS, self.mask_RS) / count),
             "value/values_mean": float(masked_sum(self.values_RS, self.mask_RS) / count),
         }
+        if ratios_RS is not None:
+            weights_RS = ratios_RS.clamp(max=self.settings.weight_cap)
+            metrics["policy/importance_mean"] = float(masked_sum(weights_RS, self.mask_RS) / count)
+            size = effective_sample_size(weights_RS, self.mask_RS)
+            metrics["policy/effective_sample_share"] = size / float(count)
         if self.settings.filter_threshold:
             self.mask_RS = self.mask_RS & (self.advantages_RS.abs() >= self.settings.filter_threshold)
             self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         return metrics
+
+    def _trace_ratios(self) -> torch.Tensor | None:
+        """Ratio of the old policy to the sampler at each loss token, for V-trace; None = not asked for."""
+        if self.settings.importance != "vtrace":
+            return None
+        assert self.old_logprobs_RS is not None and self.sampler_logprobs_RS is not None
+        return importance_ratios(self.old_logprobs_RS, self.sampler_logprobs_RS, self.mask_RS)
 
 
 def make_actor_critic(

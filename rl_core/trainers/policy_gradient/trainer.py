@@ -24,6 +24,7 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
+from rl_core.models.logprobs import check_router
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.overlong import OverlongPenalty
@@ -32,7 +33,7 @@ from rl_core.rollouts.rollout_metrics import rollout_metrics
 from rl_core.rollouts.training_seeds import SeedOrders
 from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
-from rl_core.trainers.policy_gradient.advantages import advantage_metrics
+from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
@@ -80,11 +81,13 @@ class PolicyGradientTrainer(RolloutTrainer):
             record: is given every iteration's number and scored rollouts.
             process_group: the processes that train this model. Each plays a share of the episodes; rank 0
                 scores them all.
-        Raises: SettingsError for a level that the environment does not have, or a KL term without a reference;
+        Raises: SettingsError for a level that the environment does not have, a KL term without a reference, or a
+            router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
         """
         if settings.kl_coef > 0 and reference_model is None:
             raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
+        check_router(model, settings.router_aux_loss_coef)
         self.curriculum = CurriculumManager(
             settings.curriculum, environment.levels, early_stop=settings.early_stop, rollback=settings.rollback
         )
@@ -102,6 +105,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self._stage_settings = [settings.for_stage(stage) for stage in self.curriculum.stages]
         self._seeds = SeedOrders(environment, seed)
         self._replay = ReplayBuffer(settings.replay) if settings.replay is not None else None
+        self._signal = SignalWarning()
         self._penalties = {}
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
@@ -144,6 +148,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         updating = time.perf_counter()
         self.rollouts_played += len(rollouts)
         metrics |= self._update(rng)
+        if self.process_group.is_rank_zero:
+            self._signal.observe(metrics, [rollout.reward for rollout in rollouts if not rollout.is_masked])
         stopped = time.perf_counter()
         metrics |= self._throughput(rollouts, stopped - started, playing) | {
             "perf/reward_seconds": updating - started - playing,

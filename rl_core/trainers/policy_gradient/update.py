@@ -17,12 +17,18 @@ from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
-from rl_core.models.causal_lm import evaluating
+from rl_core.models.dropout import drops_out
 from rl_core.models.logprobs import TokenOutputs, completion_logprobs, token_outputs
 from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.rollouts.rollout_metrics import mean_metrics
 from rl_core.settings import PolicySettings
-from rl_core.trainers.policy_gradient.losses import StepCounts, importance_weights, policy_loss, sampler_agreement
+from rl_core.trainers.policy_gradient.losses import (
+    StepCounts,
+    importance_weights,
+    policy_loss,
+    sampler_agreement,
+    token_weights_of,
+)
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.trainers.policy_gradient.rollout_buffer import ActorCritic, RolloutBuffer
 from rl_core.types import TrainBatch
@@ -36,10 +42,12 @@ class PolicyUpdate:
     """Old and reference log-probs, values and advantages, then epochs x minibatches of optimizer steps.
 
     L = policy loss + kl_coef KL(policy || reference) + trust_region_coef KL(old || policy) - entropy_coef entropy
-    (+ value_coef value loss with a shared head). The policy loss is summed over loss tokens and divided by those of the
-    whole optimizer step (dr_grpo: by rollouts x max_completion_tokens; gspo: by sequences); the other terms are means
-    over loss tokens. Rows of advantage 0 add nothing to the policy loss: unless another term needs them, they count in
-    its denominator but are not run through the model.
+    (+ value_coef value loss with a shared head) (+ router_aux_loss_coef the mean of the micro-batches' load-balancing
+    losses, weighed by their real tokens). All but the value loss, a mean over loss tokens, and the router's are summed
+    with the same weight of each token (`loss_aggregation`), so that a coefficient means the same whatever the sum is
+    divided by.
+    Rows of advantage 0 add nothing to the policy loss: unless another term needs them, they count in its denominator
+    but are not run through the model.
     """
 
     def __init__(
@@ -67,10 +75,13 @@ class PolicyUpdate:
         self.critic_only = critic_only
         self.trained: set[int] = set(range(len(self.buffer.samples)))  # rows that are run through the policy
         self.counts = StepCounts(1, 1, 1, 1)  # denominators of the current optimizer step
+        self.num_routed_tokens = 1  # real tokens of that step, where a router's loss is wanted
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
         settings, optimizer_step = self.settings, self.actor_critic.optimizer_step
+        if settings.dropout and drops_out(self.actor_critic.policy):
+            self.buffer.mask_seed = int(rng.integers(2**63))
         steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
         metrics = self._prepare(minibatches, steps)
@@ -105,11 +116,13 @@ class PolicyUpdate:
         if critic is not None:
             buffer.compute_values(minibatches)
         needs_old = steps > 1 or settings.kl_max is not None
+        is_traced = settings.importance == "vtrace"
         if in_reward:
             buffer.compute_ref_logprobs(minibatches)
+        if in_reward or is_traced:
             if needs_old or not self._sampler_is_policy():
                 buffer.compute_old_logprobs(minibatches)
-            else:
+            if is_traced or buffer.old_logprobs_RS is None:
                 buffer.copy_sampler_logprobs(minibatches)
         metrics = buffer.estimate_advantages(self.kl_coef if in_reward else 0.0)
         needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0
@@ -118,16 +131,19 @@ class PolicyUpdate:
         plan = [self._trained_rows(indices) for indices in minibatches]
         if in_loss:
             buffer.compute_ref_logprobs(plan)
-        if not in_reward and needs_old:
+        if buffer.old_logprobs_RS is None and needs_old:
             # One forward pass before the first step; a single step takes its own log-probs, at a ratio of exactly 1.
             buffer.compute_old_logprobs(plan)
         return metrics
 
     def _sampler_is_policy(self) -> bool:
-        """True = no importance weights, and sampler and policy log-probs differ by float32 rounding alone."""
+        """True = no importance weights, no dropout, and log-probs that differ from the sampler's by rounding alone."""
         optimizer_step = self.actor_critic.optimizer_step
+        if self.buffer.mask_seed is not None:
+            return False
         is_float32 = next(self.actor_critic.policy.parameters()).dtype == torch.float32
-        return self.settings.importance == "none" and is_float32 and not optimizer_step.computes_in_bfloat16
+        unweighted = self.settings.importance == "none" and self.settings.importance_mask == "none"
+        return unweighted and is_float32 and not optimizer_step.computes_in_bfloat16
 
     def _minibatches(self, rng: np.random.Generator) -> list[list[int]]:
         """Row indices of each optimizer step of one pass; in order if there is a single step."""
@@ -144,16 +160,24 @@ class PolicyUpdate:
         batches = [] if self.critic_only else self.buffer.batches(self._trained_rows(indices))
         if batches:
             self.counts = self._step_counts(indices)
+            if self.settings.router_aux_loss_coef > 0:
+                self.num_routed_tokens = self._num_real_tokens(batches)
             guard = self._kl_guard() if self.settings.kl_max is not None else None
             metrics = self.actor_critic.optimizer_step.apply(batches, self.loss)
             if "policy/importance_mean" in metrics:
-                share = metrics["policy/importance_mean"] ** 2 / metrics.pop("policy/importance_square_mean")
+                square = metrics.pop("policy/importance_square_mean")  # 0 = all dropped
+                share = metrics["policy/importance_mean"] ** 2 / square if square else 0.0
                 metrics["policy/effective_sample_share"] = share  # effective sample size over loss tokens (Kish)
             if guard is not None:
                 metrics |= guard(batches)
         if self.actor_critic.critic_optimizer_step is not None:
             metrics |= self._critic_step(indices)
         return metrics
+
+    def _num_real_tokens(self, batches: Batches) -> int:
+        """Real tokens, prompts included, of the step's micro-batches in all processes."""
+        own = sum(int(batch.attention_mask_BS.sum()) for batch in batches if not isinstance(batch, DummyBatch))
+        return sum(self.actor_critic.optimizer_step.process_group.all_gather(own))
 
     def _step_counts(self, indices: Sequence[int]) -> StepCounts:
         """Denominators of a step; rows of advantage 0 that are not run count too: their loss is 0, not absent."""
@@ -172,17 +196,23 @@ class PolicyUpdate:
         batch = batch.to(self.actor_critic.device)
         mask_BS, sampler_BS = batch.loss_mask_BS, batch.sampler_logprobs_BS
         head = self.actor_critic.critic.value_head if self.actor_critic.critic is not None else None
-        outputs = token_outputs(self.actor_critic.policy, batch, with_entropy=True, value_head=head)
+        with buffer.masks(batch):
+            outputs = token_outputs(
+                self.actor_critic.policy, batch, with_entropy=True, value_head=head,
+                with_load_balancing=settings.router_aux_loss_coef > 0,
+            )  # fmt: skip
         logprobs_BS = outputs.logprobs_BS
         count = self.counts.num_run_tokens
         has_old = buffer.old_logprobs_RS is not None
         old_BS = buffer.for_batch(buffer.old_logprobs_RS, batch) if has_old else logprobs_BS.detach()
         advantages_BS = buffer.for_batch(buffer.advantages_RS, batch)
         assert sampler_BS is not None
-        weights_BS = importance_weights(settings, old_BS, sampler_BS, mask_BS)
+        weights_BS = importance_weights(settings, logprobs_BS, old_BS, sampler_BS, mask_BS)
         parts: dict[str, Any] = {}
         if weights_BS is not None:
             advantages_BS = advantages_BS * weights_BS
+            if settings.importance_mask != "none":
+                parts["importance_dropped"] = masked_sum((weights_BS == 0).to(weights_BS.dtype), mask_BS) / count
             parts["importance_mean"] = masked_sum(weights_BS, mask_BS) / count
             parts["importance_square_mean"] = masked_sum(weights_BS.square(), mask_BS) / count
         loss, own = policy_loss(settings, logprobs_BS, old_BS, advantages_BS, mask_BS, self.counts)
@@ -201,19 +231,27 @@ class PolicyUpdate:
     ) -> tuple[torch.Tensor, dict[str, Any]]:
         """The loss with the entropy, reference KL and trust region terms of nonzero weight."""
         settings, mask_BS, count = self.settings, batch.loss_mask_BS, self.counts.num_run_tokens
+        weights_BS = token_weights_of(settings, mask_BS, self.counts)
         assert outputs.entropy_BS is not None
-        bonus, parts = entropy_bonus(outputs.entropy_BS, mask_BS, num_loss_tokens=count)
+        bonus, parts = entropy_bonus(outputs.entropy_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS)
         if self.entropy_coef > 0:
             loss = loss + self.entropy_coef * bonus
         if self.kl_coef > 0 and settings.kl_in == "loss":
             ref_BS = self.buffer.for_batch(self.buffer.ref_logprobs_RS, batch)
             penalty, kl = kl_penalty(
-                outputs.logprobs_BS, ref_BS, mask_BS, num_loss_tokens=count, estimator=settings.kl_estimator
-            )
+                outputs.logprobs_BS, ref_BS, mask_BS, num_loss_tokens=count, estimator=settings.kl_estimator,
+                loss_weights_BT=weights_BS,
+            )  # fmt: skip
             loss = loss + self.kl_coef * penalty
             parts |= kl
+        if outputs.load_balancing_loss is not None:
+            balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / self.num_routed_tokens)
+            loss = loss + settings.router_aux_loss_coef * balance
+            parts["router_aux_loss"] = balance.detach()
         if settings.trust_region_coef > 0:
-            moved, _ = kl_penalty(old_BS, outputs.logprobs_BS, mask_BS, num_loss_tokens=count)
+            moved, _ = kl_penalty(
+                old_BS, outputs.logprobs_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
+            )
             loss = loss + settings.trust_region_coef * moved
         return loss, parts
 
@@ -243,7 +281,9 @@ class PolicyUpdate:
 
         def loss(batch: TrainBatch) -> tuple[torch.Tensor, dict[str, Any]]:
             batch = batch.to(self.actor_critic.device)
-            return self._value_loss(critic.values(batch)[0], batch, count)
+            with self.buffer.masks(batch):
+                values_BS, _ = critic.values(batch)
+            return self._value_loss(values_BS, batch, count)
 
         metrics = optimizer_step.apply(batches, loss)
         return {
@@ -279,12 +319,13 @@ class PolicyUpdate:
                 if isinstance(batch, DummyBatch):
                     continue
                 batch = batch.to(self.actor_critic.device)
-                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
+                with self.buffer.masks(batch):
+                    logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
                 old_BS = self.buffer.for_batch(self.buffer.old_logprobs_RS, batch)
                 total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
             return total
 
         optimizer_step = self.actor_critic.optimizer_step
-        with evaluating(self.actor_critic.policy), optimizer_step.autocast():
+        with self.buffer.mode(self.actor_critic.policy), optimizer_step.autocast():
             total = optimizer_step.sharded.with_full_weights_independent(own)
         return sum(optimizer_step.process_group.all_gather(total)) / self.counts.num_run_tokens

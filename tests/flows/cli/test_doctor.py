@@ -6,6 +6,7 @@ import threading
 from importlib import metadata
 
 import pytest
+from helpers.chat_templates import OPENS_AND_STRIPS, family
 from packaging.requirements import Requirement
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -182,11 +183,11 @@ def test_a_config_alone_leaves_trials_open_and_says_what_is_used_instead(tmp_pat
 def test_dtype_and_adapters_are_those_of_the_config(tmp_path):
     folder = tiny_model(tmp_path / "m", family="llama")
     settings = ModelSettings(dtype="bfloat16", lora=LoraSettings(rank=2, target_modules=("q_proj",)))
-    text = explain(str(folder), settings, tmp_path)
+    text = explain(str(folder), settings, tmp_path).text
     assert "LlamaForCausalLM with adapters" in text and "bfloat16 on cpu" in text
     assert "its weights are bfloat16, and this path computes in float32" in text
     (folder / "model.safetensors").unlink()
-    assert "rollout decoder    yes" in explain(str(folder), settings, tmp_path)
+    assert "rollout decoder    yes" in explain(str(folder), settings, tmp_path).text
 
 
 def test_a_registered_model_is_looked_up_in_the_store_of_the_output_folder(tmp_path, monkeypatch):
@@ -203,7 +204,7 @@ def test_a_registered_model_is_looked_up_in_the_store_of_the_output_folder(tmp_p
             return tiny_model(tmp_path / "version", family="llama")
 
     monkeypatch.setattr("tasks.tracking.Tracking", Tracking)
-    text = explain("models:/policy@champion", None, tmp_path, "sqlite:///store.db")
+    text = explain("models:/policy@champion", None, tmp_path, "sqlite:///store.db").text
     assert text.startswith("models:/policy@champion: LlamaForCausalLM, ")
     assert asked == [("sqlite:///store.db", tmp_path), "models:/policy@champion"]
 
@@ -220,3 +221,35 @@ def tiny_model(folder, *, family):
     else:
         LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=48)).save_pretrained(folder)
     return folder
+
+
+def test_the_chat_template_is_examined_with_an_example(tmp_path, capsys):
+    folder = tiny_model(tmp_path / "m", family="llama")
+    family(OPENS_AND_STRIPS, ("<think>", "</think>")).save_pretrained(folder)
+    assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "end of turn  <|im_end|> (written by the template)",
+        r"thoughts     the prompt opens '<think>\n'; the policy goes on from there and writes </think>",
+        "history      not prefix-stable: after a user or tool message the template drops earlier",
+        "markers      </think>, <think>",
+        "tool_calls   not rendered by the template: written as <tool_call>{...}</tool_call>",
+        "date         not printed",
+    ):
+        assert f"\n{line}" in out, line
+    example = out.partition("example")[2].splitlines()[1:]
+    heads = [
+        (words[0], int(words[1])) for words in map(str.split, example) if words and words[0] in ("loss", "context")
+    ]
+    assert [kind for kind, _ in heads] == ["context", "loss", "context", "loss"]
+    assert example[-1].endswith("|7<|im_end|>|")
+    learned = example[next(index for index, line in enumerate(example) if line.startswith("loss")) :]
+    assert learned[0].endswith("|I look it up.\\n|"), "the opened <think> is of the prompt"
+
+
+def test_a_template_that_cannot_be_trained_with_is_refused_with_the_way_out(tmp_path, capsys):
+    folder = tiny_model(tmp_path / "m", family="llama")
+    family("{% for m in messages %}{{ m['role'] }}{% endfor %}").save_pretrained(folder)
+    assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 1
+    out = capsys.readouterr().out
+    assert "BAD   the tokenizer's chat template omits user messages" in out and "model.chat_template" in out

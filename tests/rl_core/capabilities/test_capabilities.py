@@ -122,7 +122,7 @@ def test_a_plain_model_of_each_family_takes_every_path(make, compiled):
     model = make()
     decisions = list(capabilities(model))
     assert [decision.name for decision in decisions] == [
-        "training forward", "chunked head", "sequence packing", "rollout decoder", "packed weights",
+        "positions", "training forward", "chunked head", "sequence packing", "rollout decoder", "packed weights",
         "compiled decoding", "fused step",
     ]  # fmt: skip
     assert all(decision.allowed and not decision.is_undecided for decision in decisions), decisions

@@ -1,4 +1,4 @@
-"""Code for processors that this one is not: tiles by a stand-in for their intrinsics, and vectors of half the size."""
+"""Compiled code for processors with vectors of half the size, on one with AVX-512."""
 
 import os
 import re
@@ -12,7 +12,6 @@ import pytest
 from rl_core.cpu import build
 
 HERE = Path(__file__).parent
-STAND_IN = HERE.parents[1] / "helpers" / "amx_stand_in.h"
 COMPILER = os.environ.get("CC") or next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "cc")
 pytestmark = pytest.mark.skipif(build.load() is None, reason="needs a C compiler")
 
@@ -28,17 +27,6 @@ def outcome(compiler: str, folder: Path, files: tuple[str, ...], chosen: str) ->
     last = done.stdout.strip().splitlines()[-1]
     assert done.returncode == 0, done.stdout[-3000:]
     return {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|skipped)", last)}
-
-
-def test_tiles_by_a_stand_in(tmp_path: Path) -> None:
-    files = ("test_gemm.py", "test_int8_gemm.py")
-    found = outcome(
-        f'{COMPILER} -DTILE_STAND_IN="{STAND_IN}"',
-        tmp_path,
-        files,
-        "not vectors and not threads_of_python and not 130-200",
-    )
-    assert found.get("skipped", 0) == 0 and found["passed"] >= 25
 
 
 @pytest.mark.skipif("avx512f" not in build._processor(), reason="its vectors are that size anyway")

@@ -181,9 +181,11 @@ def test_errors_name_the_reason(ours: ChatRenderer) -> None:
         ours.conversation([user("u")])
     with pytest.raises(DataError, match=r"refuses this conversation \(narrator\).*unknown role narrator"):
         ours.prompt_ids([Message(role="narrator", content="x")])
-    tokenizer = foreign("{% for m in messages %}{{ m['role'] }}{% endfor %}")
+    tokenizer = foreign("{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}")
     with pytest.raises(DataError, match="omits assistant messages"):
         ChatRenderer(tokenizer)
+    with pytest.raises(DataError, match="omits user messages"):
+        ChatRenderer(foreign("{% for m in messages %}{{ m['role'] }}{% endfor %}"))
     without_eos = PreTrainedTokenizerFast(tokenizer_object=train_tokenizer(TEXTS, 300).backend_tokenizer)
     with pytest.raises(DataError, match="no end-of-sequence token"):
         ChatRenderer(without_eos)

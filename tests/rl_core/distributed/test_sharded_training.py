@@ -48,7 +48,9 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
     assert len(results["alone"][stage]["metrics"]) > 20
 
 
-POLICIES = ["grpo", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards", "policy adapters"]
+POLICIES = [
+    "grpo", "sapo", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards", "policy adapters", "dropout",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*POLICIES, "thoughts", "whole policy"])

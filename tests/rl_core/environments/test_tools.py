@@ -48,6 +48,10 @@ def make_tools(**options):
             {"row": 2, "column": 3},
         ),
         ('<tool_call>{"function": {"name": "scale", "arguments": {"value": 3}}}</tool_call>', "scale", {"value": 3.0}),
+        ('{"name": "scale", "parameters": {"value": 3}}', "scale", {"value": 3.0}),
+        ('<think>x</think>\n<|python_tag|>{"name": "now", "parameters": {}}', "now", {}),
+        ('[TOOL_CALLS][{"name": "scale", "arguments": {"value": 3}}]', "scale", {"value": 3.0}),
+        ('[TOOL_CALLS] zoom[ARGS]{"row": 2, "column": 3}', "zoom", {"row": 2, "column": 3}),
     ],
 )
 def test_calls_are_parsed(text, name, arguments):
@@ -60,7 +64,9 @@ def test_calls_are_parsed(text, name, arguments):
 @pytest.mark.parametrize(
     "text",
     ["", "  \n ", "answer red", "zoom 2 3\nanswer red", "Zoom 2 3", "zoomed 2 3", "I would zoom 2 3",
-     "<think><tool_call>{</tool_call></think> answer 3"],
+     "<think><tool_call>{</tool_call></think> answer 3", "<think>\nI could\nzoom 2 3",
+     '{"name": "red", "arguments": 1}',
+     '{"answer": 3}', "{zoom 2 3}", '{"name": ["zoom"], "arguments": {}}'],
 )  # fmt: skip
 def test_what_is_no_call_is_none(text):
     assert make_tools().parse(text) is None
@@ -109,6 +115,9 @@ def hermes(value):
         (hermes({"function": "now"}), "must be"),
         ('<tool_call>{"name": "now"}', "not closed"),
         (hermes({"name": "now"}) * 2, "more than one tool call"),
+        ('[TOOL_CALLS][{"name": "now"}, {"name": "now"}]', "more than one tool call"),
+        ('<|python_tag|>{"name": "nowhere"}', "no tool 'nowhere'"),
+        ("[TOOL_CALLS]now[ARGS]{", "not valid JSON"),
     ],
 )
 def test_misuse_says_what_was_wrong(text, part):

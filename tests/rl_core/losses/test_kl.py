@@ -107,6 +107,12 @@ def test_controllers_by_hand():
     assert adaptive_kl_coef(0.1, 0.0, **step) == pytest.approx(0.098)
     assert adaptive_kl_coef(0.1, 0.9, **step) == pytest.approx(0.099)
     assert adaptive_kl_coef(0.1, 1.0, **step) == pytest.approx(0.1)
+    # more samples than the horizon: the full correction and no more, so that a coefficient never turns negative
+    for num_samples in (1000, 5000, 5001, 10**6):
+        many = dict(target=1.0, horizon=1000, num_samples=num_samples)
+        assert adaptive_kl_coef(0.1, 0.0, **many) == pytest.approx(0.08)
+        assert adaptive_kl_coef(0.1, 2.0, **many) == pytest.approx(0.12)
+        assert adaptive_kl_coef(0.1, 0.9, **many) == pytest.approx(0.09)
     band = dict(target=0.1, tolerance=0.02, increase_factor=2.0, decrease_factor=4.0)
     assert banded_kl_coef(0.2, 0.121, **band) == pytest.approx(0.4)
     assert banded_kl_coef(0.2, 0.079, **band) == pytest.approx(0.05)

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, NonFiniteTensor
-from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss
+from rl_core.losses.aggregation import token_weights
+from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss, sapo_loss
 
 E = math.e
 ONE = torch.ones(1, 1).bool()
@@ -46,7 +47,25 @@ def test_one_token_by_hand(log_ratio, advantage, options, loss, gradient, low, h
     assert value == pytest.approx(loss, rel=1e-9)
     assert slope == pytest.approx(gradient, rel=1e-9)
     assert (metrics["clip_fraction_low"], metrics["clip_fraction_high"]) == (low, high)
-    assert metrics["clip_fraction"] == low + high
+    capped = "dual_clip" in options and loss == options["dual_clip"]
+    assert metrics["clip_fraction"] == low + high + capped
+    assert metrics.get("clip_fraction_dual", 0) == capped
+    assert ("clip_fraction_dual" in metrics) == ("dual_clip" in options)
+
+
+@pytest.mark.parametrize("options", [{}, {"dual_clip": 1.5}, {"dual_clip": 1.1, "clip_eps_high": 0.6}])
+def test_a_token_is_clipped_if_it_has_no_gradient(options):
+    """500 tokens of both signs; the ratio's clamp at e^20 is out of reach."""
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, advantages = (torch.randn(1, 500, generator=generator, dtype=torch.float64) for _ in range(3))
+    logprobs.requires_grad_()
+    mask = torch.rand(1, 500, generator=generator) < 0.8
+    loss, metrics = clipped_policy_loss(logprobs, old, advantages, mask, num_loss_tokens=int(mask.sum()), **options)
+    loss.backward()
+    without = (logprobs.grad[mask] == 0).double().mean()
+    assert metrics["clip_fraction"].item() == pytest.approx(without.item())
+    parts = [value.item() for name, value in metrics.items() if name.startswith("clip_fraction_")]
+    assert sum(parts) == pytest.approx(without.item()) and min(parts) > 0.05
 
 
 def test_metrics_by_hand():
@@ -113,7 +132,8 @@ def test_gradchecks():
     logprobs, old, advantages = (draw(3, 4) / 4).requires_grad_(), draw(3, 4) / 4, draw(3, 4)
     mask = torch.rand(3, 4, generator=generator) < 0.8
     mask[0] = False
-    for options in ({}, {"dual_clip": 1.1}, {"clip_eps_high": 0.3, "loss_denominator": 30.0}):
+    weights = token_weights(mask, aggregation="sequence_mean", denominator=2, dtype=torch.float64)
+    for options in ({}, {"dual_clip": 1.1}, {"clip_eps_high": 0.3, "loss_weights_BT": weights}):
         assert torch.autograd.gradcheck(
             lambda x, o=options: clipped_policy_loss(x, old, advantages, mask, num_loss_tokens=6, **o)[0], (logprobs,)
         )
@@ -121,13 +141,54 @@ def test_gradchecks():
         lambda x: gspo_loss(x, old, advantages[:, 0], mask, num_sequences=2, clip_eps=0.05, clip_eps_high=0.1)[0],
         (logprobs,),
     )
-    assert torch.autograd.gradcheck(lambda x: reinforce_loss(x, advantages, mask, num_loss_tokens=6)[0], (logprobs,))
+    for function in (lambda x: reinforce_loss(x, advantages, mask, num_loss_tokens=6)[0],
+                     lambda x: sapo_loss(x, old, advantages, mask, num_loss_tokens=6)[0]):  # fmt: skip
+        assert torch.autograd.gradcheck(function, (logprobs,))
 
 
-def test_loss_denominator_leaves_metrics_alone():
+def test_token_weights_by_hand():
+    # rows of 2 and 1 loss tokens, one without any
+    mask = torch.tensor([[True, False, True], [True, False, False], [False, False, False]])
+    weights = {
+        "token_mean": token_weights(mask, aggregation="token_mean", denominator=3),
+        "sequence_mean": token_weights(mask, aggregation="sequence_mean", denominator=2),
+        "constant": token_weights(mask, aggregation="constant", denominator=12),  # 3 rollouts of at most 4 tokens
+    }
+    third = pytest.approx(1 / 3)
+    assert weights["token_mean"].tolist() == [[third, 0, third], [third, 0, 0], [0, 0, 0]]
+    assert weights["sequence_mean"].tolist() == [[0.25, 0, 0.25], [0.5, 0, 0], [0, 0, 0]]
+    twelfth = pytest.approx(1 / 12)
+    assert weights["constant"].tolist() == [[twelfth, 0, twelfth], [twelfth, 0, 0], [0, 0, 0]]
+    with pytest.raises(DataError, match="token_mean, sequence_mean or constant"):
+        token_weights(mask, aggregation="sum", denominator=3)
+    with pytest.raises(DataError, match="expected torch"):
+        token_weights(mask[0], aggregation="token_mean", denominator=3)
+    with pytest.raises(DataError, match="denominator"):
+        token_weights(mask, aggregation="token_mean", denominator=0)
+
+
+def test_loss_weights_leave_metrics_alone():
     args = (torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), torch.ones(1, 2).bool())
-    loss, metrics = clipped_policy_loss(*args, num_loss_tokens=2, loss_denominator=8)
+    weights = torch.full((1, 2), 1 / 8)
+    loss, metrics = clipped_policy_loss(*args, num_loss_tokens=2, loss_weights_BT=weights)
     assert loss.item() == -0.25 and metrics["ratio_mean"].item() == 1.0
+    with pytest.raises(DataError, match="loss_weights"):
+        clipped_policy_loss(*args, num_loss_tokens=2, loss_weights_BT=weights[0])
+
+
+def test_sapo_by_hand():
+    # -(4 / tau) sigmoid(tau (r - 1)) A; its gradient in the log-prob is -r A 4 p (1 - p)
+    for log_ratio, advantage, tau in ((0.0, 2.0, 1.0), (1.0, 1.0, 1.0), (1.0, -1.0, 1.05), (-1.0, -1.0, 1.05)):
+        logprobs = torch.tensor([[log_ratio]], requires_grad=True)
+        loss, metrics = sapo_loss(logprobs, torch.zeros(1, 1), torch.tensor([[advantage]]), ONE, num_loss_tokens=1)
+        ratio = math.exp(log_ratio)
+        p = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        assert loss.item() == pytest.approx(-4 / tau * p * advantage)
+        assert metrics["gate_mean"].item() == pytest.approx(4 * p * (1 - p))
+        loss.backward()
+        assert logprobs.grad.item() == pytest.approx(-ratio * advantage * 4 * p * (1 - p))
+    with pytest.raises(DataError, match="tau_positive"):
+        sapo_loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1), ONE, num_loss_tokens=1, tau_positive=0)
 
 
 def test_gspo_by_hand():

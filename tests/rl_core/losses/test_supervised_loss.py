@@ -60,6 +60,24 @@ def test_entropy_gradient():
     assert entropy_from_logits(low).dtype == torch.float32 and low.grad.dtype == torch.bfloat16
 
 
+def test_impossible_tokens_have_no_part_in_the_entropy():
+    """0 log 0 = 0: the entropy and its gradient are those of the possible tokens alone."""
+    possible = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
+    entropy = entropy_from_logits(possible)
+    entropy.sum().backward()
+    whole = torch.full((3, 6), -math.inf, dtype=torch.float64)
+    whole[:, [0, 2, 3, 5]] = possible.detach()
+    whole.requires_grad_()
+    for chunk in (2, 100):
+        whole.grad = None
+        found = entropy_from_logits(whole, chunk_tokens=chunk)
+        found.sum().backward()
+        torch.testing.assert_close(found, entropy)
+        torch.testing.assert_close(whole.grad[:, [0, 2, 3, 5]], possible.grad)
+        assert whole.grad[:, [1, 4]].tolist() == [[0, 0]] * 3
+    assert entropy_from_logits(torch.tensor([[math.nan, 0.0]])).isnan().all()  # what is no logit stays visible
+
+
 def test_entropy_coefficient_decays_to_its_floor():
     assert entropy_coef_at(0, start=0.01) == 0.01
     assert entropy_coef_at(2, start=0.01, decay=0.5) == pytest.approx(0.0025)

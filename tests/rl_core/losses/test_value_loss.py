@@ -71,7 +71,7 @@ def test_importance_weights_by_hand():
     inverse = truncated_importance_weights(old, new, mask, level="sequence", cap=1.5)
     assert inverse.tolist() == [pytest.approx([0.5, 0.5, 0.0])]
     assert not truncated_importance_weights(new.requires_grad_(), old, mask).requires_grad
-    with pytest.raises(DataError, match="level 'row'"):
+    with pytest.raises(DataError, match="must be token, sequence or geometric"):
         truncated_importance_weights(new, old, mask, level="row")
 
 

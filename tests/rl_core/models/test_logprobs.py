@@ -375,3 +375,69 @@ print((after - before) * 1024 / 1e9)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 0.6
+
+
+@pytest.mark.parametrize("temperature", [None, 0.7])
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_tokens_that_a_head_forbids_have_no_part_in_entropy_and_gradients(
+    chunk: int, temperature: float | None
+) -> None:
+    """A bias of minus infinity takes tokens out: everything is as in a head that has not got them."""
+    generator = torch.Generator().manual_seed(0)
+    allowed, targets_N = [0, 2, 3, 6], torch.tensor([2, 0, 3, 1, 1])
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    hidden_NH, weight_VH, bias_V = random(5, 4), random(7, 4), random(7)
+    bias_V[[1, 4, 5]] = -math.inf
+    up_N, entropy_up_N = random(5), random(5)
+
+    def gradients_of(places: list[int], targets: torch.Tensor) -> list[torch.Tensor]:
+        inputs = [part.clone().requires_grad_() for part in (hidden_NH, weight_VH[places], bias_V[places])]
+        temperatures = torch.full((5,), temperature, dtype=torch.float64) if temperature is not None else None
+        logprobs, entropy = selected_logprobs(
+            *inputs, targets, temperatures_N=temperatures, with_entropy=True, chunk_tokens=chunk
+        )
+        assert entropy is not None
+        (logprobs @ up_N + entropy @ entropy_up_N).backward()
+        return [logprobs, entropy, *(part.grad for part in inputs if part.grad is not None)]
+
+    expected = gradients_of(allowed, targets_N)
+    found = gradients_of(list(range(7)), torch.tensor(allowed)[targets_N])
+    for one, other in zip(found[:3], expected[:3], strict=True):
+        torch.testing.assert_close(one, other)
+    for one, other in zip(found[3:], expected[3:], strict=True):
+        torch.testing.assert_close(one[allowed], other)
+        assert not one[[1, 4, 5]].any()
+
+
+def test_a_forbidden_token_keeps_the_log_probability_minus_infinity() -> None:
+    bias_V = torch.tensor([0.0, -math.inf, 0.0])
+    logprobs, entropy = selected_logprobs(
+        torch.ones(2, 1), torch.zeros(3, 1), bias_V, torch.tensor([0, 1]), with_entropy=True
+    )
+    assert logprobs.tolist() == [pytest.approx(-math.log(2)), -math.inf]
+    assert entropy is not None and entropy.tolist() == pytest.approx([math.log(2)] * 2)
+
+
+def test_logits_that_a_model_masks_itself_have_an_entropy() -> None:
+    """A head that caps its logits, with some tokens at minus infinity, as the model's own logits are used."""
+    model, batch = make_model(), make_batch()
+    plain_entropy = completion_logprobs(model, batch, with_entropy=True)[1]
+
+    class Masking(torch.nn.Module):
+        def __init__(self, head: torch.nn.Linear) -> None:
+            super().__init__()
+            self.head, self.weight, self.bias = head, head.weight, head.bias
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = torch.cat([self.head(hidden), self.head(hidden)[..., :2]], dim=-1)
+            return torch.cat([logits[..., :-2], torch.full_like(logits[..., -2:], -math.inf)], dim=-1)
+
+    model.lm_head = Masking(model.lm_head)
+    logprobs, entropy = completion_logprobs(model, batch, with_entropy=True)
+    assert entropy is not None and plain_entropy is not None
+    torch.testing.assert_close(entropy, plain_entropy)
+    found = gradients(model, logprobs.sum() + entropy.sum())
+    assert all(bool(gradient.isfinite().all()) for gradient in found.values())

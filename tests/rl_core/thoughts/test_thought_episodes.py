@@ -83,6 +83,15 @@ def test_turns_are_split_where_the_answer_begins(renderer):
     assert not episode.is_truncated
 
 
+@pytest.mark.parametrize("reason", StopReason)
+def test_only_an_episode_that_its_environment_truncated_is_bootstrapped(renderer, reason):
+    rollout = rollout_of(renderer, 4, "medium", ["answer 1"])
+    rollout.trajectory.stop_reason = reason
+    rollout.is_truncated = reason is not StopReason.TERMINATED
+    episode = read_episode(ENVIRONMENT, ThoughtReader(renderer), rollout)
+    assert episode.is_truncated == (reason == "environment")
+
+
 @pytest.mark.parametrize("action", ["3 1 4", "answer", "so the answer 5", "answer 5\nno", ""])
 def test_a_turn_without_an_answer_has_none(renderer, action):
     (step,) = episode_of(renderer, 0, "easy", [action]).steps

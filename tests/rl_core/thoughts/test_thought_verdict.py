@@ -45,6 +45,15 @@ def test_each_way_to_fail(means, part):
     assert "NOT genuine" in verdict.note() and part in verdict.note()
 
 
+@pytest.mark.parametrize(("episodes", "genuine"), [(5, False), (6, True)])
+def test_few_episodes_are_never_enough(episodes, genuine):
+    """Without any noise intervals have no width; the exact p-value is 1 / 2^episodes, and .025 is asked for."""
+    verdict = judge_thoughts({"own": [[2.0]] * episodes, "shuffled": [[0.5]] * episodes})
+    assert verdict.genuine is genuine
+    assert verdict.p_values == {"own": pytest.approx(0.5**episodes), "shuffled": pytest.approx(0.5**episodes)}
+    assert verdict.metrics()["thoughts/p_own"] == verdict.p_values["own"]
+
+
 def test_the_threshold_is_the_users():
     found = gains(1.0, 0.7, 0.0, 0.0)
     assert judge_thoughts(found, min_dependence=0.2).genuine

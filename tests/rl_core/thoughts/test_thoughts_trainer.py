@@ -262,3 +262,17 @@ def test_a_renderer_without_padding_token_is_refused(renderer, taught):
     bare.pad_id = None
     with pytest.raises(DataError, match=r"^pad_id: the renderer \(ChatRenderer\) has no padding token"):
         make_trainer(bare, taught, backend=object())
+
+
+def test_the_samplers_own_limit_ends_an_episode(renderer, taught):
+    """Cut after the first of two questions: its advantage is the reward less the value, with nothing to come."""
+    trainer = make_trainer(renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, max_turns=1))
+    with torch.no_grad():
+        trainer.baseline.head.linear.bias.fill_(5.0)  # what a bootstrap would add
+    episodes = some_episodes(trainer)
+    assert [len(episode.steps) for episode in episodes] == [1] * 8
+    rewards = [[float(index)] for index in range(8)]
+    values = trainer.baseline.values(torch.cat([states[:1] for states in trainer._pooled(episodes)])).tolist()
+    advantages, _ = trainer._advantages(episodes, rewards)
+    assert [found for (found,) in advantages] == pytest.approx([i - value for i, value in enumerate(values)], abs=1e-5)
+    assert min(values) > 4

@@ -38,7 +38,7 @@ class NoisyTrainer:
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 1))
         self.optimizer_step = OptimizerStep(
-            self.model, OptimizerSettings(learning_rate=0.01, schedule="cosine"), iterations
+            self.model, OptimizerSettings(learning_rate=0.01, schedule="cosine", dropout=True), iterations
         )
         self.order = DataOrder(20, 6, seed)
         self.noise = np.random.default_rng(seed)

@@ -297,7 +297,7 @@ def test_a_reward_model_trains_and_is_evaluated_under_autocast():
 
 
 def gradients(model, is_on, monkeypatch):
-    optimizer_step = OptimizerStep(model, OptimizerSettings(activation_checkpointing=is_on), 10)
+    optimizer_step = OptimizerStep(model, OptimizerSettings(activation_checkpointing=is_on, dropout=True), 10)
     seen, calls = {}, []
     named = list(model.named_parameters())
     monkeypatch.setattr(

@@ -167,6 +167,25 @@ def test_context_of_a_model_folder(tmp_path):
     assert problems_of(model={"path": "org/name"}, stages=stages) == {}  # not known without a download
 
 
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}], ids=str
+)
+def test_another_distribution_than_the_trained_one(sampling):
+    ((name, value),) = sampling.items()
+    for stage in ("policy", "thoughts"):
+        text = problems_of(stages={"sft": {}, stage: {"sampling": sampling}})[f"stages.{stage}.sampling.{name}"]
+        assert text.startswith(f"{value} samples from another distribution than the one that is trained")
+    for stage in ("preference", "reward_model", "evaluate"):  # whose losses do not look at the sampler
+        assert problems_of(stages={"sft": {}, stage: {"sampling": sampling}}) == {}
+
+
+def test_stop_texts():
+    assert policy_problems(sampling={"stop": ["</answer>"]}) == {}
+    assert "holds an empty text" in policy_problems(sampling={"stop": ["x", ""]})["sampling.stop"]
+    problems = problems_of(stages={"sft": {}, "thoughts": {"sampling": {"stop": ["x"]}}})
+    assert "ends by the end-of-turn token" in problems["stages.thoughts.sampling.stop"]
+
+
 def test_greedy_rollouts_teach_nothing():
     assert "0 is greedy" in policy_problems(sampling={"temperature": 0})["sampling.temperature"]
     for name in ("thoughts", "preference", "reward_model"):

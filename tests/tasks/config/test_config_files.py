@@ -1,5 +1,6 @@
 """Files, folders and devices that a configuration names."""
 
+import json
 import os
 from pathlib import Path
 
@@ -154,6 +155,23 @@ def test_context_of_the_folder_limits_completions(home):
     assert key == "stages.evaluate.sampling.max_completion_tokens" and "64 leaves no room" in text
 
 
+def test_context_of_frequencies_that_follow_the_length(home):
+    folder = home / "work" / "policy"
+    folder.mkdir()
+    longrope = {"type": "longrope", "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    shape = {"model_type": "phi3", "hidden_size": 16, "num_attention_heads": 4, "pad_token_id": 0, "vocab_size": 9}
+    lengths = {"max_position_embeddings": 256, "original_max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps({**shape, **lengths, "rope_scaling": longrope}))
+    path = config(home, model("policy"))
+    assert load(path).stages.evaluate.sampling.max_completion_tokens == 32  # half of 64, not of 256
+    assert load(path, ["model.rope_context=128"]).stages.evaluate.sampling.max_completion_tokens == 64
+    key, text = problem_of(path, "model.rope_context=512")
+    assert key == "model.rope_context" and text.startswith("512, but the model is made for sequences of up to 256")
+    (folder / "config.json").write_text('{"max_position_embeddings": 64}')
+    key, text = problem_of(path, "model.rope_context=32")
+    assert key == "model.rope_context" and "do not depend on the length; leave it out" in text
+
+
 # Output and device
 
 
@@ -207,3 +225,16 @@ def test_missing_files_and_wrong_settings_at_once(home):
         "stages.sft.epochs",
         "output",
     ]
+
+
+def test_an_own_chat_template_is_found_beside_the_config(home):
+    (home / "configs" / "own.jinja").write_text("x")
+    text = (
+        "model: {path: org/model, chat_template: own.jinja, chat_template_date: 2025-01-02}\nstages: {evaluate: {}}\n"
+    )
+    model = load(config(home, text)).model
+    assert model.chat_template == str(home / "configs" / "own.jinja")
+    assert model.chat_template_date == "2025-01-02", "without quotes as well"
+    (home / "configs" / "own.jinja").unlink()
+    key, text = problem_of(config(home, text))
+    assert key == "model.chat_template" and "is no file (looked at" in text

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_core.errors import BackendError
 from rl_core.storage.folders import digest_folder
 from tasks.config import from_dict
 from tasks.pipeline.model_versions import ModelVersions
@@ -30,12 +31,13 @@ class Registry:
 
 
 class Tracker:
-    def __init__(self):
-        self.logged = []
+    def __init__(self, version=7):
+        self.logged, self.version = [], version
 
-    def log_model(self, folder, kind, name, *, metrics, tags, description):
+    def log_model(self, folder, kind, name, *, metrics, tags, description, parent):
         self.logged.append((kind, name, metrics, tags, description))
-        return 7
+        self.parent = parent
+        return self.version
 
 
 def result(stage, folder="f", **summary):
@@ -91,6 +93,28 @@ def test_a_version_carries_its_story(tmp_path):
     assert tags["retraining"] == "now" and tags["stage"] == "policy"
     made.register(tracker, tmp_path, "reward_model", {})
     assert tracker.logged[1][:2] == ("reward_model", "m-reward-model")
+
+
+def test_while_the_store_is_away_models_are_known_by_their_content(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "w").write_text("w")
+    away, content = Tracker(version=None), ("m", digest_folder(tmp_path / "model"))
+    made = versions(tmp_path, {"sft": result("sft", tmp_path)})
+    assert made.register(away, tmp_path, "policy", {"note": "said"}) == {"registered_model": "m"}
+    assert away.parent == content and "parent_version" not in away.logged[0][3]
+    assert away.logged[0][4] == "policy from version {parent}: said"
+    assert made.parent_tags("policy") == {"parent_model_version": content}
+    with pytest.raises(BackendError, match="the tracking store is away"):
+        made.ensure_version(result("sft", tmp_path), away)
+
+
+def test_what_waits_is_delivered_before_a_model_is_registered_once_more(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "w").write_text("w")
+    registry, tracker = Registry(), Tracker()
+    made = versions(tmp_path, registry=registry)
+    made._deliver = lambda: setattr(registry, "digest", digest_folder(tmp_path / "model"))
+    assert made.ensure_version(result("sft", tmp_path), tracker) == 3 and tracker.logged == []
 
 
 def test_a_model_is_registered_once(tmp_path):

@@ -2,8 +2,10 @@
 
 from types import SimpleNamespace
 
+from rl_core.errors import Stopped
 from tasks.config import from_dict
 from tasks.pipeline import pipeline_tracker
+from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.pipeline_tracker import PipelineTracker
 from tasks.pipeline.run_options import FlowRunAddress, RunOptions
 
@@ -16,7 +18,8 @@ class Tracking:
         self.started.append((name, folder, options))
         return SimpleNamespace(
             run_id="parent", folder=folder, set_tags=lambda tags: self.set.append(dict(tags)),
-            set_tag=lambda name, value: self.set.append({name: value}), close=lambda status: self.set.append(status),
+            set_tag=lambda name, value: self.set.append({name: value}),
+            close=lambda status, timeout_s: self.set.append((status, timeout_s)),
         )  # fmt: skip
 
 
@@ -63,5 +66,11 @@ def test_a_cached_stage_is_named_and_shown_as_done(tmp_path, monkeypatch):
     made.note_cached("sft", "r1")
     made.close("FAILED", ValueError("x" * 5000))
     assert shown == [("sft", 1, 1, "finished before, not run again")]
-    assert tracking.set[0] == {"cached.sft": "r1"} and tracking.set[2] == "FAILED"
+    assert tracking.set[0] == {"cached.sft": "r1"} and tracking.set[2] == ("FAILED", 30.0)
     assert tracking.set[1]["error"].startswith("ValueError: xxx") and len(tracking.set[1]["error"]) == 4000
+
+
+def test_a_stop_is_no_error_and_is_not_waited_for(tmp_path, monkeypatch):
+    made, tracking, _ = tracker_of(tmp_path, monkeypatch)
+    made.close("KILLED", Stopped("asked", 15))
+    assert tracking.set == [("KILLED", STOP_SECONDS)]

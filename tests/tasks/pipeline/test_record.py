@@ -12,9 +12,10 @@ from tasks.pipeline.run_options import RunOptions
 
 def begun(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 frozen
     """A record whose run began at noon and ended in `status`."""
-    (home / "runs").mkdir(parents=True, exist_ok=True)
     record = PipelineRecord(home, options)
-    record.begin(home / "runs", started="noon", run_id="r", digest=digest)
+    record.begin(home / "runs", started="noon", digest=digest)
+    assert PipelineRecord(home, RunOptions(only=options.only)).interrupted(digest) == "noon"  # with no run id yet
+    record.note_run("r")
     if status:
         record.end(status)
     return record
@@ -26,6 +27,7 @@ def begun(home, options=RunOptions(), status="", digest="d"):  # noqa: B008 froz
         ("", RunOptions(), "d", "noon"),  # killed while it ran
         ("stopped", RunOptions(), "d", "noon"),
         ("waiting", RunOptions(), "d", "noon"),
+        ("postponed", RunOptions(), "d", "noon"),  # the tracking store did not say who is champion
         ("finished", RunOptions(), "d", ""),
         ("failed", RunOptions(), "d", ""),
         ("stopped", RunOptions(), "other settings", ""),

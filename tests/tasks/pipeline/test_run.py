@@ -34,7 +34,7 @@ def without_store(monkeypatch):
         def log_settings(self):
             pass
 
-        def close(self, status, error):
+        def close(self, status, error=None):
             closed.append((status, error))
 
     monkeypatch.setattr(runs, "PipelineTracker", Tracker)

@@ -45,6 +45,31 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     assert key() != same
 
 
+def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
+    template = tmp_path / "own.jinja"
+    template.write_text("one")
+    named = {"path": "org/model", "chat_template": str(template)}
+    made = [
+        {"path": "org/model"},
+        {"path": "org/model", "chat_template_date": "2025-01-01"},
+        {"path": "org/model", "chat_template_kwargs": {"enable_thinking": False}},
+        {"path": "org/model", "history_thoughts": "template"},
+        {"path": "org/model", "native_tools": True},
+        named,
+    ]
+
+    def key_of(model):
+        return key(made=pipeline(model=model, stages={"prepare_data": {}, "sft": {}}))
+
+    found = [key_of(model) for model in made]
+    assert len(set(found)) == len(made)
+    moved = tmp_path / "moved.jinja"
+    moved.write_text("one")
+    assert key_of({**named, "chat_template": str(moved)}) == found[-1], "its text decides"
+    template.write_text("two")
+    assert key_of(named) not in found
+
+
 def test_the_code_version_is_that_of_every_source():
     root = Path(keys.__file__).resolve().parents[2]
     files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
@@ -120,7 +145,7 @@ class Tracker:
     def set_tag(self, name, value):
         self.tags[name] = value
 
-    def close(self, status):
+    def close(self, status, timeout_s=30.0):
         self.closed.append(status)
 
 

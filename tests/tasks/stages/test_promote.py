@@ -1,105 +1,25 @@
-"""The promotion gate: numbers worked by hand, both ways."""
+"""The stage `promote`: the alias, the attempts, and champions that change meanwhile."""
 
 import json
 from types import SimpleNamespace
 
 import pytest
+from helpers.evaluations import evaluation
 
-from rl_core.evaluation import compare, summarize
 from rl_core.storage.folders import digest_folder
-from rl_core.types import Trajectory
 from tasks.config import from_dict
 from tasks.config.settings import PromotionSettings
 from tasks.pipeline.stage import StageContext, StageResult
 from tasks.stages import promote
-from tasks.stages.promote import ChampionChanged, decide
-
-
-def evaluation(successes):
-    """An evaluation of episodes 0, 1, 2, ... with these outcomes."""
-    return summarize(
-        Trajectory(
-            environment="e",
-            level="l",
-            kind="k",
-            seed=seed,
-            prompt="p",
-            target="t",
-            success=bool(won),
-            reward=float(won),
-        )
-        for seed, won in enumerate(successes)
-    )
-
-
-@pytest.mark.parametrize(("wins", "promoted"), [(6, True), (5, True), (4, False)])
-def test_without_a_champion_the_minimum_decides(wins, promoted):
-    found, reason, numbers = decide(
-        evaluation([1] * wins + [0] * (10 - wins)), None, PromotionSettings(min_success=0.5), None, seed=0
-    )
-    assert found is promoted
-    assert numbers == {"success_rate": wins / 10}
-    assert ("at least" in reason) is promoted
-
-
-def test_a_clear_gain_is_promoted_and_a_clear_loss_is_not():
-    weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
-    settings = PromotionSettings(min_gain=0.0)
-    up, reason, numbers = decide(strong, weak, settings, 3, seed=0)
-    assert up
-    assert "version 3" in reason
-    assert numbers["gain"] == pytest.approx(0.4)  # 90 of 100 against 50 of 100, on the same episodes
-    # standard error sqrt(.4 * .6 / 100) = .049, so about .40 -+ .096
-    assert 0.28 < numbers["gain_low"] < 0.33
-    assert 0.47 < numbers["gain_high"] < 0.52
-    down, _, numbers = decide(weak, strong, settings, 3, seed=0)
-    assert not down
-    assert numbers["gain"] == pytest.approx(-0.4)
-
-
-def test_a_gain_within_the_noise_is_not_promoted():
-    champion = evaluation([1, 0] * 20)
-    challenger = evaluation([1, 0] * 18 + [0, 1, 1, 1])  # two episodes more, of 40
-    promoted, reason, numbers = decide(challenger, champion, PromotionSettings(), 1, seed=0)
-    assert not promoted
-    assert numbers["gain"] > 0 >= numbers["gain_low"]
-    assert "not above" in reason
-
-
-def test_min_gain_raises_the_bar():
-    weak, strong = evaluation([1, 0] * 50), evaluation([1, 1] * 40 + [1, 0] * 10)
-    assert not decide(strong, weak, PromotionSettings(min_gain=0.39), 1, seed=0)[0]
-
-
-def test_no_difference_at_all_is_not_above_zero():
-    """Every resample of equal outcomes has the gain 0: the bound equals min_gain, which is not above it."""
-    both = evaluation([1, 0] * 20)
-    promoted, _, numbers = decide(both, both, PromotionSettings(min_gain=0.0), 1, seed=0)
-    assert not promoted and (numbers["gain_low"], numbers["gain_high"]) == (0.0, 0.0)
-    assert decide(both, both, PromotionSettings(min_gain=-0.01), 1, seed=0)[0]
-
-
-def test_confidence_samples_and_seed_are_those_of_the_settings(monkeypatch):
-    asked = []
-
-    def noted(*models, **options):
-        asked.append((models, options))
-        return compare(*models, **options)
-
-    monkeypatch.setattr(promote, "compare", noted)
-    new, old = evaluation([1, 1, 0] * 20), evaluation([1, 0, 0] * 20)
-    settings = PromotionSettings(confidence=0.6, bootstrap_samples=150)
-    numbers = decide(new, old, settings, 1, seed=7)[2]
-    assert asked == [((new, old), {"bootstrap_samples": 150, "seed": 7, "confidence": 0.6})]
-    expected = compare(new, old, bootstrap_samples=150, seed=7, confidence=0.6).success
-    assert (numbers["gain_low"], numbers["gain_high"]) == (expected.low, expected.high)
+from tasks.stages.promote import ChampionChanged, Opponent
+from tasks.tracking import ModelVersion
 
 
 class Registry:
     """Remembers what was done to which version."""
 
     def __init__(self, champion=None):
-        self.done, self.found = [], champion
+        self.done, self.found, self.tags, self.shown = [], champion, {}, {}
 
     def champion(self, name):
         return self.found
@@ -117,6 +37,42 @@ class Registry:
 
     def tag_version(self, name, version, tags):
         self.done.append((tags["gate.decision"], name, version))
+        self.shown = tags
+
+    def model_tags(self, name):
+        return dict(self.tags)
+
+    def tag_model(self, name, key, value):
+        self.tags[key] = value
+
+
+def played(folder, **outcomes):
+    """A stored evaluation of models with these outcomes."""
+    folder.mkdir(exist_ok=True)
+    rows = {name: found.to_json() for name, found in outcomes.items()}
+    (folder / "evaluation.json").write_text(json.dumps(rows))
+    return StageResult("evaluate", str(folder), "d", "k", False, 1.0, "r", {})
+
+
+def gate(folder, registry, settings, ours, opponent=None, logged=None):
+    """The stage's body, with the challenger's outcomes `ours`."""
+    pipeline_run = SimpleNamespace(
+        registered_model="m",
+        tracking=registry,
+        parent="parent",
+        models=SimpleNamespace(ensure_version=lambda challenger, tracker: 4),
+    )
+    tracker = SimpleNamespace(
+        log_metrics=lambda metrics, step: (logged if logged is not None else {}).update(metrics),
+        set_tag=lambda *a: None,
+    )
+    context = StageContext(
+        name="promote", folder=folder, settings=settings,
+        pipeline_run=pipeline_run, tracker=tracker,
+        pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
+        inputs={"evaluation": played(folder / "ours", policy=ours).path}, seed=0, fingerprint={}, stop=None,
+    )  # fmt: skip
+    return promote._gate(context, stage_result(folder), opponent)
 
 
 def stage_result(folder):
@@ -133,27 +89,72 @@ def stage_result(folder):
     ],
 )
 def test_the_alias_goes_where_the_gate_says(tmp_path, monkeypatch, wins, approve, decision, alias):
-    monkeypatch.setattr(promote, "read_evaluation", lambda folder, name: evaluation([1] * wins + [0] * (10 - wins)))
     monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)  # what a reviewer reads
     registry = Registry()
-    pipeline_run = SimpleNamespace(
-        registered_model="m",
-        tracking=registry,
-        parent="parent",
-        models=SimpleNamespace(ensure_version=lambda challenger, tracker: 4),
-    )
-    tracker = SimpleNamespace(log_metrics=lambda *a: None, set_tag=lambda *a: None)
-    context = StageContext(
-        name="promote", folder=tmp_path, settings=PromotionSettings(min_success=0.5, approve=approve),
-        pipeline_run=pipeline_run, tracker=tracker,
-        pipeline=from_dict({"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}),
-        inputs={"evaluation": tmp_path}, seed=0, fingerprint={}, stop=None,
-    )  # fmt: skip
-    summary = promote._gate(context, "policy", stage_result(tmp_path), None, None)
+    settings = PromotionSettings(min_success=0.5, approve=approve)
+    summary = gate(tmp_path, registry, settings, evaluation(([1] * wins + [0] * (10 - wins)) * 5))
     assert (summary["decision"], summary["model_version"], summary["champion_before"]) == (decision, 4, None)
     assert registry.done == [(decision, "m", 4), (alias, "m", 4)]
     assert ("approval_timeout_seconds" in summary) is (decision == "awaiting approval")
     assert json.loads((tmp_path / "decision.json").read_text())["metrics"] == {"promotion/success_rate": wins / 10}
+    assert registry.tags == {}  # nothing was compared
+
+
+def champion_with(folder, outcomes, version=3, comparison="c"):
+    champion = ModelVersion("m", version, "r", None)
+    return Opponent(champion, played(folder / f"theirs{version}", champion=outcomes), comparison, 0)
+
+
+def test_the_same_comparison_is_one_attempt_and_other_ones_are_counted_on(tmp_path, monkeypatch):
+    """15 better and 5 worse of 100: p = .0207, enough for the first attempt (.025), not for the second (.0083)."""
+    monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)
+    theirs = evaluation([0] * 15 + [1] * 85)
+    ours = evaluation([1] * 15 + [0] * 5 + [1] * 80)
+    other = evaluation([1] * 14 + [0] + [0] * 4 + [1] * 81)
+    registry, settings, logged = Registry(), PromotionSettings(), {}
+    registry.found = ModelVersion("m", 3, "r", None)
+    opponent = champion_with(tmp_path, theirs)
+    for _ in range(2):  # run again with --fresh, or resumed
+        summary = gate(tmp_path, registry, settings, ours, opponent, logged)
+        assert summary["decision"] == "promoted" and len(registry.tags) == 1
+    assert (logged["promotion/attempt"], logged["promotion/alpha"]) == (1, 0.025)
+    assert logged["promotion/p_value"] == pytest.approx(0.0207, abs=1e-4)
+    assert (registry.shown["gate.attempt"], registry.shown["gate.alpha_left"]) == ("1", "0.025")
+
+    registry.found = ModelVersion("m", 4, "r", None)  # another champion; the episodes are the same
+    later = champion_with(tmp_path, theirs, version=4, comparison="d")
+    summary = gate(tmp_path, registry, settings, ours, later, logged)
+    assert summary["decision"] == "rejected" and logged["promotion/attempt"] == 2
+    assert "attempt 2 on these episodes, 0.017 of alpha 0.05 left" in summary["reason"]
+    assert json.loads((tmp_path / "decision.json").read_text())["metrics"]["promotion/alpha_left"] == 0.05 / 3
+    gate(tmp_path, registry, settings, other, later, logged)  # not the same outcomes: another look
+    assert logged["promotion/attempt"] == 3
+    stored = sorted((json.loads(value)["number"], json.loads(value)["decision"]) for value in registry.tags.values())
+    assert stored == [(1, "promoted"), (2, "rejected"), (3, "rejected")]
+
+
+def test_too_few_episodes_decide_nothing_and_spend_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(promote, "_explain", lambda *arguments, **options: None)
+    registry = Registry(ModelVersion("m", 3, "r", None))
+    opponent = champion_with(tmp_path, evaluation([0] * 20))
+    summary = gate(tmp_path, registry, PromotionSettings(), evaluation([1] * 20), opponent)
+    assert summary["decision"] == "rejected" and "20 held-out episodes are too few" in summary["reason"]
+    assert registry.tags == {}
+
+
+def test_the_review_lists_the_attempts_before(tmp_path, monkeypatch):
+    shown = []
+    registry = Registry(ModelVersion("m", 3, "r", None))
+
+    def explained(context, ours, theirs, verdict, attempt, *, report):
+        shown.append(promote._asked_before(context, attempt))
+
+    monkeypatch.setattr(promote, "_explain", explained)
+    for wins in (5, 6, 7):
+        opponent = champion_with(tmp_path, evaluation([0] * 60))
+        gate(tmp_path, registry, PromotionSettings(), evaluation([1] * wins + [0] * (60 - wins)), opponent)
+    assert [[attempt.number for attempt in found] for found in shown] == [[1], [1, 2], [1, 2, 3]]
+    assert shown[-1][-1].decision == "rejected" and shown[-1][0].p_value == pytest.approx(1 / 32)
 
 
 def test_the_champion_itself_is_not_played_again(tmp_path):

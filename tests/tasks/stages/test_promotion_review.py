@@ -6,6 +6,7 @@ from rl_core.analysis import write_trajectories
 from rl_core.evaluation import summarize
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
+from tasks.lifecycle.attempts import Attempt
 from tasks.pipeline.result import StageResult
 from tasks.stages.promotion_review import Side, regressions, spark, write_report, write_review
 
@@ -62,13 +63,30 @@ def test_the_page_says_what_is_needed_to_decide(tmp_path):
     assert table["**all**"][5:] == ["5", "1 / 1 |"]
     assert table["easy"][1:3] == ["50.0%", "50.0%"] and table["easy"][6] == "1 / 1 |"
     assert table["hard"][1:4] == ["100.0%", "100.0%", "+0.0 points [+0.0, +0.0]"]
-    assert "p = 1" in text
+    assert "Attempts on these episodes" not in text  # none was counted
     assert "2 of 2 episodes that got worse." in text
     assert "| turn | champion 3: right, reward 1 | version 4: wrong, reward 0 |" in text
     assert r"| 1 | look → wall ⏎ &lt;b&gt; | a\`b\|c → wall ⏎ &lt;b&gt; |" in text
     assert "| 2 | answer 1 | answer 0 |" in text
     assert "| sft | `train/loss` | █▇▆▅▄▃▂▁ | 8 → 1 | 8 |" in text
     assert "| sft | 1,800.0 | 12,345 |" in text and "0.50 hours" in text
+
+
+def test_the_page_shows_the_attempts_on_these_episodes(tmp_path):
+    challenger, champion = both(tmp_path)
+    asked = [
+        Attempt(id="a", comparison="c", draw=0, episodes=(), version=3, champion=2, number=1, level=0.025, p_value=0.4,
+                decision="rejected"),
+        Attempt(id="b", comparison="d", draw=0, episodes=(), version=4, champion=3, number=2, level=0.0083333,
+                p_value=0.0012345, decision="promoted"),
+    ]  # fmt: skip
+    settings = PromotionSettings(bootstrap_samples=100)
+    text = write_review(
+        tmp_path / "r.md", challenger, champion, {}, settings, title="t", verdict="v", seed=0, attempts=asked
+    )  # fmt: skip
+    assert "| 1 | 3 | 2 | 0.4 | 0.025 | rejected |\n| 2 | 4 | 3 | 0.0012 | 0.0083 | promoted |" in text
+    # .05 / (2 * 3) was for the second attempt; .05 / 3 is left
+    assert "of alpha 0.05, 0.0083 was for this attempt and 0.017 is left" in text
 
 
 def test_without_a_champion_it_shows_what_failed(tmp_path):

@@ -9,9 +9,10 @@ import torch
 
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
-from rl_core.errors import CheckFailed
+from rl_core.errors import CheckFailed, SettingsError
+from rl_core.evaluation import heldout_requests
 from rl_core.models import causal_lm
-from rl_core.settings import ModelSettings, SamplingSettings, ThoughtsSettings
+from rl_core.settings import EvaluationSettings, ModelSettings, SamplingSettings, ThoughtsSettings
 from tasks.config import from_dict
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext
 from tasks.stages import thoughts
@@ -80,10 +81,10 @@ def context_of(base, folder, settings=SETTINGS, **model):
 
 
 GAINS = {
-    "own": [[1.0], [1.1], [0.9]],
-    "shuffled": [[-1.0], [-0.9], [-1.2]],
-    "filler": [[0.0], [0.1], [0.0]],
-    "truncated": [[0.2], [0.4], [0.3]],
+    "own": [[1.0], [1.1], [0.9]] * 2,
+    "shuffled": [[-1.0], [-0.9], [-1.2]] * 2,
+    "filler": [[0.0], [0.1], [0.0]] * 2,
+    "truncated": [[0.2], [0.4], [0.3]] * 2,
 }
 
 
@@ -123,6 +124,24 @@ def test_with_adapters_the_model_is_exported_merged(base, tmp_path, monkeypatch)
     moved = {name for name in start if not torch.equal(start[name], end[name])}
     assert moved and all("_proj" in name for name in moved)
     assert (tmp_path / "model" / "adapter").is_dir()
+
+
+def test_it_is_tested_on_episodes_that_chose_nothing_and_on_others_for_each_key(base, tmp_path):
+    few = dataclasses.replace(SETTINGS, validation_episodes=30, check_episodes=30)
+    environment = make("reckoning")
+    pool = {level: environment.seeds_of("heldout", level)[:20] for level in environment.levels}
+    environment.seeds_of = lambda split, level: pool[level]  # 60 episodes in all
+    validation = heldout_requests(environment, EvaluationSettings(episodes=30), 1)
+
+    def asked(key):
+        context = dataclasses.replace(context_of(base, tmp_path, few), fingerprint={"stage key": key})
+        return thoughts._check_requests(context, environment, validation)
+
+    assert not set(asked("a")) & set(validation) and len(set(asked("a"))) == 30
+    assert asked("a") == asked("a") != asked("b")
+    few = dataclasses.replace(few, check_episodes=60)
+    with pytest.raises(SettingsError, match=r"check_episodes: level .* validation_episodes takes 10 of them"):
+        asked("a")
 
 
 def test_thoughts_that_are_not_genuine_fail_the_stage(base, tmp_path, monkeypatch):

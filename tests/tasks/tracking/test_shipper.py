@@ -24,6 +24,7 @@ class FakeStore:
     """Keeps one copy of equal metrics, as MLflow does; may be down, forget runs or refuse names."""
 
     store = "fake"
+    identity = ""
 
     def __init__(self) -> None:
         self.runs: dict[str, dict] = {}

@@ -22,7 +22,7 @@ from rl_core.settings import (
     ReplaySettings,
     SamplingSettings,
 )
-from rl_core.trainers.policy_gradient.advantages import comparison_advantages, gae_advantages, last_token_rewards
+from rl_core.trainers.policy_gradient.advantages import comparison_advantages, last_token_rewards, value_advantages
 from rl_core.trainers.policy_gradient.losses import StepCounts, policy_loss
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
@@ -50,11 +50,11 @@ def test_rewards_stand_on_the_last_loss_token():
         last_token_rewards(torch.tensor([1.0]), torch.zeros(1, 3, dtype=torch.bool))
 
 
-def test_gae_advantages_by_hand():
+def test_value_advantages_by_hand():
     # two loss tokens with an observation between them; V = 0.5, 0.25; lambda 0.5, gamma 1
     mask = torch.tensor([[True, False, True]] * 2)
     values = torch.tensor([[0.5, 9.0, 0.25]] * 2)
-    advantages, returns = gae_advantages(
+    advantages, returns = value_advantages(
         torch.tensor([1.0, 1.0]), torch.tensor([False, True]), values, torch.tensor([7.0, 2.0]), mask,
         gamma=1.0, gae_lambda=0.5,
     )  # fmt: skip
@@ -67,7 +67,7 @@ def test_gae_advantages_by_hand():
 def test_a_kl_penalty_is_taken_off_each_token():
     mask = torch.tensor([[True, True]])
     penalty = torch.tensor([[0.1, -0.3]])
-    advantages, _ = gae_advantages(
+    advantages, _ = value_advantages(
         torch.tensor([1.0]), torch.tensor([False]), torch.zeros(1, 2), torch.zeros(1), mask,
         gamma=1.0, gae_lambda=1.0, kl_penalty_RS=penalty,
     )  # fmt: skip
@@ -141,18 +141,28 @@ def test_losses_by_hand():
     # cispo: -min(r, 1.2) A log pi
     assert loss("cispo") == pytest.approx((-1.2 * math.log(2) + 0.5 * math.log(0.5)) / 3)
     assert loss("reinforce") == pytest.approx((-math.log(2) + math.log(0.5)) / 3)
+    # sapo: -4 sigmoid(1) at A = 1, (4 / 1.05) sigmoid(-1.05 / 2) at A = -1; mean of the row's two tokens, over 2 rows
+    p, q = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(0.525))
+    assert loss("sapo") == pytest.approx((-4 * p + 4 / 1.05 * q) / 2 / 2)
+    assert loss("grpo", loss_aggregation="sequence_mean") == pytest.approx((-1.2 + 0.8) / 2 / 2)
     # gspo: the sequence's ratio is exp(0) = 1, its advantage 0
     assert loss("gspo") == pytest.approx(0.0)
     # dr_grpo: 4 rollouts of at most 5 tokens
     counts = StepCounts(3, 2, 2, 1, num_rollouts=4)
     assert loss("dr_grpo", sampling=SamplingSettings(max_completion_tokens=5)) == pytest.approx((-1.2 + 0.8) / 20)
+    limit = {"sampling": SamplingSettings(max_completion_tokens=5)}
+    assert loss("cispo", loss_aggregation="constant", **limit) == pytest.approx(
+        (-1.2 * math.log(2) + 0.5 * math.log(0.5)) / 20
+    )
     advantages = torch.tensor([[1.0, 1.0]])
     assert loss("gspo") == pytest.approx(-1.0 / 2)
+    assert loss("gspo", loss_aggregation="token_mean") == pytest.approx(-2.0 / 3)  # two of three tokens
+    assert loss("gspo", loss_aggregation="constant", **limit) == pytest.approx(-2.0 / 20)
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dapo", "cispo", "gspo", "reinforce"])
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo", "dapo", "cispo", "gspo", "sapo", "reinforce"])
 def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
-    """At ratio 1 all of them have the gradient of -A log pi, over tokens or (gspo) sequences."""
+    """At ratio 1 all of them have the gradient of -A log pi, over tokens or (gspo, sapo) sequences."""
     options = {"dynamic_sampling_tries": 0, "overlong_buffer": 0} if algorithm == "dapo" else {}
     trainer = make_trainer(tokenizer, algorithm=algorithm, **options)
     trainer.step()
@@ -175,7 +185,7 @@ def test_the_first_step_is_the_policy_gradient(tokenizer, algorithm):
     for rollout, advantage in zip(rollouts, advantages, strict=True):
         length = sum(rollout.loss_mask)
         tokens = sum(sum(r.loss_mask) for r in rollouts)
-        expected.append(advantage / (36 * length) if algorithm == "gspo" else advantage / tokens)
+        expected.append(advantage / (36 * length) if algorithm in ("gspo", "sapo") else advantage / tokens)
     found = plain_gradient(fresh.policy, rollouts, expected)
     assert torch.allclose(gradients[0], found, atol=1e-6, rtol=1e-4)
     assert found.norm() > 1e-3
@@ -210,6 +220,7 @@ RECIPES = {
     # a sequence of three tokens moves the ratio a thousand times further than the clip made for thousands of tokens
     "gspo": dict(algorithm="gspo", epochs=2, clip_eps=0.2, clip_eps_high=0.2, learning_rate=5e-3),
     "cispo": dict(algorithm="cispo", epochs=2, learning_rate=5e-3),
+    "sapo": dict(algorithm="sapo", epochs=2, learning_rate=5e-3),
     "reinforce": dict(algorithm="reinforce"),
     "reinforce_learned_baseline": dict(algorithm="reinforce", critic=CriticSettings()),
     "replay": dict(algorithm="grpo", importance="token", replay=ReplaySettings(iterations=2, share=0.5)),
@@ -231,7 +242,7 @@ def test_learns(tokenizer, name):
     assert sum(rates[-3:]) / 3 > 0.7
 
 
-@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "dapo", "replay", "kl_reward"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_shared", "dapo", "sapo", "replay", "kl_reward"])
 def test_resumes_bit_for_bit(tokenizer, name):
     more = dict(
         minibatches=2, schedule="cosine", iterations=5, entropy_coef=0.01, entropy_decay=0.999,

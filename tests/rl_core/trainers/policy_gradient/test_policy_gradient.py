@@ -13,6 +13,7 @@ from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import CurriculumStage, ExitCondition
 from rl_core.trainers.policy_gradient import update as policy_update
+from rl_core.trainers.policy_gradient.advantages import SignalWarning
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +92,27 @@ def test_equal_rewards_leave_the_weights_alone(tokenizer):
     assert torch.equal(weights(trainer), before)
     assert metrics["train/empty_updates"] == 2 and metrics["train/zero_advantage_rate"] == 1
     assert trainer.optimizer_step.num_steps == 2  # the x axis of the metrics goes on
+
+
+def test_ten_iterations_without_a_signal_are_warned_of_once(tokenizer, caplog):
+    trainer = make_trainer(tokenizer, rewards=RewardOrchestrator({"tool_use": 1.0}), epochs=1)
+    for _ in range(9):
+        trainer.step()
+    assert not caplog.records
+    trainer.step()
+    trainer.step()
+    (record,) = caplog.records
+    assert "nothing is learned: in the last one every rollout has the reward 0." in record.getMessage()
+
+
+def test_a_signal_ends_the_count_of_iterations_without_one(caplog):
+    warning = SignalWarning(2)
+    for rate in (1.0, 0.9, 1.0, 0.0):
+        warning.observe({"train/zero_advantage_rate": rate}, [0.0, 1.0])
+    assert not caplog.records
+    warning.observe({}, [0.0, 1.0])  # every group was dropped
+    warning.observe({"train/zero_advantage_rate": 1.0}, [0.0, 1.0])
+    assert "rewards lie between 0 and 1, but are the same for all rollouts of a prompt" in caplog.text
 
 
 def test_kl_and_entropy_terms_enter_the_loss(tokenizer):

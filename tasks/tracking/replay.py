@@ -1,0 +1,155 @@
+"""Delivery of what runs that are over left in their journals: outer runs first, model versions in their order.
+
+Versions are numbered by the store, in the order in which it hears of models. So a record that makes a version, or names
+one by its model's content, first has every older model of that name delivered, from whichever journal it waits in.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import BackendError, FolderBusy
+from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, events_path, metrics_path, read_lines
+from tasks.tracking.shipper import Shipper
+from tasks.tracking.sink import MlflowSink
+from tasks.tracking.store import Store
+
+__all__ = ["Waiting", "connect", "journals", "replay_folder", "start_of", "waiting_in"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Records that no tracking store has taken yet."""
+
+    metrics: int = 0  # lines
+    others: int = 0
+    models: int = 0  # of the others, those that become model versions
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return self.metrics + self.others
+
+    def __add__(self, other: Waiting) -> Waiting:
+        return Waiting(self.metrics + other.metrics, self.others + other.others, self.models + other.models)
+
+    def __str__(self) -> str:
+        rest = self.others - self.models
+        return f"{self.metrics} lines of metrics, {self.models} model versions and {rest} other records"
+
+
+def journals(root: Path) -> Iterator[Path]:
+    """Folders of all journals under `root`, outer ones first."""
+    found = sorted(root.rglob("events.jsonl"), key=lambda path: (len(path.parts), path))
+    yield from (path.parent.parent for path in found if path == events_path(path.parent.parent))
+
+
+def start_of(folder: Path) -> dict[str, Any]:
+    """The record with which a journal begins; {} where there is none yet."""
+    return next((record for record, _ in read_lines(events_path(folder))), {})
+
+
+def waiting_in(folder: Path) -> Waiting:
+    """Records of one journal that wait; of a live run as well."""
+    state = DeliveryCursor.load(folder)
+    if _size(metrics_path(folder)) <= state.metrics_offset and _size(events_path(folder)) <= state.events_offset:
+        return Waiting()
+    metrics = sum(1 for _ in read_lines(metrics_path(folder), state.metrics_offset))
+    ops = [record.get("op") for record, _ in read_lines(events_path(folder), state.events_offset)]
+    return Waiting(metrics, len(ops), ops.count("model"))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def connect(store: Store, folder: Path) -> MlflowSink:
+    """The sink of one run folder."""
+    return MlflowSink(store, folder, lambda name, time_ms: _settle(store, folder, name, time_ms))
+
+
+def _settle(store: Store, folder: Path, name: str, time_ms: int) -> None:
+    """Deliver models called `name` that other journals recorded before `time_ms`. Raises: BackendError if one waits."""
+    for other in journals(store.output):
+        if other != folder and (first := _first_model(other, name)) is not None and first < time_ms:
+            try:
+                left = replay_folder(store, other)
+            except FolderBusy:
+                left = 1  # alive: it delivers by itself
+            if left and (after := _first_model(other, name)) is not None and after < time_ms:
+                raise BackendError(f"an older version of {name} waits in {other}")
+
+
+def _first_model(folder: Path, name: str) -> int | None:
+    """Time of the first model called `name` that waits in a journal."""
+    state = DeliveryCursor.load(folder)
+    if _size(events_path(folder)) <= state.events_offset:
+        return None
+    records = (record for record, _ in read_lines(events_path(folder), state.events_offset))
+    times = (record["time"] for record in records if record.get("op") == "model" and record.get("name") == name)
+    return next(times, None)
+
+
+def replay_folder(store: Store, folder: Path) -> int:
+    """Deliver what waits in the folder of a run that is over; returns how many records still wait.
+
+    It goes into the experiment that it was recorded for. What was delivered is sent again to a store that is not the
+    one it was delivered to, such as a new database at the same address; a run that somebody removed stays removed.
+    The folder of a run that is alive is left to that run. Raises: FolderBusy for it.
+    """
+    if not events_path(folder).exists():
+        return 0
+    folder = folder.resolve()
+    start = start_of(folder)
+    store = store.of_experiment(start.get("experiment"))
+    events = LineLog(events_path(folder))
+    try:
+        journal = Journal(folder)
+        try:
+            shipper = Shipper(folder, journal, events, lambda: connect(store, folder))
+            try:
+                if not shipper.drained or not _is_delivered(store, shipper, bool(start.get("experiment"))):
+                    _deliver_parent(store, start)
+                    shipper.ship()
+            except BackendError as error:
+                log.warning("tracking: %s still waits: %s", folder, error)
+                store.is_away = True
+                return max(1, sum(shipper.waiting()))
+            return sum(shipper.waiting())
+        finally:
+            journal.close()
+    finally:
+        events.close()
+
+
+def _is_delivered(store: Store, shipper: Shipper, knows_experiment: bool) -> bool:
+    """True = the store that took a whole journal is this one."""
+    state = shipper.state
+    if state.store != store.label or not knows_experiment:
+        return state.store == store.label
+    if state.identity or state.run_id is None:
+        return state.identity == store.identity
+    with_run = connect(store, shipper.folder).exists(state.run_id)
+    if with_run:  # delivered by a version that noted no identity
+        state.identity = store.identity
+        state.save(shipper.folder)
+    return with_run
+
+
+def _deliver_parent(store: Store, start: dict[str, Any]) -> None:
+    """Create the run that the one of `start` is nested in, where the store lacks it."""
+    if not start.get("parent_folder"):
+        return
+    parent = Path(start["parent_folder"])
+    state = DeliveryCursor.load(parent)
+    if state.run_id is None or state.store != store.label or state.identity != store.identity:
+        try:
+            replay_folder(store, parent)
+        except FolderBusy:
+            return  # alive: it creates its run by itself

@@ -1,0 +1,22 @@
+"""Evaluations with given outcomes."""
+
+from rl_core.evaluation import Evaluation, summarize
+from rl_core.types import Trajectory
+
+
+def evaluation(successes, *, samples=1, rewards=None, first=0) -> Evaluation:
+    """An evaluation of episodes first, first + 1, ... with these numbers of successes among `samples` samples."""
+    return summarize(
+        Trajectory(
+            environment="e",
+            level="l",
+            kind="k",
+            seed=first + place,
+            prompt="p",
+            target="t",
+            success=sample < won,
+            reward=float(sample < won) if rewards is None else rewards[place],
+        )
+        for place, won in enumerate(successes)
+        for sample in range(samples)
+    )

@@ -1,0 +1,62 @@
+"""Held-out rows of the Python API: no prompt is on both sides."""
+
+import pytest
+from helpers.library import small_policy
+
+from rl_core.api.data import conversations, preference_pairs
+from rl_core.api.policy import load_policy
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return load_policy(small_policy())
+
+
+def split(policy, rows, heldout=0.3, read=conversations):
+    return read(rows, heldout, policy.renderer, 10_000, 0)
+
+
+def chat(question, follow_up):
+    return {"messages": [
+        {"role": "user", "content": question}, {"role": "assistant", "content": "1"},
+        {"role": "user", "content": follow_up}, {"role": "assistant", "content": "2"},
+    ]}  # fmt: skip
+
+
+def test_conversations_with_the_same_question_stay_together(policy):
+    """Before: the key was all but the last message, so a second turn put one question on both sides."""
+    rows = [chat(f"{n} + {n} = ?", f"and {m} = ?") for n in range(8) for m in range(4)]
+    found = split(policy, rows)
+    expected = [[policy.renderer.conversation(row["messages"])[0] for row in rows[4 * n : 4 * n + 4]] for n in range(8)]
+    for part, count in ((found.train, 6), (found.heldout, 2)):
+        kept = [ids for ids, _ in part]
+        assert sorted(ids in kept for ids in expected[0]) in ([False] * 4, [True] * 4)
+        assert sum(all(ids in kept for ids in group) for group in expected) == count == len(kept) / 4
+
+
+def test_conversations_that_all_begin_alike_are_told_apart_by_what_follows(policy):
+    found = split(policy, [chat("look", f"it says {n}") for n in range(10)])
+    assert (len(found.train), len(found.heldout)) == (7, 3)
+
+
+def test_prompts_that_differ_in_case_and_space_stay_together(policy):
+    rows = [
+        {"prompt": f"{word}{n}", "chosen": "a", "rejected": "b"}
+        for n in range(10)
+        for word in ("Name ", "name  ", "NAME\n")
+    ]
+    found = split(policy, rows, read=preference_pairs)
+    texts = [
+        {"".join(policy.renderer.tokenizer.decode(pair.chosen.prompt_ids).lower().split()) for pair in part}
+        for part in (found.train, found.heldout)
+    ]
+    assert [len(part) for part in texts] == [7, 3] and not texts[0] & texts[1]
+
+
+def test_held_out_rows_with_a_training_prompt_are_counted(policy, caplog):
+    rows = [chat(f"{n} = ?", "and") for n in range(5)]
+    split(policy, rows, [chat("3  =  ?", "or"), chat("7 = ?", "or")])
+    assert "heldout: 1 of 2 rows have a prompt of the training rows" in caplog.text
+    caplog.clear()
+    split(policy, rows, [chat("7 = ?", "or")])
+    assert caplog.text == ""

@@ -1,0 +1,251 @@
+"""Rotary frequencies that follow the length (longrope, dynamic NTK): a row depends on nothing but itself."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from helpers.model_tokenizer import make_tokenizer
+from helpers.scripted_sequences import SHAPE, VOCAB, ScriptedSequence, make_model
+from transformers import (
+    Gemma3TextConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+)
+
+from rl_core.capabilities import decoder, positions, training_forward
+from rl_core.capabilities.positions import FollowedLength, fixing_obstacles, followed_length
+from rl_core.errors import DataError, SettingsError
+from rl_core.inference.engine import Engine, make_backend
+from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.models import causal_lm
+from rl_core.models.critic import SeparateCritic
+from rl_core.models.hidden_states import hidden_states
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.lora import add_adapter
+from rl_core.models.rotary import fix_frequencies, longest_sequence
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.settings import LoraSettings, ModelSettings, SamplingSettings
+from rl_core.types import TrainBatch
+
+BOUND, MOST = 16, 64
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [2.0, 3.0, 5.0, 9.0]  # one for each of the head's four frequencies
+LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=SHORT, long_factor=LONG)
+DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
+
+
+def phi3():
+    shape = {**SHAPE, "max_position_embeddings": MOST}
+    config = Phi3Config(**shape, original_max_position_embeddings=BOUND, rope_parameters=dict(LONGROPE))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Phi3ForCausalLM(config).eval()
+
+
+def llama():
+    return make_model("llama", max_position_embeddings=BOUND, rope_parameters=dict(DYNAMIC)).eval()
+
+
+FAMILIES = [phi3, llama]
+
+
+def batch_of(*rows):
+    """Right-padded; every token but the first carries loss."""
+    width = max(map(len, rows))
+    ids_BS = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask_BS = torch.tensor([[True] * len(row) + [False] * (width - len(row)) for row in rows])
+    loss_mask_BS = mask_BS.clone()
+    loss_mask_BS[:, 0] = False
+    return TrainBatch(ids_BS, mask_BS, loss_mask_BS)
+
+
+def tokens(count, seed=0):
+    return np.random.default_rng(seed).integers(3, VOCAB, count).tolist()
+
+
+def logprobs(model, *rows):
+    with torch.no_grad():
+        found_BS, _ = completion_logprobs(model, batch_of(*rows))
+    return found_BS[0, : len(rows[0])]
+
+
+def expected_frequencies(kind, length):
+    """Each model's inverse frequencies, by hand: theta^(-i/4), divided by the factors or of a larger theta."""
+    theta = 10000.0
+    if kind is phi3:
+        factors = LONG if length > BOUND else SHORT
+        return [theta ** (-i / 4) / factor for i, factor in enumerate(factors)]
+    theta *= (4.0 * max(length, BOUND) / BOUND - 3.0) ** (8 / 6)
+    return [theta ** (-i / 4) for i in range(4)]
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_a_row_is_the_same_alone_and_beside_a_longer_one(make):
+    """10 tokens beside 40: 0.4 nats between them where the longest row decides about the frequencies."""
+    short, long = tokens(10), tokens(40, 1)
+    model = make()
+    with pytest.raises(DataError, match=f"a row has 40 tokens, .* up to {BOUND}.*set model.rope_context"):
+        logprobs(model, short, long)
+    alone = logprobs(make(), short)
+    fix_frequencies(model, MOST)
+    beside = logprobs(model, short, long)
+    assert torch.allclose(beside, logprobs(model, short), atol=1e-5)
+    assert (beside - alone).abs().max() > 0.05  # one set for every row is another model for short ones
+    found = next(part for part in model.modules() if hasattr(part, "inv_freq")).inv_freq
+    assert found.tolist() == pytest.approx(expected_frequencies(make, MOST), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+@pytest.mark.parametrize("rope_context", [None, BOUND, MOST])
+def test_sampler_and_trainer_agree(make, rope_context):
+    """Episodes that would cross the bound while they are sampled end there, or have one set from their first token."""
+    model = make()
+    fix_frequencies(model, rope_context)
+    longest = MOST if rope_context == MOST else BOUND
+    assert longest_sequence(model) == longest
+    kinds = [TransformersBackend] if not decoder(model).allowed else [TransformersBackend, Engine]
+    for kind in kinds:
+        backend = kind(model, eos_ids=[], pad_id=0, max_length=MOST)
+        sequences = [ScriptedSequence(tokens(3 + 2 * i, i), i, [tokens(4, 9)], room=20) for i in range(5)]
+        backend.run(sequences, SamplingSettings(max_completion_tokens=20, slots=3, temperature=0.7))
+        lengths = [len(s.prompt_ids) + len(s.completion_ids) for s in sequences]
+        assert lengths == [min(longest, 23 + 2 * i) for i in range(5)]
+        assert all(s.turns[-1][1] for s in sequences)  # hit_limit
+        rows = [TrainRow(s.prompt_ids, s.completion_ids, s.loss_mask, s.logprobs, 0.7) for s in sequences]
+        for batch in [*make_batches(rows, 30, 0), *make_batches(rows, 1000, 0)]:
+            with torch.no_grad():
+                logprobs_BS, _ = completion_logprobs(model, batch)
+            assert (logprobs_BS - batch.sampler_logprobs_BS).abs().max() < 1e-4
+
+
+def test_the_fast_paths_take_fixed_frequencies():
+    model = llama()
+    assert not decoder(model).allowed and not training_forward(model).allowed
+    fix_frequencies(model, MOST)
+    assert decoder(model).allowed and training_forward(model).allowed
+    assert isinstance(make_backend(model, eos_ids=[], pad_id=0, max_length=99), Engine)
+    assert make_backend(model, eos_ids=[], pad_id=0, max_length=99).max_length == MOST
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_copies_and_adapters_keep_the_frequencies(make):
+    model = make()
+    fix_frequencies(model, MOST)
+    row = tokens(40)
+    expected = logprobs(model, row)
+    assert torch.equal(logprobs(copy.deepcopy(model), row), expected)
+    trunk = SeparateCritic(model).trunk
+    assert torch.equal(hidden_states(trunk, batch_of(row)), hidden_states(model, batch_of(row)))
+    with pytest.raises(DataError, match="a row has 65 tokens"):
+        hidden_states(trunk, batch_of(tokens(65)))
+    targets = ("qkv_proj",) if make is phi3 else ("q_proj",)
+    wrapped = add_adapter(model, LoraSettings(target_modules=targets))
+    assert longest_sequence(wrapped) == MOST and "(rope_context)" in positions(wrapped).reason
+    assert torch.allclose(logprobs(wrapped, row), expected, atol=1e-6)
+
+
+def test_packed_rows_count_by_their_positions():
+    """Two rows of 12 tokens laid end to end are 24 places and no longer than 12."""
+    batch = batch_of(tokens(24))
+    batch.position_ids_BS = torch.cat([torch.arange(12), torch.arange(12)])[None]
+    batch.loss_mask_BS[0, 12] = False
+    found = hidden_states(phi3(), batch)
+    assert torch.allclose(found[0, 12:], hidden_states(phi3(), batch_of(tokens(24)[12:]))[0], atol=1e-5)
+    batch.position_ids_BS = torch.arange(24)[None]
+    with pytest.raises(DataError, match="a row has 24 tokens"):
+        hidden_states(phi3(), batch)
+
+
+def test_padding_to_a_wide_rectangle_is_no_long_row():
+    row = tokens(10)
+    wide = batch_of(row + [0] * 20)
+    wide.attention_mask_BS[:, 10:] = False
+    wide.loss_mask_BS[:, 10:] = False
+    model = phi3()
+    with pytest.raises(DataError, match="a row has 30 tokens"):  # transformers would take the padded width's factors
+        completion_logprobs(model, wide)
+    with torch.no_grad():
+        fix_frequencies(model, BOUND)
+        assert torch.allclose(completion_logprobs(model, wide)[0][0, :10], logprobs(phi3(), row), atol=1e-5)
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_loading_fixes_them(make, tmp_path):
+    make().save_pretrained(tmp_path)
+    make_tokenizer(VOCAB).save_pretrained(tmp_path)
+    settings = ModelSettings(path=str(tmp_path), device="cpu")
+    assert causal_lm.context_length(tmp_path, settings) == BOUND
+    fixed = dataclasses.replace(settings, rope_context=40)
+    assert causal_lm.context_length(tmp_path, fixed) == 40
+    model = causal_lm.load(tmp_path, fixed)[0].eval()
+    assert longest_sequence(model) == 40
+    same = make()
+    fix_frequencies(same, 40)
+    assert torch.equal(logprobs(model, tokens(30)), logprobs(same, tokens(30)))
+    assert longest_sequence(causal_lm.load_without_weights(tmp_path, fixed)) == 40
+    with pytest.raises(SettingsError, match=r"rope_context: 65, but .* sequences of up to 64 tokens"):
+        causal_lm.load(tmp_path, dataclasses.replace(settings, rope_context=65))
+    causal_lm.save(model, make_tokenizer(VOCAB), tmp_path / "again")
+    kept = json.loads((tmp_path / "again" / "config.json").read_text())["rope_parameters"]
+    assert kept["rope_type"] == ("longrope" if make is phi3 else "dynamic")  # the config says what the model is
+
+
+def test_low_precision_keeps_float32_frequencies():
+    model = phi3()
+    fix_frequencies(model.to(torch.bfloat16), MOST)
+    part = next(part for part in model.modules() if hasattr(part, "inv_freq"))
+    assert logprobs(model, tokens(40)).isfinite().all() and part.attention_scaling == pytest.approx(
+        math.sqrt(1 + math.log(MOST / BOUND) / math.log(BOUND))
+    )
+
+
+def test_bounds_of_configurations():
+    assert followed_length(phi3().config) == FollowedLength("longrope", BOUND, MOST)
+    assert followed_length(llama().config) == FollowedLength("dynamic", BOUND, MOST)
+    assert followed_length(make_model("llama").config) is None
+    by_layer = Gemma3TextConfig(
+        max_position_embeddings=100,
+        rope_parameters={
+            "full_attention": dict(rope_type="dynamic", rope_theta=1e4, factor=2.0),
+            "sliding_attention": dict(rope_type="default", rope_theta=1e4),
+        },
+    )
+    assert followed_length(by_layer) == FollowedLength("dynamic", 100, 200)
+
+
+def test_what_cannot_be_fixed():
+    shape = {**SHAPE, "max_position_embeddings": MOST, "num_local_experts": 2}
+    rope = {**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3, "original_max_position_embeddings": BOUND}
+    moe = PhimoeForCausalLM(PhimoeConfig(**shape, rope_parameters=rope))
+    assert "PhimoeRotaryEmbedding does not read the frequencies that it keeps" in next(fixing_obstacles(moe))
+    with pytest.raises(SettingsError, match="rope_context: PhimoeForCausalLM takes none"):
+        fix_frequencies(moe, MOST)
+    assert longest_sequence(moe) == BOUND  # short rows are exact all the same
+    with pytest.raises(SettingsError, match="do not depend on the length; leave it out"):
+        fix_frequencies(make_model("llama"), MOST)
+    nothing = phi3()
+    del nothing.model.rotary_emb
+    assert "no rotary embedding of a kind that is known" in next(fixing_obstacles(nothing))
+    by_layer = phi3()
+    by_layer.model.rotary_emb.rope_type = {"full_attention": "longrope"}
+    assert "differ from layer to layer" in next(fixing_obstacles(by_layer))
+
+
+def test_what_people_are_told():
+    assert "change beyond 16 tokens (longrope), so its context ends there" in positions(phi3()).reason
+    assert "do not depend on the length" in positions(make_model("llama")).reason
+    model = llama()
+    fix_frequencies(model, MOST)
+    assert "(dynamic) are those of 64 tokens in every row (rope_context)" in positions(model).reason
+
+
+def test_an_unfixed_model_that_nobody_asked_about_is_as_it_was():
+    assert type(make_model("llama")) is LlamaForCausalLM and longest_sequence(make_model("llama")) == 128

@@ -1,0 +1,148 @@
+"""Attempts at the gate: counted once each, by the episodes that they share."""
+
+import dataclasses
+
+import pytest
+from helpers.evaluations import evaluation
+
+from tasks.lifecycle.attempts import (
+    SKETCH,
+    attempt_of,
+    claim,
+    comparison_id,
+    earlier,
+    episodes_sketch,
+    note,
+    read_attempts,
+)
+from tasks.tracking import Tracking
+
+
+class Tags:
+    """A registered model's tags."""
+
+    def __init__(self):
+        self.found = {}
+
+    def model_tags(self, name):
+        return dict(self.found)
+
+    def tag_model(self, name, key, value):
+        self.found[key] = value
+
+
+def asked(challenger="a", champion="x", *, wins=3, first=0, draw=0, environment="grid", version=2):
+    return attempt_of(
+        environment, comparison_id(challenger, champion), draw, version=version, champion=1,
+        ours=evaluation([1] * wins + [0] * (5 - wins), first=first), theirs=evaluation([0] * 5, first=first),
+    )  # fmt: skip
+
+
+def test_each_comparison_counts_once_however_often_it_is_made():
+    tags = Tags()
+    assert claim(tags, "m", asked("a")).number == 1
+    assert claim(tags, "m", asked("a")).number == 1  # the stage was resumed, retried, or run again
+    assert claim(tags, "m", asked("b")).number == 2
+    assert claim(tags, "m", asked("a", version=9)).number == 1  # the same weights, registered once more
+    assert [a.number for a in sorted(read_attempts(tags, "m"), key=lambda a: a.number or 0)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("other", "number"),
+    [
+        ({"champion": "y"}, 2),  # a new champion does not make the episodes new
+        ({"wins": 4}, 2),  # other outcomes on the same episodes are another look
+        ({"first": 3}, 2),  # two of five episodes are the same
+        ({"first": 5}, 1),
+        ({"environment": "other"}, 1),
+    ],
+)
+def test_what_shares_episodes_is_counted(other, number):
+    tags = Tags()
+    claim(tags, "m", asked())
+    assert claim(tags, "m", asked(**other)).number == number
+
+
+def test_a_claim_of_a_killed_process_counts_and_is_gone_on_with():
+    tags = Tags()
+    note(tags, "m", asked("a"))  # killed before it was counted
+    assert claim(tags, "m", asked("b")).number == 2
+    resumed = claim(tags, "m", asked("a"))
+    assert resumed.number == 2 and len(read_attempts(tags, "m")) == 2  # two attempts; none gets more than its share
+    assert claim(tags, "m", asked("c")).number == 3
+
+
+def test_of_two_that_claim_at_once_none_has_too_low_a_number():
+    """Both write before either counts, at every point where the second one can come in."""
+    for when in range(1, 4):
+        tags, met = Tags(), []
+
+        class Interrupted(Tags):
+            def __init__(self, inner):
+                self.inner, self.calls = inner, 0
+
+            def _step(self):
+                self.calls += 1
+                if self.calls == when:  # noqa: B023
+                    met.append(claim(self.inner, "m", asked("b")).number)  # noqa: B023
+
+            def model_tags(self, name):
+                self._step()
+                return self.inner.model_tags(name)
+
+            def tag_model(self, name, key, value):
+                self._step()
+                self.inner.tag_model(name, key, value)
+
+        number = claim(Interrupted(tags), "m", asked("a")).number
+        assert sorted([number, *met]) in ([1, 2], [2, 2])
+
+
+def test_earlier_attempts_in_their_order():
+    tags = Tags()
+    made = [claim(tags, "m", asked(name)) for name in "abc"]
+    claim(tags, "m", asked("z", first=100))
+    found = read_attempts(tags, "m")
+    assert [a.id for a in earlier(found, made[2])] == [made[0].id, made[1].id]
+    assert earlier(found, made[0]) == []
+    note(tags, "m", dataclasses.replace(made[1], p_value=0.25, level=0.0083, decision="rejected"))
+    again = claim(tags, "m", asked("b"))
+    assert (again.number, again.p_value, again.decision) == (2, 0.25, "rejected")
+
+
+def test_tags_that_cannot_be_read_are_passed_over(caplog):
+    tags = Tags()
+    tags.found = {"gate.attempt.aa": "nonsense", "gate.attempt.bb": '{"episodes": [], "who": 1}', "other": "x"}
+    assert read_attempts(tags, "m") == []
+    assert "gate.attempt.aa is no attempt" in caplog.text
+
+
+def test_sketches_meet_where_sets_overlap():
+    whole = [("l", seed) for seed in range(2000)]
+    sketch = episodes_sketch("e", whole)
+    assert len(sketch) == SKETCH and list(sketch) == sorted(set(sketch))
+    assert set(sketch) & set(episodes_sketch("e", whole[:500]))  # a quarter of them
+    assert set(sketch) & set(episodes_sketch("e", [("l", seed) for seed in range(1800, 3800)]))  # a twentieth of both
+    assert not set(sketch) & set(episodes_sketch("e", [("l", seed) for seed in range(2000, 4000)]))
+    assert not set(sketch) & set(episodes_sketch("e", [("k", seed) for seed in range(2000)]))
+
+
+def test_a_real_store_keeps_them_for_other_pipelines_and_without_their_versions(tmp_path):
+    def store(output):
+        return Tracking(f"sqlite:///{tmp_path / 'mlflow.db'}", tmp_path / output, output)
+
+    first, second = store("one"), store("two")  # two pipelines, two folders, one registered model
+    assert read_attempts(first, "shared") == []
+    client = first.store.client
+    client.create_registered_model("shared")
+    client.create_model_version("shared", "file:///nowhere")
+    assert claim(first, "shared", asked("a", version=1)).number == 1
+    client.delete_model_version("shared", "1")  # as `posttrain gc` does
+    assert claim(second, "shared", asked("b")).number == 2
+    assert claim(second, "shared", asked("a")).number == 1
+    assert {attempt.version for attempt in read_attempts(first, "shared")} == {1, 2}
+    long = [("level", seed) for seed in range(5000)]
+    note(first, "shared", dataclasses.replace(asked("c"), episodes=episodes_sketch("e", long)))
+    assert max(len(value) for value in first.model_tags("shared").values()) < 5000  # MLflow's column
+    stored = {attempt.id: attempt for attempt in read_attempts(second, "shared")}[asked("c").id]
+    assert stored.episodes == episodes_sketch("e", long) and len(stored.episodes) == SKETCH

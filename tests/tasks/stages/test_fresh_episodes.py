@@ -1,0 +1,91 @@
+"""Held-out episodes of a comparison: the pipeline's own, fresh ones, and none left."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.environments import make
+from rl_core.evaluation import heldout_requests, summarize
+from rl_core.types import Trajectory
+from tasks.config import from_dict
+from tasks.config.settings import PromotionSettings
+from tasks.lifecycle.attempts import attempt_of, claim
+from tasks.stages import fresh_episodes
+from tasks.stages.evaluate import episodes_seed, reported_episodes, validation_episodes
+from tasks.stages.fresh_episodes import choose_draw
+
+FRESH = PromotionSettings(repeated_attempts="fresh")
+
+
+class Tags:
+    """A registered model's tags."""
+
+    def __init__(self):
+        self.found = {}
+
+    def model_tags(self, name):
+        return dict(self.found)
+
+    def tag_model(self, name, key, value):
+        self.found[key] = value
+
+
+def outcome(requests):
+    return summarize(
+        Trajectory(
+            environment="e", level=r.level, kind="k", seed=r.seed, prompt="", target="", success=True, reward=1.0
+        )
+        for r in requests
+    )
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """A gate whose environment has 100 held-out episodes of each of two levels; 20 of each are for validation."""
+    environment = make("arithmetic")
+    environment.seeds_of = lambda split, level: range(2**30, 2**30 + 100)
+    environment.question = lambda seed, level: str(seed)  # all different
+    monkeypatch.setattr(fresh_episodes, "make_environment", lambda settings, data: environment)
+    settings = from_dict({
+        "name": "t", "environment": {"name": "arithmetic"}, "stages": {
+            "prepare_data": {}, "sft": {},
+            "policy": {"eval_every": 5, "eval_episodes": 40,
+                       "curriculum": [{"name": "all", "levels": {"medium": 1, "hard": 1}}]},
+            "evaluate": {"episodes": 40, "levels": ["medium", "hard"]}, "promote": {}},
+    })  # fmt: skip
+    run = SimpleNamespace(settings=settings, registered_model="m", tracking=Tags())
+    evaluation = settings.stages.evaluate
+    standard = outcome(heldout_requests(environment, evaluation, episodes_seed(evaluation, settings)))
+
+    def ask(comparison, promotion=FRESH):
+        draw = choose_draw(run, promotion, comparison, standard, None)
+        requests = reported_episodes(environment, draw.settings, settings)
+        played = outcome(requests)
+        attempt = attempt_of("arithmetic", comparison, draw.number, version=1, champion=1, ours=played, theirs=played)
+        return draw.number, claim(run.tracking, "m", attempt).number, set(requests)
+
+    return SimpleNamespace(ask=ask, environment=environment, settings=settings)
+
+
+def test_each_comparison_gets_episodes_that_none_has_seen_while_there_are_some(gate, caplog):
+    asked = [gate.ask(f"comparison {n}") for n in range(4)]
+    # 100 of a level: 20 for each draw, 20 for validation
+    assert [(draw, number) for draw, number, _ in asked] == [(0, 1), (1, 1), (2, 1), (3, 1)]
+    episodes = [requests for *_, requests in asked]
+    validated = set(validation_episodes(gate.environment, gate.settings))
+    assert len(set.union(*episodes)) == 4 * 40 and not validated & set.union(*episodes) and len(validated) == 40
+    # None is left: the pipeline's own again, as their second and third attempt.
+    assert gate.ask("comparison 4")[:2] == (0, 2)
+    assert gate.ask("comparison 5")[:2] == (0, 3)
+    assert "no fresh episodes (level 'medium' has 100 held-out episodes, too few for draw 4" in caplog.text
+
+
+def test_the_same_comparison_keeps_its_episodes(gate):
+    first, second = gate.ask("a"), gate.ask("b")
+    assert gate.ask("a") == first and gate.ask("b") == second
+    assert gate.ask("c")[:2] == (2, 1)
+
+
+def test_spent_alpha_needs_no_other_episodes(gate):
+    spend = PromotionSettings()
+    assert [gate.ask(name, spend)[:2] for name in "aba"] == [(0, 1), (0, 2), (0, 1)]

@@ -1,0 +1,82 @@
+"""Preference pairs of a stage: no question is on both sides."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.data.pairs import Pair
+from rl_core.environments.arithmetic import Arithmetic
+from rl_core.environments.prompts import Prompts
+from rl_core.errors import DataError
+from rl_core.settings import PreferenceSettings
+from rl_core.types import Rollout, RolloutGroup, StopReason, Trajectory
+from tasks.stages import preference_pairs
+
+
+def rollout(request, environment, sample):
+    """The question as token ids, then a success for even samples."""
+    question = environment.episode(request.seed, request.level).prompt
+    trajectory = Trajectory(
+        environment=environment.name, level=request.level, kind="", seed=request.seed, prompt=question, target="",
+        turns=[], answer=None, success=sample % 2 == 0, is_grounded=None, temperature=1.0, reward=0.0, rewards={},
+        stop_reason=StopReason.TERMINATED, num_prompt_tokens=0, num_completion_tokens=0, num_action_tokens=0,
+        mean_logprob=0.0, policy_version=0, sample=sample,
+    )  # fmt: skip
+    return Rollout(
+        prompt_ids=[ord(c) for c in question],
+        completion_ids=[sample + 1],
+        loss_mask=[True],
+        sampler_logprobs=[0.0],
+        trajectory=trajectory,
+        is_truncated=False,
+    )
+
+
+def collected(environment, backend, renderer, requests, *, group_size, sampling, seed):
+    return [RolloutGroup([rollout(request, environment, g) for g in range(group_size)]) for request in requests]
+
+
+@pytest.fixture
+def pairs_of(monkeypatch, tmp_path):
+    def pairs(environment, num_pairs, seed=0):
+        monkeypatch.setattr(preference_pairs, "make_environment", lambda pipeline, data: environment)
+        policy = SimpleNamespace(backend=lambda: None, renderer=None)
+        monkeypatch.setattr(preference_pairs, "load_policy", lambda model, pipeline: policy)
+        monkeypatch.setattr(preference_pairs, "collect", collected)
+        context = SimpleNamespace(
+            name="preference", inputs={"model": tmp_path}, pipeline=None, seed=seed,
+            settings=PreferenceSettings(num_pairs=num_pairs, group_size=4),
+            tracker=SimpleNamespace(progress=lambda *_: None),
+        )  # fmt: skip
+        return preference_pairs.stage_pairs(context)
+
+    return pairs
+
+
+def questions(part: list[Pair]) -> set[str]:
+    return {"".join(map(chr, side.prompt_ids)) for pair in part for side in (pair.chosen, pair.rejected)}
+
+
+def test_no_question_is_on_both_sides(pairs_of):
+    """Before: groups were split in the order of their episodes, of which several may ask the same."""
+    environment = Arithmetic()
+    environment.levels = ("easy",)
+    found = pairs_of(environment, 1600)
+    train, heldout = questions(found.train), questions(found.heldout)
+    assert len(train) > 200 and len(heldout) > 30 and not train & heldout
+    assert 0.13 < len(heldout) / (len(train) + len(heldout)) < 0.17
+    again = pairs_of(environment, 1600)
+    assert (again.train, again.heldout) == (found.train, found.heldout)
+    assert questions(pairs_of(environment, 1600, seed=1).heldout) != heldout
+
+
+def test_rows_that_are_drawn_again_stay_on_their_side(pairs_of):
+    environment = Prompts([{"prompt": f"row {n}"} for n in range(40)])
+    found = pairs_of(environment, 800)  # 200 groups of 40 rows
+    assert len(questions(found.train)) == 34 and len(questions(found.heldout)) == 6
+    assert not questions(found.train) & questions(found.heldout)
+
+
+def test_a_single_question_leaves_nothing_to_hold_out(pairs_of):
+    with pytest.raises(DataError, match="there is no heldout pair"):
+        pairs_of(Prompts([{"prompt": "only"}]), 16)

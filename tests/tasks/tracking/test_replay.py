@@ -1,0 +1,156 @@
+"""Journals of runs that are over: model versions in their order, into the experiment they belong to, once."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from rl_core.errors import BackendError
+from rl_core.storage.folders import digest_folder
+from tasks.tracking import PARENT, Tracking, VersionOf
+from tasks.tracking import replay as replaying
+from tasks.tracking.journal import DeliveryCursor, LineLog, events_path
+from tasks.tracking.replay import replay_folder, waiting_in
+
+
+def test_models_of_a_store_that_was_away_become_versions_in_their_order(tracking, output, models, tmp_path):
+    away = Tracking("http://127.0.0.1:9", output, "elsewhere")
+    root = output / "late"
+    parent = away.start_run("pipeline", root / "runs" / "1")
+    shas = {}
+    before = None
+    for stage, folder in (("sft", "z"), ("policy", "a")):  # the second one's journal comes first by name
+        model = tmp_path / stage
+        model.mkdir()
+        for path in models["policy"].iterdir():
+            (model / path.name).write_bytes(path.read_bytes())
+        (model / "stage.txt").write_text(stage)
+        shas[stage] = digest_folder(model)
+        run = away.start_run(stage, root / "stages" / folder, parent_folder=parent.folder,
+                             tags={"parent_model_version": before})  # fmt: skip
+        made = run.log_model(
+            model, "policy", "late", tags={"model_sha256": shas[stage]}, parent=before,
+            description=f"{stage} from version {PARENT}", timeout_s=0.2,
+        )  # fmt: skip
+        assert made is None
+        assert not run.close()
+        before = VersionOf("late", shas[stage])
+    assert not parent.close()
+    assert away.waiting(root).models == 2 and waiting_in(root / "runs" / "1").models == 0
+
+    policy = root / "stages" / "a"
+    assert replay_folder(tracking.store, policy) == 0  # alone it brings its parents along
+    assert tracking.replay_all(root) == 0
+    first, second = tracking.versions("late")
+    assert [one.tags["model_sha256"] for one in (first, second)] == [shas["sft"], shas["policy"]]
+    assert second.tags["parent_version"] == "1" and "parent_version" not in first.tags
+    client = tracking.store.client
+    assert client.get_model_version("late", "2").description == "policy from version 1"
+    run = client.get_run(DeliveryCursor.load(policy).run_id)
+    assert run.data.tags["parent_model_version"] == "models:/late/1" and run.info.status == "FINISHED"
+    assert run.data.tags["mlflow.parentRunId"] == DeliveryCursor.load(parent.folder).run_id
+    assert client.get_experiment(run.info.experiment_id).name == "elsewhere"  # not that of who delivers
+    assert DeliveryCursor.load(policy).versions.popitem()[1] == 2
+    assert list((policy / ".tracking").rglob("*.safetensors")) == []  # the copy has gone
+
+    # a database that was made anew: everything is sent again, the model from where it lies now
+    cursor = DeliveryCursor.load(policy)
+    cursor.identity = "of the database before"
+    cursor.save(policy)
+    client.delete_run(run.info.run_id)
+    assert replay_folder(tracking.store, policy) == 0
+    again = DeliveryCursor.load(policy)
+    assert again.run_id != run.info.run_id and again.versions.popitem()[1] == 3
+    assert [one.tags["model_sha256"] for one in tracking.versions("late")] == [*shas.values(), shas["policy"]]
+
+
+class Sink:
+    """A store of runs by id, with the mark of its database."""
+
+    store = "s"
+
+    def __init__(self):
+        self.identity, self.runs, self.down = "first", {}, False
+
+    def start(self, event, *, retried):
+        if self.down:
+            raise BackendError("down")
+        self.runs[run_id := f"{self.identity}-{len(self.runs)}"] = []
+        return run_id, "1"
+
+    def knows(self, run_id):
+        return run_id in self.runs
+
+    exists = knows
+
+    def metrics(self, run_id, rows):
+        self.runs[run_id] += rows
+
+    def event(self, run_id, event):
+        self.runs[run_id].append(event["op"])
+
+
+@pytest.fixture
+def sink(monkeypatch):
+    made = Sink()
+    monkeypatch.setattr(replaying, "connect", lambda store, folder: made)
+    return made
+
+
+def store_of(sink):
+    class Store(SimpleNamespace):
+        @property
+        def identity(self):
+            return sink.identity
+
+    store = Store(label="s", is_away=False)
+    store.of_experiment = lambda name: store
+    return store
+
+
+def ended(folder, **start):
+    events = LineLog(events_path(folder))
+    events.append({"op": "start", "key": "k", "name": "n", "time": 0, "experiment": "e", **start})
+    events.append({"op": "end", "status": "FINISHED", "time": 1})
+    events.close()
+
+
+def test_a_database_that_was_lost_gets_everything_again_and_a_removed_run_does_not(tmp_path, sink):
+    store = store_of(sink)
+    ended(tmp_path)
+    assert replay_folder(store, tmp_path) == 0
+    assert sink.runs == {"first-0": ["start", "end"]}
+    sink.runs.clear()  # somebody removed it for good
+    assert replay_folder(store, tmp_path) == 0 and sink.runs == {}
+    sink.identity = "second"  # mlflow.db was deleted
+    assert replay_folder(store, tmp_path) == 0
+    assert replay_folder(store, tmp_path) == 0
+    assert sink.runs == {"second-0": ["start", "end"]}
+
+
+def test_a_journal_of_an_earlier_version_is_not_sent_twice(tmp_path, sink):
+    ended(tmp_path)
+    replay_folder(store_of(sink), tmp_path)
+    path = tmp_path / ".tracking" / "shipped.json"
+    state = {
+        name: value for name, value in json.loads(path.read_text()).items() if name not in ("identity", "versions")
+    }
+    path.write_text(json.dumps(state))
+    assert replay_folder(store_of(sink), tmp_path) == 0 and sink.runs == {"first-0": ["start", "end"]}
+    assert DeliveryCursor.load(tmp_path).identity == "first"
+
+
+def test_a_store_that_is_away_is_asked_once(tmp_path, sink, monkeypatch):
+    tracking = Tracking("http://127.0.0.1:9", tmp_path, "e")
+    asked = []
+    monkeypatch.setattr(replaying, "connect", lambda store, folder: asked.append(folder) or sink)
+    monkeypatch.setattr(replaying, "_is_delivered", lambda *arguments: False)
+    sink.down = True
+    for name in ("a", "b", "c"):
+        ended(tmp_path / name)
+    assert tracking.replay_all() == 6 and len(asked) == 1
+    assert tracking.waiting().others == 6
+    sink.down = False
+    assert tracking.replay_all() == 0 and len(sink.runs) == 3
