@@ -17,7 +17,7 @@ from rl_core.api.data import as_environment, conversations, preference_pairs
 from rl_core.api.evaluation import validation
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name
 from rl_core.api.rewards import RewardParts, RewardSource, reward_parts, with_rewards
-from rl_core.api.teacher import make_teacher
+from rl_core.api.teacher_source import make_teacher
 from rl_core.api.training import Training, check_in_process, run_fingerprint
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.api import recipes
-from rl_core.api.teacher import make_teacher
+from rl_core.api.teacher_source import make_teacher
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import DistillationSettings
 from tasks.pipeline.run import PipelineRun

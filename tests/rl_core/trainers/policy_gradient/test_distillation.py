@@ -10,7 +10,7 @@ from helpers.teacher_server import serving
 from oracles import policy_oracles as oracle
 
 import rl_core
-from rl_core.api.teacher import make_teacher
+from rl_core.api.teacher_source import make_teacher
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.errors import BackendError, DataError, SettingsError
