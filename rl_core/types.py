@@ -113,8 +113,9 @@ class Rollout:
     prompt_ids: list[int]  # [prompt tokens]
     completion_ids: list[int]  # [T] every token after the prompt: sampled ones and observations, in order
     loss_mask: list[bool]  # [T] True = the policy sampled this token (its end-of-turn tokens included)
-    # [T] nats, log softmax(logits / temperature) of the sampling policy; 0.0 at observations. Greedy tokens
-    # (temperature 0) have no such distribution: theirs are at temperature 1
+    # [T] nats, log softmax(logits / temperature) of the sampling policy (penalised, over kept tokens alone, where
+    # evaluation restricts its sampling); 0.0 at observations. Greedy tokens (temperature 0) have no such
+    # distribution: theirs are at temperature 1
     sampler_logprobs: list[float]
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment

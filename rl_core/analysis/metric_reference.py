@@ -57,6 +57,10 @@ _TRAINING = MetricGroup(
         Metric("train/loss", "loss",
                "The total loss of the optimizer step, all terms included (nats per token in SFT).",
                "SFT: rises or stays flat. Policy gradients: its level says nothing; watch success and KL instead."),
+        Metric("train/nll", "nats/token", "The loss of SFT without its router term (`router_aux_loss_coef`)."),
+        Metric("train/router_aux_loss", "-",
+               "Load-balancing loss of a mixture's routers in SFT: experts per token where the load is even.",
+               "Grows: a few experts take most tokens; raise `router_aux_loss_coef`."),
         Metric("train/grad_norm", "-", "Global gradient norm before clipping at `max_grad_norm`.",
                "Steadily above `max_grad_norm`, or spikes far above its usual level: lower the learning rate."),
         Metric("train/grokfast_grad_norm", "-", "Global norm after the slow gradients of Grokfast were added."),
@@ -249,6 +253,7 @@ _POLICY = MetricGroup(
         Metric("policy/entropy", "nats/token", "Mean entropy of the token distribution.",
                "Falls to near 0 early: exploration is over; raise `entropy_coef`, `clip_eps_high`, or lower the "
                "rate."),
+        Metric("policy/router_aux_loss", "-", "Load-balancing loss of a mixture's routers (`router_aux_loss_coef`)."),
         Metric("policy/entropy_coef", "-", "Weight of the entropy bonus."),
         Metric("policy/kl", "nats/token",
                "KL(old || current) of the update, k3 estimator. Exactly 0 with one step per rollout, since then old "
@@ -260,6 +265,9 @@ _POLICY = MetricGroup(
                "1 in many iterations: lower the learning rate."),
         Metric("policy/ref_kl", "nats/token", "KL to the reference, the stage's starting model.",
                "Grows steadily: the policy leaves the region where a learned reward is valid; raise `kl_coef`."),
+        Metric("policy/teacher_kl", "nats/token",
+               "`distill`: KL(policy || teacher) on the policy's own rollouts, before the update (k1).",
+               "Does not fall: a higher learning rate, or a teacher that is nearer."),
         Metric("policy/kl_coef", "-", "Weight of that KL, as the controller has it."),
         Metric("policy/clip_fraction", "share",
                "Tokens (sequences for `gspo`) whose gradient the clip takes away; for `cispo`, weights that were "
@@ -380,6 +388,7 @@ _PERF = MetricGroup(
         Metric("perf/states_seconds", "s", "Forward passes for rewards that look at the policy's states."),
         Metric("perf/update_seconds", "s", "The update, forward passes before it included."),
         Metric("perf/reference_seconds", "s", "Log-probs of the reference model."),
+        Metric("perf/teacher_seconds", "s", "Log-probs of the teacher (`distill`)."),
         Metric("perf/measure_seconds", "s", "Old log-probs and values before the update."),
         Metric("perf/optimizer_seconds", "s", "Forward, backward and optimizer steps."),
         Metric("perf/tracking_seconds", "s", "Waiting for the journal of metrics.",
@@ -390,6 +399,10 @@ _PERF = MetricGroup(
                "Trained tokens (SFT, reward model, preference) or sampled tokens (policy, thoughts) per second of "
                "the iteration."),
         Metric("perf/rollout_tokens_per_second", "tokens/s", "Sampled tokens per second of rollout time."),
+        Metric("perf/float_weight_share", "share",
+               "Weights that rollouts multiply in float32 because they, or others of their input, are too large for "
+               "three digits of 8 bits of their line (CPUs with matrix tiles).",
+               "Above a few percent: rollouts are slower; the results are as exact."),
         Metric("perf/update_tflops", "TFLOP/s", "Operations per second of the optimizer steps."),
         Metric("perf/mfu", "share", "The same over the GPU's bfloat16 peak (known GPUs only)."),
         Metric("perf/memory_gb", "GB",

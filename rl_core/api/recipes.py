@@ -17,10 +17,12 @@ from rl_core.api.policy import Policy
 from rl_core.data.pairs import Pair
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.inference.teacher import Teacher
 from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
+    DistillationSettings,
     LoopSettings,
     PolicySettings,
     PreferenceSettings,
@@ -41,7 +43,7 @@ from rl_core.training.loop import LoopMemory, LoopOutcome
 from rl_core.training.trainer_protocol import Trainer
 from rl_core.types import Rollout
 
-__all__ = ["Recipe", "policy_gradient", "preference", "reward_model", "sft", "thoughts"]
+__all__ = ["Recipe", "distillation", "policy_gradient", "preference", "reward_model", "sft", "thoughts"]
 
 T = TypeVar("T", bound=Trainer)
 Record = Callable[[int, Sequence[Rollout]], None]
@@ -138,6 +140,7 @@ def policy_gradient(
     best_metric: str = "eval/success_rate",
     record: Record | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    teacher: Teacher | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """GRPO and its kin, PPO or REINFORCE, as `settings.algorithm` says.
 
@@ -146,6 +149,7 @@ def policy_gradient(
         scorer: reward model of the component `learned`. functions: reward components by name.
         evaluator, record: as in `PolicyGradientTrainer`.
         best_metric: of the evaluator; chooses the best weights where `settings.patience` is given.
+        teacher: see `distillation`.
     """
     trainer = PolicyGradientTrainer(
         policy.model,
@@ -161,8 +165,27 @@ def policy_gradient(
         evaluator=evaluator,
         record=record,
         process_group=process_group,
+        teacher=teacher,
     )
     return Recipe(trainer, settings.iterations, best_metric if settings.patience is not None else None)
+
+
+def distillation(
+    policy: Policy,
+    teacher: Teacher,
+    environment: Environment,
+    settings: DistillationSettings,
+    seed: int,
+    *,
+    evaluator: Callable[[], Mapping[str, float]] | None = None,
+    record: Record | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Recipe[PolicyGradientTrainer]:
+    """On-policy distillation: the policy-gradient trainer with the teacher's advantages; others as there."""
+    return policy_gradient(
+        policy, None, environment, settings.policy(), seed,
+        evaluator=evaluator, record=record, process_group=process_group, teacher=teacher,
+    )  # fmt: skip
 
 
 def thoughts(

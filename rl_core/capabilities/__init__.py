@@ -16,7 +16,7 @@ from rl_core.capabilities.decision import Decision
 from rl_core.capabilities.decoding import compiled_decoding, decoder, fused_step, packed_weights
 from rl_core.capabilities.positions import positions
 from rl_core.capabilities.training import training_forward
-from rl_core.capabilities.trials import packs_into_one_row, plain_head, sequence_packing
+from rl_core.capabilities.trials import packs_into_one_row, plain_head, router_logits, sequence_packing
 
 __all__ = [
     "Capabilities",
@@ -29,6 +29,7 @@ __all__ = [
     "packs_into_one_row",
     "plain_head",
     "positions",
+    "router_logits",
     "sequence_packing",
     "training_forward",
 ]

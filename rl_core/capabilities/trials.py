@@ -14,7 +14,7 @@ from torch import nn
 
 from rl_core.capabilities.decision import Decision, unwrapped
 
-__all__ = ["packs_into_one_row", "plain_head", "sequence_packing"]
+__all__ = ["packs_into_one_row", "plain_head", "router_logits", "sequence_packing"]
 
 _LOGIT_OPTIONS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 _NO_TRIAL = "found by a trial run when training starts; only the configuration was read here"
@@ -109,6 +109,25 @@ def _packing_trial(base: Any) -> tuple[float, float, float]:
         alone, plain, packed = hidden(alone_BS, None), hidden(rows_BS, None), hidden(rows_BS, positions_BS)
     leak, effect = (float((rows[0] - rows[1]).abs().max()) for rows in (packed, plain))
     return leak, effect, float((packed - alone).abs().max()) / float(alone.abs().max())
+
+
+def router_logits(model: Any) -> Decision:
+    """Possibility of a load-balancing loss: the trunk gives the logits of its routers, found by asking for them."""
+    base = unwrapped(model)
+    name, fallback = "router logits", "no load-balancing loss"
+    weight = next(base.parameters())
+    if weight.is_meta:
+        return Decision(name, False, _NO_TRIAL, fallback, is_undecided=True)
+    ids_BS = torch.ones(1, 3, dtype=torch.int64, device=weight.device)
+    experts = getattr(base.config, "num_experts_per_tok", None)
+    try:
+        with _trial(base):
+            found = getattr(base.base_model(ids_BS, use_cache=False, output_router_logits=True), "router_logits", None)
+    except (TypeError, ValueError) as error:  # a family that does not know the question
+        return Decision(name, False, f"asked for them, it failed: {type(error).__name__}: {error}", fallback)
+    if not found or experts is None or any(logits is None or logits.shape[:-1].numel() != 3 for logits in found):
+        return Decision(name, False, f"{type(base).__name__} gives none: it has no experts, or hides them", fallback)
+    return Decision(name, True, f"{len(found)} routers of {found[0].shape[-1]} experts, {experts} per token", fallback)
 
 
 def packs_into_one_row(model: Any) -> bool:

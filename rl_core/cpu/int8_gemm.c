@@ -5,7 +5,8 @@
  * its largest number), four for a row of the left operand. Of the twelve products of two such sums nine are computed,
  * each exactly; the rest is below 2^-32 of the largest. So the error is that of rounding the weights to 2^-24 of the
  * largest in their line, which no outlier of the left operand makes worse, and a packed weight takes three quarters of
- * float32's memory: where weights are read from main memory, bytes decide the speed.
+ * float32's memory: where weights are read from main memory, bytes decide the speed. Columns of weights that are too
+ * large for their lines stand behind the tiles as they are, and are multiplied in float32 (`int8_gemm.py` chooses them).
  * Source: Ootomo, Ozaki & Yokota 2024, "DGEMM on integer matrix multiplication unit", IJHPCA 38(4), arXiv:2306.11975.
  *
  * "Lines" (rows of the left, columns of the right one) come in blocks of 16, "depth", which is summed over, in blocks of
@@ -172,6 +173,23 @@ INLINE void add_up(int32_t found[4][SIDE * SIDE], const float *left_scales, cons
     }
 }
 
+/* c += the columns of the left that are kept in float32, times their weights: how many there are, which, and for each a
+ * weight for every line, in blocks of 16. */
+static void add_floats(const float *left, int64_t left_stride, const int8_t *kept, float *c, int64_t c_stride,
+                       int64_t rows, int64_t first, int64_t end, int64_t columns) {
+    int64_t count = *(const int64_t *)kept, width = blocks_in(columns, SIDE) * SIDE;
+    const int64_t *which = (const int64_t *)kept + 1;
+    const float *weights = (const float *)(kept + blocks_in((count + 1) * 8, 64) * 64);
+    for (int64_t row = 0; count && row < rows; row++, left += left_stride, c += c_stride)
+        for (int64_t i = first * SIDE; i < least(end * SIDE, columns); i += SIDE) {
+            __mmask16 some = columns - i >= SIDE ? 0xFFFF : (__mmask16)((1u << (columns - i)) - 1);
+            __m512 sum = _mm512_maskz_loadu_ps(some, c + i);
+            for (int64_t k = 0; k < count; k++)
+                sum = _mm512_fmadd_ps(_mm512_set1_ps(left[which[k]]), _mm512_loadu_ps(weights + k * width + i), sum);
+            _mm512_mask_storeu_ps(c + i, some, sum);
+        }
+}
+
 /* Bytes that `product_packed` needs for so many threads. */
 int64_t int8_gemm_room(int64_t threads) {
     return threads * KEPT * (LEFT_DIGITS * TILE + SIDE * (int64_t)sizeof(float));
@@ -183,6 +201,9 @@ void product_packed(const float *left, int64_t left_stride, const int8_t *right,
     int64_t row_blocks = blocks_in(rows, SIDE), column_blocks = blocks_in(columns, SIDE);
     /* Threads share out rows; where those are too few, columns, and each splits the rows for itself. */
     int by_rows = row_blocks >= 4 * threads;
+    /* So many row blocks at a time, the same for every part of depth: what a thread adds to must be its own. */
+    int64_t some = least(KEPT / blocks_in(least(depth, MOST_BLOCKS * DEEP), DEEP),
+                         by_rows ? (row_blocks + threads - 1) / threads : row_blocks);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         int64_t own = omp_get_thread_num(), turn = by_rows ? own : 0, turns = by_rows ? threads : 1;
@@ -196,7 +217,6 @@ void product_packed(const float *left, int64_t left_stride, const int8_t *right,
         for (int64_t d = 0; d < depth; d += MOST_BLOCKS * DEEP) {
             int64_t deep = least(depth - d, MOST_BLOCKS * DEEP), blocks = blocks_in(deep, DEEP);
             int64_t left_size = blocks * LEFT_DIGITS * TILE, right_size = blocks * RIGHT_DIGITS * TILE;
-            int64_t some = least(KEPT / blocks, by_rows ? (row_blocks + threads - 1) / threads : row_blocks);
             int64_t group = GROUP > right_size ? GROUP / right_size : 1;
             const float *scales = (const float *)packed;
             packed += column_blocks * SIDE * (int64_t)sizeof(float);
@@ -224,6 +244,9 @@ void product_packed(const float *left, int64_t left_stride, const int8_t *right,
             }
             packed += column_blocks * right_size;
         }
+        for (int64_t i = turn * some; i < row_blocks; i += turns * some)
+            add_floats(left + i * SIDE * left_stride, left_stride, packed, c + i * SIDE * c_stride, c_stride,
+                       least(some * SIDE, rows - i * SIDE), first, end, columns);
         _tile_release();
     }
 }

@@ -20,6 +20,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast
 
+from rl_core.data.assistant_message import assistant_text, in_history
 from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from rl_core.data.reasoning import split_thought
 from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
@@ -30,7 +31,7 @@ from rl_core.types import Message
 if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["PLAIN_TEMPLATE", "ChatRenderer", "call_text"]
+__all__ = ["PLAIN_TEMPLATE", "ChatRenderer"]
 
 _CACHED = 16384  # cached renderings; observations of small environments repeat often
 _SHOWN = 40  # characters of a text in a message
@@ -143,35 +144,8 @@ class ChatRenderer:
         return f"{self.opened_thought}{text}"
 
     def assistant_text(self, message: Message) -> str:
-        """Text of an assistant message: its thought, content and calls as the template writes them.
-
-        A template that leaves out reasoning_content gets it between its thought markers; one that leaves out tool_calls
-        gets them as `call_text`, which every environment reads.
-        Raises: DataError for a thought where the tokenizer knows no markers for one.
-        """
-        content, facts = message.get("content") or "", self.facts
-        thought, calls = message.get("reasoning_content"), message.get("tool_calls")
-        if not thought and not calls:
-            return content
-        pair = facts.thought_markers
-        if pair is not None and not thought:
-            thought, content = split_thought(content, pair)
-        if thought and pair is None:
-            raise DataError(
-                "reasoning_content: the chat template does not render it and has no markers for a thought; write it "
-                "into content, or name a template that does in model.chat_template"
-            )
-        plain: dict[str, Any] = {"role": "assistant", "content": content}
-        if calls and facts.renders_calls:
-            plain["tool_calls"] = _in_form(calls, facts.renders_calls)
-        elif calls:
-            plain["content"] = "\n".join([*([content] if content else []), *(call_text(call) for call in calls)])
-        body = self._body(plain) if "tool_calls" in plain else plain["content"]
-        if not thought:
-            return str(body)
-        assert pair is not None
-        _, body = split_thought(body, pair)  # an empty one, which some templates write into every last turn
-        return f"{pair[0]}\n{thought}\n{pair[1]}\n\n{body}"
+        """Text of an assistant message: its thought, content and calls. Errors: `assistant_message.assistant_text`."""
+        return assistant_text(self.template, self.facts, message)
 
     def conversation(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Token ids of a conversation and its loss mask; True = assistant token, EOS included.
@@ -218,24 +192,6 @@ class ChatRenderer:
                 "turns anew, and an episode is one sequence of tokens as they were sampled; use keep for rollouts of "
                 "several turns (template serves demonstrations and episodes of one turn)"
             )
-
-    def _body(self, message: Mapping[str, Any]) -> str:
-        """Text of one assistant message between its header and its end of turn."""
-        opening = [{"role": "user", "content": "U"}]
-        header = self.template.text(opening).removesuffix(self.facts.prefill)
-        whole = self.template.text([*opening, message], generation_prompt=False)
-        if not whole.startswith(header):
-            raise DataError(
-                "the chat template writes another header before a message with tool_calls than before the policy's "
-                "turn; write the calls into content, or name another template in model.chat_template"
-            )
-        body, end = whole[len(header) :].rstrip("\n"), self.facts.end_of_turn
-        if self.facts.writes_end and not body.rstrip().endswith(end):
-            raise DataError(
-                f"the chat template does not end a message with tool_calls by {end}, as it ends others, so a policy "
-                "would not stop there; write the calls into content, or name another template in model.chat_template"
-            )
-        return body.rstrip().removesuffix(end) if self.facts.writes_end else body
 
     def _after_header(self, text: str) -> str:
         """Text of an action as it goes on after its header, which may have opened or closed a thought."""
@@ -288,7 +244,7 @@ class ChatRenderer:
                 role, others = "user", ""
             fields = json.loads(others) if others else {}
             if role == "assistant" and fields:
-                content, fields = self._in_history(content, fields)
+                content, fields = in_history(self.template, self.facts, content, fields)
             content = self._plain(content)
             foreign = not facts.has_system or not facts.has_repeats
             if foreign and role != "tool" and fitted and fitted[-1]["role"] == role:
@@ -297,35 +253,9 @@ class ChatRenderer:
                 fitted.append({"role": role, "content": content, **fields})
         return fitted
 
-    def _in_history(self, content: str, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Content and other fields of an earlier assistant message, in the form that the template renders."""
-        if (fields.get("tool_calls") and not self.facts.renders_calls) or (
-            fields.get("reasoning_content") and not self.facts.renders_reasoning
-        ):
-            return self.assistant_text(cast(Message, {"role": "assistant", "content": content, **fields})), {}
-        if fields.get("tool_calls"):
-            fields["tool_calls"] = _in_form(fields["tool_calls"], self.facts.renders_calls)
-        return content, fields
-
     def _plain(self, content: str) -> str:
         """Text with spelled-out control tokens broken by a space, so that no message can forge a role."""
         return self._control.sub(lambda match: f"{match.group()[0]} {match.group()[1:]}", content)
-
-
-def call_text(call: Mapping[str, Any]) -> str:
-    """Text of an OpenAI-style call, as Hermes models write it and `Toolset.parse` reads it."""
-    function = call["function"]
-    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': function['arguments']})}</tool_call>"
-
-
-def _in_form(calls: Sequence[Mapping[str, Any]], form: str) -> list[dict[str, Any]]:
-    """Calls with arguments as an object, or as its JSON text."""
-    if form == "object":
-        return [dict(call) for call in calls]
-    return [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-        for call in calls
-    ]
 
 
 def _key(messages: Sequence[Message]) -> _Key:

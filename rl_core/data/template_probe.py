@@ -96,14 +96,15 @@ def examine(template: ChatTemplate) -> TemplateFacts:
     generation = prompt.removeprefix(opening) if prompt.startswith(opening) else ""
     prefill, pair = _prefill(generation)
     pair = pair or _thought_markers(bare, added)
-    arguments = _call_arguments(bare)
+    arguments = _call_arguments(bare, end_of_turn, answered.count(end_of_turn))
+    has_system = _shows(bare, "system", "user")
     control, markers = _tokens(bare, added, special, end_of_turn, answered, arguments)
-    dropping, rewriting = _changed_turns(bare, _turn(prefill, pair))
+    dropping, rewriting = _changed_turns(bare, _turn(prefill, pair), has_system)
     return TemplateFacts(
         end_of_turn=end_of_turn,
         writes_end=end is not None,
-        has_system=_shows(bare, "system", "user"),
-        has_tool=_shows(bare, "user", "assistant", "tool") and _shows(bare, "user", "assistant", "tool", "tool"),
+        has_system=has_system,
+        has_tool=_has_tool(bare, prefill),
         has_repeats=_shows(bare, "user", "user") and _shows(bare, "user", "assistant", "assistant"),
         control=control,
         markers=markers,
@@ -199,6 +200,15 @@ def _shows(template: ChatTemplate, *roles: str) -> bool:
     return all(text in shown for text in texts)
 
 
+def _has_tool(template: ChatTemplate, prefill: str) -> bool:
+    """True if results of tools are rendered, and followed by the same header as other messages.
+
+    DeepSeek-R1's template opens no thought after them, so one kind of turn would begin differently from the others.
+    """
+    shown = _shows(template, "user", "assistant", "tool") and _shows(template, "user", "assistant", "tool", "tool")
+    return shown and template.text([_user(), _assistant(), {"role": "tool", "content": "T"}]).endswith(prefill)
+
+
 def _prefill(generation: str) -> tuple[str, tuple[str, str] | None]:
     """The thought that a generation prompt opens, and its markers."""
     for pair in THOUGHT_MARKERS:
@@ -226,8 +236,11 @@ def _closing(prefill: str, pair: tuple[str, str] | None, generation: str, header
     return f"\n{pair[1]}\n\n"
 
 
-def _call_arguments(template: ChatTemplate) -> Literal["", "object", "text"]:
-    """Form of a call's arguments that the template renders; some want an object, others the JSON text of one."""
+def _call_arguments(template: ChatTemplate, end_of_turn: str, num_ends: int) -> Literal["", "object", "text"]:
+    """Form of a call's arguments that the template renders; some want an object, others the JSON text of one.
+
+    None if the call has more than the `num_ends` ends of turn of an answer: it is then no turn that could be sampled.
+    """
     forms: tuple[tuple[Literal["object", "text"], object], ...] = (
         ("object", {_ARGUMENT: _VALUE}),
         ("text", f'{{"{_ARGUMENT}": "{_VALUE}"}}'),
@@ -235,7 +248,7 @@ def _call_arguments(template: ChatTemplate) -> Literal["", "object", "text"]:
     for form, arguments in forms:
         text = _tried(template, [_user(), _called(arguments)], False)
         if all(part in text for part in (_TOOL, _ARGUMENT, _VALUE)):
-            return form
+            return form if text.count(end_of_turn) <= num_ends else ""
     return ""
 
 
@@ -267,13 +280,16 @@ def _turn(prefill: str, pair: tuple[str, str] | None) -> tuple[str, str]:
     return content, content.removeprefix(prefill)
 
 
-def _changed_turns(template: ChatTemplate, turn: tuple[str, str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _changed_turns(
+    template: ChatTemplate, turn: tuple[str, str], has_system: bool
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Roles of a next message after which an earlier turn has lost its thought, or is not the text that was sampled."""
     content, sampled = turn
-    prompt = template.text([_user()])
+    opening = [{"role": "system", "content": "S"}, _user()] if has_system else [_user()]  # some move it along
+    prompt = template.text(opening)
     dropping, rewriting = [], []
     for role in ("user", "tool"):
-        later = _tried(template, [_user(), _assistant(content), {"role": role, "content": "N"}])
+        later = _tried(template, [*opening, _assistant(content), {"role": role, "content": "N"}])
         if not later:
             continue
         if _THOUGHT in content and _THOUGHT not in later:

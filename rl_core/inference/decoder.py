@@ -27,6 +27,7 @@ from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
 from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead
 from rl_core.inference.sampling import draw
 from rl_core.models.lora import plain_linear, unwrap
+from rl_core.settings import SamplingSettings
 
 __all__ = ["Decoder", "AppendedTokens"]
 
@@ -218,7 +219,7 @@ class Decoder:
         return self._head(x_NH)
 
     def sample(
-        self, tokens_n: np.ndarray, positions_n: np.ndarray, uniforms_n: np.ndarray, temperature: float
+        self, tokens_n: np.ndarray, positions_n: np.ndarray, uniforms_n: np.ndarray, sampling: SamplingSettings
     ) -> np.ndarray:
         """`step` and `draw` by recorded steps (`graphs`): one upload, one replay, one read-back.
 
@@ -236,17 +237,22 @@ class Decoder:
         def compute(inputs_4R: torch.Tensor) -> torch.Tensor:
             tokens_R, positions_R, slots_R = (inputs_4R[row].long() for row in (0, 1, 3))
             logits_RV = self.step(tokens_R, positions_R, rows, length, slots_n=slots_R)
-            return torch.stack([part.double() for part in self.draw(logits_RV, inputs_4R[2], temperature)])
+            return torch.stack([part.double() for part in self.draw(logits_RV, inputs_4R[2], sampling)])
 
         inputs = torch.from_numpy(inputs_4R).to(self.device, non_blocking=True)
-        both_2R = self.graphs.run((rows, length, temperature), compute, inputs)
+        drawing = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        both_2R = self.graphs.run((rows, length, *drawing), compute, inputs)
         return both_2R[:, :count].cpu().numpy()
 
     def draw(
-        self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, temperature: float
+        self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `sampling.draw`."""
-        return (self._compiled.draw if self._compiled is not None else draw)(logits_nV, uniforms_n, temperature)
+        if sampling.is_restricted:
+            return draw(logits_nV, uniforms_n, sampling.temperature, sampling)
+        return (self._compiled.draw if self._compiled is not None else draw)(
+            logits_nV, uniforms_n, sampling.temperature
+        )
 
     def _step_compiled(
         self,

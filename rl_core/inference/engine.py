@@ -32,6 +32,7 @@ from rl_core.inference.sampling import (
     check_observation,
     check_prompt,
     check_weights,
+    penalized,
     uniforms,
 )
 from rl_core.inference.transformers_backend import TransformersBackend
@@ -117,6 +118,9 @@ class _Run:
         self._uniforms = np.zeros((self._slots, most))
         self._tokens = np.zeros((self._slots, most), dtype=np.int64)  # of the current action
         self._logprobs = np.zeros((self._slots, most))
+        self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
+        if sampling.repetition_penalty != 1:
+            self._seen = torch.zeros(self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device)
         self._prefilled: dict[tuple[int, ...], tuple[torch.Tensor, int]] = {}  # prompt -> (keys and values, row)
         self._waiting: dict[tuple[int, ...], int] = {}  # prompt -> sequences that have not begun
         for sequence in sequences:
@@ -181,6 +185,9 @@ class _Run:
             self._limit[slot], self._sampled[slot], self._acted[slot] = self._limits[id(sequence)], 0, 0
             room = self._limit[slot] - len(prompt)
             self._uniforms[slot, :room] = uniforms(sequence.seed, room)
+            if self._seen is not None:
+                self._seen[slot] = False
+                self._seen[slot, self._tensor(prompt)] = True
             self._waiting[prompt] -= 1
             if not self._waiting[prompt]:
                 self._prefilled.pop(prompt, None)
@@ -224,6 +231,8 @@ class _Run:
             array[targets] = array[sources]
         for table in (self._uniforms, self._tokens, self._logprobs):
             table[targets] = table[sources]
+        if self._seen is not None:
+            self._seen[self._tensor(targets)] = self._seen[self._tensor(sources)]
         sequences = {target: self._sequences[source] for target, source in moves.items()}
         for slot in {*targets, *sources}:
             self._sequences[slot] = sequences.get(slot)
@@ -256,25 +265,37 @@ class _Run:
         self._tokens[rows, self._acted[:n]] = chosen
         self._logprobs[rows, self._acted[:n]] = logprobs
         self._acted[:n] += 1
-        is_eos = self._is_eos[chosen]
-        acted = np.flatnonzero(is_eos | (self._length[:n] + 1 >= self._limit[:n]))
+        has_ended = self._is_eos[chosen]
+        if self._sampling.stop:
+            has_ended |= self._stopped(n)
+        acted = np.flatnonzero(has_ended | (self._length[:n] + 1 >= self._limit[:n]))
         for slot in acted.tolist():
-            self._end_turn(slot, hit_limit=not is_eos[slot])
+            self._end_turn(slot, hit_limit=not has_ended[slot])
         ended = [slot for slot in acted.tolist() if self._sequences[slot] is None]
         return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
+
+    def _stopped(self, n: int) -> np.ndarray:
+        """bool [n], True = the slot's newest token completes a stop text."""
+        actions = [self._tokens[slot, : self._acted[slot]].tolist() for slot in range(n)]
+        sequences = self._sequences[:n]
+        return np.array([s is not None and s.should_stop(ids) for s, ids in zip(sequences, actions, strict=True)])
 
     def _sample(
         self, tokens: np.ndarray, positions: np.ndarray, n: int, appended: AppendedTokens | None
     ) -> tuple[np.ndarray, np.ndarray]:
         """The device's part of a step: one upload, one read-back."""
-        drawn, temperature = self._uniforms[self._rows[:n], self._sampled[:n]], self._sampling.temperature
-        if self._decoder.graphs is not None and appended is None:
-            both_2n = self._decoder.sample(tokens, positions, drawn, temperature)
+        drawn = self._uniforms[self._rows[:n], self._sampled[:n]]
+        if self._decoder.graphs is not None and appended is None and self._seen is None:
+            both_2n = self._decoder.sample(tokens, positions, drawn, self._sampling)
             return both_2n[0].astype(np.int64), both_2n[1]
         logits_nV = self._decoder.step(
             self._tensor(tokens), self._tensor(positions), n, int(positions[:n].max()) + 1, appended
         )
-        tokens_n, logprobs_n = self._decoder.draw(logits_nV, self._tensor(drawn), temperature)
+        if self._seen is not None:
+            logits_nV = penalized(logits_nV, self._seen[:n], self._sampling.repetition_penalty)
+        tokens_n, logprobs_n = self._decoder.draw(logits_nV, self._tensor(drawn), self._sampling)
+        if self._seen is not None:
+            self._seen[self._tensor(self._rows[:n]), tokens_n] = True
         if tokens_n.device.type == "cpu":
             return tokens_n.numpy(), logprobs_n.numpy()
         both_2n = torch.stack([tokens_n.double(), logprobs_n.double()]).cpu().numpy()  # token ids are exact in float64
@@ -301,6 +322,8 @@ class _Run:
         check_observation(observation, int(self._limit[slot] - self._length[slot]) - 1, hit_limit)
         self._to_append[slot] = [int(self._pending[slot]), *observation[:-1]]
         self._pending[slot] = observation[-1]
+        if self._seen is not None:
+            self._seen[slot, self._tensor(observation)] = True
         return True
 
     def _appended_tokens(
@@ -329,7 +352,7 @@ class _Run:
         tokens = np.array([token for ids in to_append.values() for token in ids], dtype=np.int64)
         return appended, tokens, positions_XW[inside]
 
-    def _tensor(self, values: np.ndarray | list[int]) -> torch.Tensor:
+    def _tensor(self, values: np.ndarray | Sequence[int]) -> torch.Tensor:
         """On the device; integers as int64, floats as float64."""
         array = np.asarray(values)
         return torch.from_numpy(array).to(self._decoder.device, non_blocking=True)

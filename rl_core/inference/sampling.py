@@ -26,6 +26,7 @@ __all__ = [
     "check_prompt",
     "check_weights",
     "draw",
+    "penalized",
     "sequence_seed",
     "uniforms",
 ]
@@ -47,6 +48,9 @@ class RolloutSequence(Protocol):
             logprobs: their log-probabilities in nats, as `draw` gives them.
             hit_limit: True = cut off by max_completion_tokens or the context; the answer has to be None then.
         """
+
+    def should_stop(self, action_ids: list[int]) -> bool:
+        """True = the newest of these tokens completes a stop text. Asked after every token, if there are stop texts."""
 
 
 class RolloutBackend(Protocol):
@@ -76,15 +80,22 @@ def uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
-def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    logits_BV: torch.Tensor,
+    uniforms_B: torch.Tensor,
+    temperature: float,
+    restriction: SamplingSettings | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each row, by inversion of the cumulative distribution, and its log-probability.
 
     Args:
-        logits_BV: [B, V], any float type.
+        logits_BV: [B, V], any float type; penalties applied.
         uniforms_B: float64 [B] in [0, 1).
-        temperature: 0 = the most likely token.
+        temperature: 0 = the most likely token, whatever the restriction.
+        restriction: draw from the tokens that its min_p, top_k and top_p keep; None = from all.
     Returns: tokens int64 [B]; log-probabilities float32 [B] in nats under the distribution that they were drawn from,
-        softmax(logits / temperature). Greedy tokens are drawn from none: at temperature 0 those of softmax(logits).
+        softmax(logits / temperature) renormalised over the kept tokens. Greedy tokens are drawn from none: at
+        temperature 0 those of softmax(logits).
     """
     if temperature in (0, 1):
         log_p_BV = torch.log_softmax(logits_BV, dim=-1, dtype=torch.float32)
@@ -93,11 +104,62 @@ def draw(logits_BV: torch.Tensor, uniforms_B: torch.Tensor, temperature: float) 
     if temperature == 0:
         logprobs_B, tokens_B = log_p_BV.max(dim=-1)
         return tokens_B, logprobs_B
+    if restriction is not None:
+        log_p_BV = torch.log_softmax(_restricted(log_p_BV, restriction), dim=-1)
     cumulative_BV = log_p_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     # first token whose cumulative probability exceeds u * total: one of probability 0 is never taken
     levels_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
     tokens_B1 = torch.searchsorted(cumulative_BV, levels_B1, right=True).clamp_(max=logits_BV.shape[-1] - 1)
     return tokens_B1.squeeze(1), log_p_BV.gather(1, tokens_B1).squeeze(1)
+
+
+def penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Logits with a repetition penalty: z / penalty where z > 0, else z * penalty, at tokens seen in the sequence.
+
+    Source: Keskar et al. 2019, arXiv:1909.05858, section 4.1, as vLLM and transformers apply it to negative logits.
+    """
+    changed_BV = torch.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty)
+    return torch.where(seen_BV, changed_BV, logits_BV)
+
+
+def _restricted(log_p_BV: torch.Tensor, kept: SamplingSettings) -> torch.Tensor:
+    """log p, minus infinity at tokens that are not kept: first min_p, then top_k, then top_p of what these leave.
+
+    The order is that of vLLM's sampler (penalties, temperature, min_p, top_k, top_p; vllm/v1/sample/sampler.py). Tokens
+    as likely as the last one that is kept are kept too, so nothing depends on the order of equal ones.
+    """
+    if kept.min_p > 0:
+        least_B1 = log_p_BV.amax(-1, keepdim=True) + math.log(kept.min_p)
+        log_p_BV = log_p_BV.masked_fill(log_p_BV < least_B1, -torch.inf)
+    if 0 < kept.top_k < log_p_BV.shape[-1]:
+        least_B1 = log_p_BV.topk(kept.top_k, dim=-1).values[:, -1:]
+        log_p_BV = log_p_BV.masked_fill(log_p_BV < least_B1, -torch.inf)
+    if kept.top_p < 1:
+        log_p_BV = log_p_BV.masked_fill(log_p_BV < _least_of_top_p(log_p_BV, kept.top_p), -torch.inf)
+    return log_p_BV
+
+
+_SORTED_FIRST = 1024  # tokens that a CPU sorts before it sorts the whole vocabulary
+
+
+def _least_of_top_p(log_p_BV: torch.Tensor, top_p: float) -> torch.Tensor:
+    """log p of the least likely token that is kept [B, 1]: what is more likely than it adds up to less than top_p."""
+    totals_B1 = log_p_BV.exp().sum(-1, keepdim=True, dtype=torch.float64)
+
+    def least_of(sorted_BK: torch.Tensor, totals_B1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        masses_BK = sorted_BK.exp().cumsum(-1, dtype=torch.float64)
+        before_BK = torch.cat([torch.zeros_like(totals_B1), masses_BK[:, :-1]], dim=1)
+        count_B1 = (before_BK < top_p * totals_B1).sum(-1, keepdim=True)
+        return sorted_BK.gather(1, count_B1 - 1), masses_BK[:, -1:] >= top_p * totals_B1
+
+    if log_p_BV.device.type != "cpu" or log_p_BV.shape[-1] <= _SORTED_FIRST:
+        return least_of(log_p_BV.sort(dim=-1, descending=True).values, totals_B1)[0]
+    least_B1, is_enough_B1 = least_of(log_p_BV.topk(_SORTED_FIRST, dim=-1).values, totals_B1)
+    others = (~is_enough_B1.squeeze(1)).nonzero().squeeze(1)
+    if len(others):
+        whole = log_p_BV[others].sort(dim=-1, descending=True).values
+        least_B1[others] = least_of(whole, totals_B1[others])[0]
+    return least_B1
 
 
 def check_prompt(sequence: RolloutSequence, max_length: int) -> None:

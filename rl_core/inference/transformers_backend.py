@@ -28,6 +28,7 @@ from rl_core.inference.sampling import (
     check_prompt,
     check_weights,
     draw,
+    penalized,
     uniforms,
 )
 from rl_core.models.causal_lm import evaluating
@@ -68,18 +69,19 @@ class TransformersBackend:
                 rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
                 play_turn = self._play_turn if self._keeps_cache else self._play_turn_without_cache
                 while rows:
-                    play_turn(rows, sampling.temperature)
+                    play_turn(rows, sampling)
                     turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
     @torch.inference_mode()
-    def _play_turn(self, rows: list[_Row], temperature: float) -> None:
+    def _play_turn(self, rows: list[_Row], sampling: SamplingSettings) -> None:
         """Sample one action for every row."""
         device = self._model.device
         width = max(len(row.ids) for row in rows)
         ids_BS = torch.tensor([[self._pad_id] * (width - len(row.ids)) + row.ids for row in rows], device=device)
         mask_BS = torch.tensor([[0] * (width - len(row.ids)) + [1] * len(row.ids) for row in rows], device=device)
         cache: Any = None
+        seen_BV: torch.Tensor | None = None
         while True:
             # of rows that have acted and decode on, none beyond those that the model has
             positions = (mask_BS.cumsum(1) - 1).clamp(0, self.max_length - 1)[:, -ids_BS.shape[1] :]
@@ -92,7 +94,12 @@ class TransformersBackend:
             )
             cache = output.past_key_values
             uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
-            tokens_B, logprobs_B = draw(output.logits[:, -1], uniforms_B, temperature)
+            logits_BV = output.logits[:, -1]
+            if seen_BV is None and sampling.repetition_penalty != 1:
+                seen_BV = _seen(rows, logits_BV)
+            tokens_B, logprobs_B = _draw(logits_BV, uniforms_B, sampling, seen_BV)
+            if seen_BV is not None:
+                seen_BV.scatter_(1, tokens_B[:, None], True)
             self._add(rows, tokens_B, logprobs_B)
             if all(row.has_acted(self._eos_ids) for row in rows):
                 return
@@ -100,7 +107,7 @@ class TransformersBackend:
             mask_BS = torch.cat([mask_BS, mask_BS.new_ones(len(rows), 1)], dim=1)
 
     @torch.inference_mode()
-    def _play_turn_without_cache(self, rows: list[_Row], temperature: float) -> None:
+    def _play_turn_without_cache(self, rows: list[_Row], sampling: SamplingSettings) -> None:
         """As `_play_turn`; rows that have acted are left out."""
         device = self._model.device
         while rows := [row for row in rows if not row.has_acted(self._eos_ids)]:
@@ -109,7 +116,8 @@ class TransformersBackend:
             logits_BSV = self._model(input_ids=ids_BS, use_cache=False).logits
             logits_BV = logits_BSV[torch.arange(len(rows), device=device), lengths_B - 1]
             uniforms_B = torch.tensor([row.next_uniform() for row in rows], dtype=torch.float64, device=device)
-            self._add(rows, *draw(logits_BV, uniforms_B, temperature))
+            seen_BV = _seen(rows, logits_BV) if sampling.repetition_penalty != 1 else None
+            self._add(rows, *_draw(logits_BV, uniforms_B, sampling, seen_BV))
 
     def _add(self, rows: list[_Row], tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> None:
         """Give every row that has not acted its token."""
@@ -117,6 +125,23 @@ class TransformersBackend:
             if not row.has_acted(self._eos_ids):
                 check_logprob(logprob, row.num_sampled, self._model.dtype)
                 row.add(token, logprob)
+
+
+def _draw(
+    logits_BV: torch.Tensor, uniforms_B: torch.Tensor, sampling: SamplingSettings, seen_BV: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sampling.draw`, with the settings' penalty where seen tokens are given."""
+    if seen_BV is not None:
+        logits_BV = penalized(logits_BV, seen_BV, sampling.repetition_penalty)
+    return draw(logits_BV, uniforms_B, sampling.temperature, sampling if sampling.is_restricted else None)
+
+
+def _seen(rows: list[_Row], like_BV: torch.Tensor) -> torch.Tensor:
+    """bool [B, V], True = the token stands in the row."""
+    seen_BV = torch.zeros_like(like_BV, dtype=torch.bool)
+    for row, ids in zip(seen_BV, (row.ids for row in rows), strict=True):
+        row[torch.tensor(ids, device=like_BV.device)] = True
+    return seen_BV
 
 
 class _Row:
@@ -131,6 +156,7 @@ class _Row:
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
         self.num_sampled = 0
         self._hit_limit = False
+        self._has_stop_texts, self._is_stopped = bool(sampling.stop), False
 
     def next_uniform(self) -> float:
         """The uniform of the next token; it stays the same for a row that has acted."""
@@ -142,14 +168,18 @@ class _Row:
         self.logprobs.append(logprob)
         self.ids.append(token)
         self.num_sampled += 1
+        self._is_stopped = self._has_stop_texts and self.sequence.should_stop(self.action)
 
     def has_acted(self, eos_ids: Collection[int]) -> bool:
         """True = this turn's action has ended, or has reached the sequence's limit."""
-        return bool(self.action) and (self.action[-1] in eos_ids or len(self.ids) >= self.limit)
+        return bool(self.action) and (self._has_ended(eos_ids) or len(self.ids) >= self.limit)
+
+    def _has_ended(self, eos_ids: Collection[int]) -> bool:
+        return self.action[-1] in eos_ids or self._is_stopped
 
     def end_turn(self, eos_ids: Collection[int]) -> Turnover:
         """Hand the action over."""
-        self._hit_limit = self.action[-1] not in eos_ids
+        self._hit_limit = not self._has_ended(eos_ids)
         return self.sequence.advance(self.action, self.logprobs, self._hit_limit)
 
     def goes_on(self, observation: list[int] | None) -> bool:

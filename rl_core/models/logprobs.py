@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rl_core.capabilities import plain_head
-from rl_core.errors import DataError
+from rl_core.capabilities import plain_head, router_logits
+from rl_core.errors import DataError, SettingsError
+from rl_core.losses.router import load_balancing_loss
 from rl_core.losses.supervised import token_entropy
 from rl_core.models.chunked_head import at_least_float32, default_chunk_tokens, log_softmax_chunk, selected_logprobs
 from rl_core.models.hidden_states import hidden_states, model_inputs
@@ -24,6 +25,7 @@ from rl_core.types import TrainBatch
 
 __all__ = [
     "TokenOutputs",
+    "check_router",
     "completion_logprobs",
     "next_token_logprobs",
     "token_outputs",
@@ -38,6 +40,8 @@ class TokenOutputs:
     entropy_BS: torch.Tensor | None = None  # nats, of the distribution over the vocabulary before the token
     values_BS: torch.Tensor | None = None  # value of the state before the token
     value_after_B: torch.Tensor | None = None  # value of the state after each row's last real token
+    # of a mixture of experts: how evenly its routers load them over the batch's real tokens, scalar
+    load_balancing_loss: torch.Tensor | None = None
 
 
 def completion_logprobs(
@@ -59,6 +63,7 @@ def token_outputs(
     *,
     with_entropy: bool = False,
     value_head: nn.Module | None = None,
+    with_load_balancing: bool = False,
     chunk_tokens: int | None = None,
 ) -> TokenOutputs:
     """Log-probabilities, entropies and values of every token that carries loss, from one pass through the trunk.
@@ -78,6 +83,7 @@ def token_outputs(
             packed sequence; temperatures_BS above 0 at these tokens, None = 1.
         with_entropy: also give the entropies.
         value_head: maps hidden states [N, H] to values [N]; None = no values.
+        with_load_balancing: also give `losses.router.load_balancing_loss`; needs `capabilities.router_logits`.
         chunk_tokens: positions whose logits are held at once; None = by vocabulary and device.
     Raises: DataError when shapes differ, position 0 carries loss, or a temperature is not above 0.
     """
@@ -86,16 +92,26 @@ def token_outputs(
     positions_N = batch.loss_mask_BS.reshape(-1).nonzero().squeeze(1)
     targets_N, temperatures_N = ids_BS.reshape(-1)[positions_N], _temperatures(batch, positions_N)
     base = unwrap(model)
+    routed: Any = None
     if plain_head(base).allowed:
         head = base.get_output_embeddings()
-        hidden_BSH = hidden_states(base, batch, _read_places(batch, with_last=value_head is not None))
+        if with_load_balancing:  # experts have no fast path
+            trunk: Any = base.base_model
+            output = trunk(**model_inputs(base, batch), use_cache=False, output_router_logits=True)
+            routed, hidden_BSH = output.router_logits, output.last_hidden_state
+        else:
+            hidden_BSH = hidden_states(base, batch, _read_places(batch, with_last=value_head is not None))
         hidden_NH = hidden_BSH.reshape(-1, hidden_BSH.shape[-1]).index_select(0, positions_N - 1)
         options: dict[str, Any] = {"with_entropy": with_entropy, "chunk_tokens": chunk_tokens}
         logprobs_N, entropy_N = selected_logprobs(
             hidden_NH, head.weight, head.bias, targets_N, temperatures_N=temperatures_N, **options
         )
     else:  # a head that scales, caps or adapts its logits: let the model compute them
-        outputs = base(**model_inputs(base, batch), use_cache=False, output_hidden_states=value_head is not None)
+        more = {"output_router_logits": True} if with_load_balancing else {}
+        outputs = base(
+            **model_inputs(base, batch), use_cache=False, output_hidden_states=value_head is not None, **more
+        )
+        routed = getattr(outputs, "router_logits", None)
         hidden_BSH = outputs.hidden_states[-1] if value_head is not None else outputs.logits
         logits_NV = outputs.logits.reshape(-1, outputs.logits.shape[-1]).index_select(0, positions_N - 1)
         logprobs_N, entropy_N = _logprobs_of_logits(logits_NV, targets_N, temperatures_N, with_entropy=with_entropy)
@@ -104,12 +120,25 @@ def token_outputs(
         return values_N.new_zeros(ids_BS.numel()).index_copy(0, positions_N, values_N).view(ids_BS.shape)
 
     result = TokenOutputs(scatter(logprobs_N), scatter(entropy_N) if entropy_N is not None else None)
+    if with_load_balancing:
+        layers = [logits.reshape(-1, logits.shape[-1]) for logits in routed]
+        result.load_balancing_loss = load_balancing_loss(
+            layers, batch.attention_mask_BS.reshape(-1), top_k=int(base.config.num_experts_per_tok)
+        )
     if value_head is not None:
         flat = hidden_BSH.reshape(-1, hidden_BSH.shape[-1])
         result.values_BS = scatter(value_head(flat.index_select(0, positions_N - 1)))
         last_B = batch.attention_mask_BS.sum(1) - 1
         result.value_after_B = value_head(hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
     return result
+
+
+def check_router(model: PreTrainedModel, coef: float) -> None:
+    """Raise SettingsError where a load-balancing loss is asked for (`coef` above 0) and the model gives none."""
+    if coef > 0 and not (decision := router_logits(model)).allowed:
+        raise SettingsError(
+            f"router_aux_loss_coef: {coef} balances the experts of a mixture; {decision.reason}. Leave it at 0"
+        )
 
 
 def _check_loss_mask(batch: TrainBatch) -> None:

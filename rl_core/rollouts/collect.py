@@ -151,6 +151,7 @@ class _EpisodeSequence:
         self._renderer = renderer
         self._max_turns, self._room = sampling.max_turns, sampling.max_completion_tokens
         self._temperature = sampling.temperature
+        self._stop = sampling.stop
         self._pool = pool  # None = the environment is called on the caller's thread
         self._episode: Episode = self._guard(environment.episode, seed=request.seed, level=request.level)
         self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
@@ -190,6 +191,13 @@ class _EpisodeSequence:
             return self._take(step)
         call = self._pool.submit(f"{self.place}: a step", self._guard, self._episode.step, text)
         return PendingTurn(call, self._take)
+
+    def should_stop(self, action_ids: list[int]) -> bool:
+        """True = the newest token completes a stop text; see `RolloutSequence`."""
+        # A token has at least one byte, a character at most four. More tokens than that: decoding may strip the first.
+        newest = action_ids[-(4 * max(map(len, self._stop)) + 8) :]
+        text = self._renderer.action_text(newest)
+        return any(stop in text for stop in self._stop)
 
     def _take(self, step: Step) -> list[int] | None:
         """Observation tokens of a finished step; None = the episode is over."""

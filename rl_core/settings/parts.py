@@ -104,6 +104,28 @@ class SamplingSettings(Settings):
     """Sampling of completions."""
 
     temperature: float = setting(1.0, ge=0, le=5, doc="divides the logits; 0 = greedy, evaluation only")
+    top_k: int = setting(0, ge=0, doc="draw from the k most likely tokens; 0 = all; not where rollouts train a policy")
+    top_p: float = setting(
+        1.0,
+        gt=0,
+        le=1,
+        doc="draw from the most likely tokens that together reach this probability; not where rollouts train a policy",
+    )
+    min_p: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        doc="draw from tokens of at least this share of the highest probability; not where rollouts train a policy",
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        gt=0,
+        doc="divides positive logits of tokens that stand in the sequence already, and multiplies negative ones "
+        "(arXiv:1909.05858); not where rollouts train a policy",
+    )
+    stop: tuple[str, ...] = setting(
+        (), doc="texts that end an action as the end-of-turn token does; their tokens stay, and the text keeps them"
+    )
     max_completion_tokens: int = setting(
         DEFAULTS["SamplingSettings.max_completion_tokens"], ge=1, doc="tokens after the prompt, observations included"
     )
@@ -121,13 +143,40 @@ class SamplingSettings(Settings):
         "regardless of timing; ready: rejoins at once, so no episode waits, but log-probs vary in the last bits",
     )
 
-    def check_trainable(self) -> None:
+    @property
+    def is_restricted(self) -> bool:
+        """True = tokens are drawn from a part of the vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def check(self) -> None:
+        """An empty stop text would end every action before its first token."""
+        if "" in self.stop:
+            raise SettingsError("stop: holds an empty text, which every action contains; remove it")
+
+    def check_varied(self) -> None:
         """Raise SettingsError at temperature 0: greedy rollouts carry no learning signal."""
         if self.temperature == 0:
             raise SettingsError(
                 "sampling.temperature: 0 is greedy: a prompt's rollouts are identical, without a learning signal; "
                 "use above 0, usually 1"
             )
+
+    def check_trainable(self) -> None:
+        """Raise SettingsError where the distribution sampled from is not the one that a policy update works with.
+
+        Log-probabilities of the update (current, old, reference) are of softmax(logits / temperature) over the whole
+        vocabulary. They would have to be renormalised over each token's own set of kept tokens, or computed with each
+        token's own penalties; neither is stored.
+        """
+        self.check_varied()
+        for name, neutral in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0), ("repetition_penalty", 1.0)):
+            value = getattr(self, name)
+            if value != neutral:
+                raise SettingsError(
+                    f"sampling.{name}: {value} samples from another distribution than the one that is trained, "
+                    "softmax(logits / temperature) over the whole vocabulary, so ratios, KL and gradients would be of "
+                    f"another policy; leave it at {neutral} here (evaluation and generation take it)"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

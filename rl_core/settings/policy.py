@@ -121,6 +121,9 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     entropy_coef: float = setting(0.0, ge=0, doc="weight of the entropy bonus")
     entropy_decay: float = setting(1.0, gt=0, le=1, doc="decay factor of entropy_coef per rollout")
     entropy_floor: float = setting(0.0, ge=0, doc="lower bound of entropy_coef")
+    router_aux_loss_coef: float = setting(
+        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
+    )
     importance: Literal["none", "token", "sequence", "geometric", "vtrace"] = setting(
         "none",
         doc="importance weights (trainer / sampler probability) for stale or numerically different rollouts: of each "
@@ -171,6 +174,16 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return low, high if self.clip_eps_high is None else self.clip_eps_high
 
     @property
+    def compares_groups(self) -> bool:
+        """True if advantages are relative to a group of rollouts of the same prompt."""
+        return self.algorithm in GROUP_ALGORITHMS
+
+    @property
+    def is_taught(self) -> bool:
+        """True if a teacher gives the advantages (`DistilledPolicySettings`)."""
+        return False
+
+    @property
     def aggregation(self) -> Aggregation:
         """Aggregation of the loss over tokens, with the algorithm's default."""
         return self.loss_aggregation or _AGGREGATIONS.get(self.algorithm, "token_mean")
@@ -215,7 +228,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Combinations that cannot learn or would be partly ignored."""
         self.sampling.check_trainable()
-        if self.group_size == 1 and self.algorithm in GROUP_ALGORITHMS:
+        if self.group_size == 1 and self.compares_groups:
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
             )
@@ -333,5 +346,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """entropy_floor must not exceed entropy_coef; sampling must not be greedy."""
         self.sampling.check_trainable()
+        if self.sampling.stop:
+            raise SettingsError("sampling.stop: a thought ends by the end-of-turn token; remove it")
         if self.entropy_floor > self.entropy_coef:
             raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

@@ -61,7 +61,9 @@ class LoopSettings(Settings):
     """The training loop: evaluation, checkpoints, early stopping, guards."""
 
     eval_every: int = setting(0, ge=0, doc="iterations between evaluations; 0 = only at the end")
-    checkpoint_every: int = setting(50, ge=0, doc="iterations between checkpoints; 0 = only when stopped")
+    checkpoint_every: int = setting(
+        50, ge=0, doc="iterations between checkpoints, or a minute of long ones; 0 = only when stopped"
+    )
     keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
     patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
@@ -78,6 +80,9 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
     batch_size: int = setting(64, ge=1, doc="demonstrations per optimizer step")
     dropout: bool = setting(True, doc="the dropout that the model (and its adapter) is configured with, in updates")
+    router_aux_loss_coef: float = setting(
+        0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
+    )
     loss_on: Literal["all", "last"] = setting(
         "all",
         doc="assistant turns that carry loss: all, or the last one; a message's own weight 0 takes it out as well",
@@ -103,7 +108,7 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Pairs need rollouts that differ."""
-        self.sampling.check_trainable()
+        self.sampling.check_varied()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,7 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
 
     def check(self) -> None:
         """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
-        self.sampling.check_trainable()
+        self.sampling.check_varied()
         if self.loss != "dpo" and self.label_smoothing > 0:
             reason = ", which bounds the margin itself" if self.loss == "ipo" else ""
             raise SettingsError(

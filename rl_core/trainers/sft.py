@@ -17,7 +17,7 @@ from rl_core.capabilities import sequence_packing
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.losses.supervised import supervised_loss
-from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.logprobs import check_router, token_outputs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import SFTSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer
@@ -54,6 +54,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
                 position 0, which has nothing before it.
         Raises: DataError naming a row that cannot be trained on.
         """
+        check_router(model, settings.router_aux_loss_coef)
         train = [_train_row(row, f"rows_train[{index}]") for index, row in enumerate(rows_train)]
         heldout = [_train_row(row, f"rows_heldout[{index}]") for index, row in enumerate(rows_heldout)]
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
@@ -66,8 +67,9 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
             )
 
     def _evaluate(self, examples: Sequence[TrainRow]) -> dict[str, float]:
-        """Loss in nats per loss token, and perplexity, its exponential."""
-        loss = super()._evaluate(examples)["loss"]
+        """Loss in nats per loss token (no router's), and perplexity, its exponential."""
+        metrics = super()._evaluate(examples)
+        loss = metrics.get("nll", metrics["loss"])
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def _num_tokens(self, example: TrainRow) -> int:
@@ -81,13 +83,18 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
 
     def _loss_fn(self, examples: Sequence[TrainRow]) -> LossFn[TrainBatch]:
         num_loss_tokens = sum(sum(row.loss_mask) for row in examples)
-        return lambda batch: self._loss(batch, num_loss_tokens)
+        num_tokens = sum(map(self._num_tokens, examples))
+        return lambda batch: self._loss(batch, num_loss_tokens, num_tokens)
 
-    def _loss(self, batch: TrainBatch, num_loss_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
-        batch = batch.to(self._device)
-        logprobs_BS, _ = completion_logprobs(self.model, batch)
-        loss, _ = supervised_loss(logprobs_BS, batch.loss_mask_BS, num_loss_tokens=num_loss_tokens)
-        return loss, {}
+    def _loss(self, batch: TrainBatch, num_loss_tokens: int, num_tokens: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
+        """Loss over the loss tokens of the step; a router's loss by the micro-batch's share of its real tokens."""
+        batch, coef = batch.to(self._device), self.settings.router_aux_loss_coef
+        outputs = token_outputs(self.model, batch, with_load_balancing=coef > 0)
+        loss, metrics = supervised_loss(outputs.logprobs_BS, batch.loss_mask_BS, num_loss_tokens=num_loss_tokens)
+        if outputs.load_balancing_loss is None:
+            return loss, {}
+        balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / num_tokens)
+        return loss + coef * balance, metrics | {"router_aux_loss": balance.detach()}
 
 
 def _train_row(row: Row, name: str) -> TrainRow:

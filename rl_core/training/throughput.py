@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["peak_flops", "sequence_lengths", "step_flops", "throughput_metrics"]
+__all__ = ["COUNTS", "peak_flops", "sequence_lengths", "step_flops", "throughput_metrics"]
 
 # dense bfloat16 peaks of the makers' data sheets, 10^12 operations a second; the first name that fits counts
 _PEAKS = {
@@ -80,17 +80,26 @@ def _transformers(model: nn.Module) -> list[tuple[int, int]]:
     return found
 
 
+COUNTS = ("optimizer_flops", "packed_weights", "packed_weights_in_float")  # among the spans, what is no time
+
+
 def peak_flops(device_name: str) -> float | None:
     """Peak of a GPU in dense bfloat16, operations a second; None where it is not known."""
     return next((peak * 1e12 for name, peak in _PEAKS.items() if name in device_name), None)
 
 
 def throughput_metrics(spans: Mapping[str, float], model: nn.Module, *, is_bfloat16: bool) -> dict[str, float]:
-    """perf/update_tflops: 10^12 operations a second of the optimizer steps; on a known GPU in bfloat16 perf/mfu too."""
+    """perf/update_tflops: 10^12 operations a second of the optimizer steps; on a known GPU in bfloat16 perf/mfu too.
+
+    And perf/float_weight_share of rollouts by weights packed in digits (`rl_core.cpu.int8_gemm`).
+    """
+    metrics: dict[str, float] = {}
+    if spans.get("packed_weights"):
+        metrics["perf/float_weight_share"] = spans["packed_weights_in_float"] / spans["packed_weights"]
     if not spans.get("optimizer") or not spans.get("optimizer_flops"):
-        return {}
+        return metrics
     rate = spans["optimizer_flops"] / spans["optimizer"]
-    metrics = {"perf/update_tflops": rate / 1e12}
+    metrics["perf/update_tflops"] = rate / 1e12
     device = next(model.parameters()).device
     if device.type == "cuda" and is_bfloat16:
         peak = peak_flops(torch.cuda.get_device_name(device))

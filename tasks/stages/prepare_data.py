@@ -17,7 +17,8 @@ from typing import Any
 
 from rl_core.api.data import preference_length
 from rl_core.data import records, splits
-from rl_core.data.chat import ChatRenderer, call_text
+from rl_core.data.assistant_message import call_text
+from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import training_sequences
 from rl_core.data.files import data_files
 from rl_core.data.tokenizer import train_tokenizer

@@ -36,13 +36,14 @@ def _body(context: StageContext) -> dict[str, Any]:
     settings: SFTSettings = context.settings
     policy = load_policy(context.inputs["model"], context.pipeline)
     data = Path(context.inputs["data"])
+    rows = {split: read_jsonl(data / f"demonstrations_{split}.jsonl") for split in ("train", "heldout")}
     train, heldout = (
         [
             sequence
-            for row in read_jsonl(data / f"demonstrations_{split}.jsonl")
+            for row in part
             for sequence in training_sequences(policy.renderer, row["messages"], row.get("tools"), settings.loss_on)
         ]
-        for split in ("train", "heldout")
+        for part in rows.values()
     )
     recipe = recipes.sft(policy, train, heldout, settings, context.seed, context.process_group)
     outcome = context.train(recipe)
@@ -58,8 +59,10 @@ def _body(context: StageContext) -> dict[str, Any]:
         "steps": outcome.steps,
         "stop_reason": outcome.stop_reason,
         "eval_loss": loss,
-        "demonstrations": len(train),
+        "demonstrations": len(rows["train"]),
+        "sequences": len(train),  # more where the template renders the history anew (history_thoughts)
         "demonstration_tokens": tokens,
         "metrics": outcome.metrics,
-        "note": f"{outcome.steps} steps on {len(train)} demonstrations, held-out loss {loss:.3f} nats per token",
+        "note": f"{outcome.steps} steps on {len(rows['train'])} demonstrations, "
+        f"held-out loss {loss:.3f} nats per token",
     }

@@ -42,8 +42,10 @@ class PolicyUpdate:
     """Old and reference log-probs, values and advantages, then epochs x minibatches of optimizer steps.
 
     L = policy loss + kl_coef KL(policy || reference) + trust_region_coef KL(old || policy) - entropy_coef entropy
-    (+ value_coef value loss with a shared head). All but the value loss, a mean over loss tokens, are summed with the
-    same weight of each token (`loss_aggregation`), so that a coefficient means the same whatever the sum is divided by.
+    (+ value_coef value loss with a shared head) (+ router_aux_loss_coef the mean of the micro-batches' load-balancing
+    losses, weighed by their real tokens). All but the value loss, a mean over loss tokens, and the router's are summed
+    with the same weight of each token (`loss_aggregation`), so that a coefficient means the same whatever the sum is
+    divided by.
     Rows of advantage 0 add nothing to the policy loss: unless another term needs them, they count in its denominator
     but are not run through the model.
     """
@@ -73,6 +75,7 @@ class PolicyUpdate:
         self.critic_only = critic_only
         self.trained: set[int] = set(range(len(self.buffer.samples)))  # rows that are run through the policy
         self.counts = StepCounts(1, 1, 1, 1)  # denominators of the current optimizer step
+        self.num_routed_tokens = 1  # real tokens of that step, where a router's loss is wanted
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
@@ -113,10 +116,12 @@ class PolicyUpdate:
         if critic is not None:
             buffer.compute_values(minibatches)
         needs_old = steps > 1 or settings.kl_max is not None
-        is_traced = settings.importance == "vtrace"
+        is_traced, is_taught = settings.importance == "vtrace", self.actor_critic.teacher is not None
         if in_reward:
             buffer.compute_ref_logprobs(minibatches)
-        if in_reward or is_traced:
+        if is_taught:
+            buffer.compute_teacher_logprobs(minibatches)
+        if in_reward or is_traced or is_taught:
             if needs_old or not self._sampler_is_policy():
                 buffer.compute_old_logprobs(minibatches)
             if is_traced or buffer.old_logprobs_RS is None:
@@ -157,6 +162,8 @@ class PolicyUpdate:
         batches = [] if self.critic_only else self.buffer.batches(self._trained_rows(indices))
         if batches:
             self.counts = self._step_counts(indices)
+            if self.settings.router_aux_loss_coef > 0:
+                self.num_routed_tokens = self._num_real_tokens(batches)
             guard = self._kl_guard() if self.settings.kl_max is not None else None
             metrics = self.actor_critic.optimizer_step.apply(batches, self.loss)
             if "policy/importance_mean" in metrics:
@@ -168,6 +175,11 @@ class PolicyUpdate:
         if self.actor_critic.critic_optimizer_step is not None:
             metrics |= self._critic_step(indices)
         return metrics
+
+    def _num_real_tokens(self, batches: Batches) -> int:
+        """Real tokens, prompts included, of the step's micro-batches in all processes."""
+        own = sum(int(batch.attention_mask_BS.sum()) for batch in batches if not isinstance(batch, DummyBatch))
+        return sum(self.actor_critic.optimizer_step.process_group.all_gather(own))
 
     def _step_counts(self, indices: Sequence[int]) -> StepCounts:
         """Denominators of a step; rows of advantage 0 that are not run count too: their loss is 0, not absent."""
@@ -187,7 +199,10 @@ class PolicyUpdate:
         mask_BS, sampler_BS = batch.loss_mask_BS, batch.sampler_logprobs_BS
         head = self.actor_critic.critic.value_head if self.actor_critic.critic is not None else None
         with buffer.masks(batch):
-            outputs = token_outputs(self.actor_critic.policy, batch, with_entropy=True, value_head=head)
+            outputs = token_outputs(
+                self.actor_critic.policy, batch, with_entropy=True, value_head=head,
+                with_load_balancing=settings.router_aux_loss_coef > 0,
+            )  # fmt: skip
         logprobs_BS = outputs.logprobs_BS
         count = self.counts.num_run_tokens
         has_old = buffer.old_logprobs_RS is not None
@@ -231,6 +246,10 @@ class PolicyUpdate:
             )  # fmt: skip
             loss = loss + self.kl_coef * penalty
             parts |= kl
+        if outputs.load_balancing_loss is not None:
+            balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / self.num_routed_tokens)
+            loss = loss + settings.router_aux_loss_coef * balance
+            parts["router_aux_loss"] = balance.detach()
         if settings.trust_region_coef > 0:
             moved, _ = kl_penalty(
                 old_BS, outputs.logprobs_BS, mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS

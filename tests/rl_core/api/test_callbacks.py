@@ -41,6 +41,22 @@ def test_a_callback_stops_and_the_reason_is_told():
     assert training.run() is outcome
 
 
+def test_a_stop_is_kept_over_the_evaluation_of_the_same_iteration():
+    """The evaluation's own event asks for nothing; the stop that the iteration's asked for stands."""
+
+    def enough(event):
+        if event.kind == "iteration" and event.iteration == 2:
+            event.stop("two are enough")
+
+    outcome = train(enough, iterations=4, eval_every=2).run()
+    assert (outcome.iterations, outcome.stop_reason) == (2, "two are enough")
+
+
+def test_a_stop_without_a_reason_is_a_stop():
+    outcome = train(lambda event: event.stop(""), iterations=4).run()
+    assert (outcome.iterations, outcome.stop_reason) == (1, "callback")
+
+
 def test_a_callback_that_raises_is_named_and_the_run_goes_on_afterwards():
     failing = [True]
 

@@ -245,6 +245,16 @@ def test_evaluate_and_generate(tmp_path):
     assert [len(part) for part in texts] == [2, 2] and texts[0][0] == texts[0][1]
     messages = [{"prompt": [{"role": "user", "content": "a"}]}]
     assert rl_core.generate(policy, messages, sampling=greedy) == [[texts[0][0]]]
+    only_best = rl_core.SamplingSettings(top_k=1, max_completion_tokens=5)
+    assert rl_core.generate(policy, ["a", "b"], samples=2, sampling=only_best) == texts
+    everything = rl_core.SamplingSettings(max_completion_tokens=30)
+    (long,) = rl_core.generate(policy, ["a"], samples=6, sampling=everything)
+    letter = max(long, key=len)[2]
+    stopping = rl_core.SamplingSettings(max_completion_tokens=30, stop=(letter,))
+    (cut,) = rl_core.generate(policy, ["a"], samples=6, sampling=stopping)
+    for whole, part in zip(long, cut, strict=True):  # the text keeps the token that completes the stop text
+        assert whole.startswith(part) and letter not in part[:-8]
+        assert part == whole if letter not in whole else letter in part
 
 
 def refused(match, error=rl_core.SettingsError, **arguments):

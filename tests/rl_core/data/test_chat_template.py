@@ -112,6 +112,19 @@ def test_facts_of_four_families() -> None:
     assert {facts.end_of_turn for facts in (strips, keeps, hermes, dated)} == {"<|im_end|>"}
 
 
+def test_a_system_message_that_moves_along_is_no_stable_prefix() -> None:
+    """As in Mistral's templates, which put it into the last user message."""
+    moving = (
+        "{% for m in messages %}{% if m['role'] != 'system' %}<|im_start|>{{ m['role'] }}\n"
+        "{% if messages[0]['role'] == 'system' and loop.last and m['role'] == 'user' %}"
+        "{{ messages[0]['content'] }}\n{% endif %}"
+        "{{ m['content'] }}<|im_end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    facts = ChatRenderer(family(moving)).facts
+    assert facts.has_system and facts.rewrites == ("user", "tool") and facts.drops_thoughts == ()
+
+
 def test_role_tokens_that_are_not_marked_as_special_cannot_be_forged() -> None:
     template = "{% for m in messages %}<:{{ m['role'] }}:>{{ m['content'] }}<|im_end|>{% endfor %}<:assistant:>"
     renderer = ChatRenderer(family(template, ("<:user:>", "<:assistant:>", "assistant"), special=False))

@@ -97,6 +97,16 @@ def test_a_call_that_the_template_leaves_out_is_written_in_tags() -> None:
     assert '"arguments": {"row": 2}}' in history, "nor is it lost as part of a prompt"
 
 
+def test_a_call_that_the_template_writes_as_two_turns_is_written_in_tags() -> None:
+    twice = HERMES.replace(
+        "{% endfor %}<|im_end|>{% end", "<|im_end|>\n<|im_start|>assistant\n{% endfor %}<|im_end|>{% end"
+    )
+    renderer = ChatRenderer(family(twice, CALL))
+    assert renderer.facts.renders_calls == ""
+    text = renderer.assistant_text(read(user("u"), assistant("", tool_calls=[call(2)]))["messages"][1])
+    assert text == '<tool_call>{"name": "zoom", "arguments": {"row": 2}}</tool_call>'
+
+
 @pytest.mark.parametrize("template", [OPENS_KEEPS_LAST, OPENS_AND_STRIPS])
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
 def test_reasoning_is_the_thought_of_the_turn(template: str, name: str) -> None:
@@ -121,6 +131,26 @@ def test_reasoning_before_a_call() -> None:
         training_sequences(
             ChatRenderer(family(DATED)), read(user("u"), assistant("a", reasoning_content="b"))["messages"]
         )
+
+
+def test_reasoning_has_the_form_of_the_template() -> None:
+    """Another form than <think> on lines of its own, and arguments as JSON text."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}:"
+        "{% if m.get('reasoning_content') %}[THINK]{{ m['reasoning_content'] }}[/THINK]{% endif %}{{ m['content'] }}"
+        "{% for call in m.get('tool_calls') or [] %}{{ '[TOOL_CALLS]' + call.function.name + '[ARGS]' }}"
+        "{{ call.function.arguments + '' }}{% endfor %}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant:{% endif %}"
+    )
+    renderer = ChatRenderer(family(template, ("[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]")))
+    assert renderer.facts.renders_calls == "text" and len(renderer.facts.markers) == 4
+    row = read(user("u"), assistant("so", reasoning_content="look", tool_calls=[call(2)]))
+    ((ids, mask),) = training_sequences(renderer, row["messages"])
+    text = learned(renderer, (ids, mask))
+    assert text == '[THINK]look[/THINK]so[TOOL_CALLS]zoom[ARGS]{"row": 2}<|im_end|>'
+    assert all(ids.count(renderer.tokenizer.convert_tokens_to_ids(marker)) == 1 for marker in renderer.facts.markers)
+    parsed = ZOOM.parse(renderer.action_text(ids[mask.index(True) :]))
+    assert parsed is not None and parsed.arguments == {"row": 2}
 
 
 TWO = (

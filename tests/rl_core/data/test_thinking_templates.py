@@ -76,6 +76,18 @@ def test_a_thought_that_the_prompt_closes_is_not_written_again() -> None:
         renderer.action_ids("<think>look</think>red")
 
 
+def test_results_of_tools_that_open_no_thought_are_shown_as_the_user_s() -> None:
+    """As in DeepSeek-R1's template: no header of the assistant's after a tool, so such a turn would begin otherwise."""
+    template = OPENS_AND_STRIPS.replace(
+        "{% if add_generation_prompt %}", "{% if add_generation_prompt and messages[-1]['role'] != 'tool' %}"
+    )
+    renderer = ChatRenderer(family(template, THINK))
+    assert not renderer.facts.has_tool
+    turns = [user("u"), assistant("<think>\na\n</think>\n\nzoom"), Message(role="tool", content="t")]
+    text = shown(renderer, renderer.conversation([*turns, assistant("<think>\nb\n</think>\n\nred")])[0])
+    assert text.endswith("<|im_start|>user\nt<|im_end|>\n<|im_start|>assistant\n<think>\nb\n</think>\n\nred<|im_end|>")
+
+
 def test_marker_tokens_of_a_demonstration_are_those_tokens() -> None:
     tokenizer = family(HERMES, (*CALL, *THINK))
     renderer = ChatRenderer(tokenizer)

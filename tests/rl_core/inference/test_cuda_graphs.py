@@ -166,7 +166,7 @@ def test_rows_that_fill_up_a_step_write_to_the_padding_slot_alone(monkeypatch):
         found._cache.normal_(generator=torch.Generator().manual_seed(0))
     before = found._cache.clone()
     for _ in range(3):
-        both = found.sample(np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), 1.0)
+        both = found.sample(np.array([5, 6, 7]), np.array([3, 0, 9]), np.array([0.1, 0.5, 0.9]), SamplingSettings())
         assert both.shape == (2, 3) and (both[1] < 0).all()
     changed = (found._cache != before).any(-1)  # [layers, 2, slots, K, length]
     places = {(slot, place) for _, _, slot, _, place in torch.nonzero(changed).tolist()}

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import math
+from collections import Counter
 
 import numpy as np
 import pytest
 import torch
 from helpers.scripted_sequences import MODELS, VOCAB, ScriptedSequence, make_model, model_named
+from helpers.tile_code import tile_code
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -20,8 +24,9 @@ from transformers import (
     PreTrainedModel,
 )
 
+from rl_core import timing
 from rl_core.capabilities import Decision, decoding, packed_weights
-from rl_core.cpu import fused_decode, int8_gemm
+from rl_core.cpu import build, fused_decode, int8_gemm, packed_vectors
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
@@ -43,21 +48,34 @@ class Rerun(StepGraphs):
         super().__init__(lambda compute, inputs: lambda: compute(inputs), worth_it=2)
 
 
-@pytest.fixture(params=["tiles", "compiled", "packed", "in place", "recorded"])
+def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have products by tiles, in plain C where the processor has none."""
+    code = tile_code()
+    if code is None:
+        pytest.skip("needs a C compiler")
+    monkeypatch.setattr(int8_gemm, "load", lambda: int8_gemm.Int8Gemm(code))
+    monkeypatch.setattr(build, "load", lambda: code)
+
+
+@pytest.fixture(params=["tiles", "vectors", "compiled", "packed", "in place", "recorded"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Engine implementation: with packed copies of the weights, as for small models on a CPU, and with compiled code
-    where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
-    are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
+    where heads have a fitting size, or all of it compiled where the processor has tiles or wide vectors; or with the
+    weights where they are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
     if request.param in ("in place", "recorded"):
         monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
     if request.param == "recorded":
         monkeypatch.setattr(decoder, "graphs_for", lambda device: Rerun())
     if request.param == "packed":
         monkeypatch.setattr(fused_decode, "load", lambda: None)
-    if request.param == "tiles" and int8_gemm.load() is None:
-        pytest.skip("needs a C compiler and a processor with tiles")
-    if request.param != "tiles":
+    if request.param == "vectors" and packed_vectors.load() is None:
+        pytest.skip("needs a C compiler and a processor with vectors of 8 numbers")
+    if request.param == "tiles":
+        with_tiles(monkeypatch)
+    else:
         monkeypatch.setattr(int8_gemm, "load", lambda: None)
+    if request.param != "vectors":
+        monkeypatch.setattr(packed_vectors, "load", lambda: None)
     if request.param == "compiled" and fused_decode.load() is None:
         pytest.skip("needs a C compiler")
     return str(request.param)
@@ -158,6 +176,26 @@ def test_sampler_and_trainer_agree(model: PreTrainedModel) -> None:
         if temperature in (0.5, 2.0):
             assert trainer_gap(model, play(plain, temperature=temperature), temperature) < 1e-4
             assert trainer_gap(model, play(engine, temperature=temperature)) > 0.1, "at 1 it is another distribution"
+
+
+def test_norms_that_weigh_a_quiet_channel_heavily(weights: str) -> None:
+    """A norm's weight of 3,000, which packing multiplies into the weights after it, where the hidden state is small."""
+    model = make_model("llama", head_dim=16, initializer_range=0.1)
+    trunk = model.model
+    with torch.no_grad():
+        for layer in trunk.layers:
+            for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+                part.weight[5] *= 1e-5
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.weight[5] = 3000.0
+        trunk.embed_tokens.weight[:, 5] *= 1e-5
+        trunk.norm.weight[5] = 3000.0
+    engine, _ = backends(model)
+    with timing.collected() as found:
+        assert trainer_gap(model, play(engine)) < 1e-5
+    if weights == "tiles":  # of 2 layers the inputs of two of four products, and that of the head
+        assert found["packed_weights_in_float"] == 2 * (4 * 16 + 2 * 2 * 16 + 2 * 64) + VOCAB
+        assert found["packed_weights"] == sum(p.numel() for p in model.parameters() if p.ndim == 2) - VOCAB * 32
 
 
 @pytest.mark.parametrize("slots", [1, 4, 7])
@@ -455,3 +493,119 @@ def test_adapters_that_are_not_finite_are_named() -> None:
         next(p for name, p in model.named_parameters() if "lora_B" in name)[0, 0] = torch.nan
     with pytest.raises(NonFiniteTensor, match=r"layers\.0\.self_attn\.q_proj\.lora_B"):
         play(backend)
+
+
+# -- restricted sampling, penalties, stop texts
+
+
+def processed(logits: np.ndarray, context: list[int], settings: SamplingSettings) -> np.ndarray:
+    """Probabilities of the next token by vLLM's definitions, float64: penalties, temperature, min_p, top_k, top_p."""
+    z = logits.astype(np.float64).copy()
+    for token in set(context):
+        z[token] = z[token] / settings.repetition_penalty if z[token] > 0 else z[token] * settings.repetition_penalty
+    p = np.exp((z - z.max()) / settings.temperature)
+    p[p < settings.min_p] = 0.0
+    ranks = np.argsort(-p)
+    p[ranks[settings.top_k or len(p) :]] = 0.0
+    mass, total = 0.0, p.sum()
+    for token in ranks:
+        share = p[token] / total
+        if mass >= settings.top_p:
+            p[token] = 0.0
+        mass += share
+    return np.asarray(p / p.sum())
+
+
+RESTRICTED = [
+    dict(top_k=3),
+    dict(top_p=0.8, temperature=0.7),
+    dict(min_p=0.1),
+    dict(repetition_penalty=1.3),
+    dict(repetition_penalty=1.3, temperature=0.0),
+    dict(top_k=8, top_p=0.9, min_p=0.05, temperature=1.5, repetition_penalty=1.2),
+]
+
+
+@pytest.mark.parametrize("options", RESTRICTED)
+def test_restricted_sampling_in_both_backends(weights: str, options: dict[str, float]) -> None:
+    """Every token's log-probability is that of numpy's definition, turns and observations included."""
+    model = make_model("llama", head_dim=16)
+    engine, plain = backends(model)
+    ours, theirs = play(engine, **options), play(plain, slots=5, **options)
+    assert [s.turns for s in ours] == [s.turns for s in theirs]
+    assert [s.turns for s in play(engine, slots=4, **options)] == [s.turns for s in ours]
+    settings = sampling(**options)
+    for sequence in ours[::4]:
+        ids = sequence.prompt_ids + sequence.completion_ids
+        with torch.no_grad():
+            logits_SV = model(torch.tensor([ids])).logits[0].double().numpy()
+        for place, is_sampled in enumerate(sequence.loss_mask, start=len(sequence.prompt_ids)):
+            if not is_sampled:
+                continue
+            if settings.temperature:
+                expected = processed(logits_SV[place - 1], ids[:place], settings)
+            else:
+                one = dataclasses.replace(settings, temperature=1.0)
+                expected = processed(logits_SV[place - 1], ids[:place], one)
+                assert expected.argmax() == ids[place]
+            found = sequence.logprobs[place - len(sequence.prompt_ids)]
+            assert found == pytest.approx(math.log(expected[ids[place]]), abs=1e-4)
+
+
+def test_frequencies_are_the_enumerated_probabilities() -> None:
+    """Two tokens of 3,000 sequences: 4.5 standard deviations at most at every pair with an expected count of 5."""
+    model = make_model("llama", head_dim=16)
+    settings = sampling(top_k=5, top_p=0.9, repetition_penalty=1.5, temperature=1.3, max_completion_tokens=2, slots=500)
+    engine = make_backend(model, eos_ids=[], pad_id=0, max_length=64)
+    sequences = [ScriptedSequence([7, 9], seed) for seed in range(3000)]
+    engine.run(sequences, settings)
+    pairs = Counter(tuple(s.completion_ids) for s in sequences)
+
+    def following(ids: list[int]) -> np.ndarray:
+        with torch.no_grad():
+            return processed(model(torch.tensor([ids])).logits[0, -1].double().numpy(), ids, settings)
+
+    first = following([7, 9])
+    expected = {
+        (int(a), int(b)): first[a] * second[b]
+        for a in first.nonzero()[0]
+        for second in [following([7, 9, int(a)])]
+        for b in second.nonzero()[0]
+    }
+    assert set(pairs) <= set(expected) and sum(expected.values()) == pytest.approx(1.0)
+    for pair, p in expected.items():
+        if 3000 * p > 5:
+            assert abs(pairs[pair] - 3000 * p) < 4.5 * math.sqrt(3000 * p * (1 - p)), pair
+
+
+class StoppingSequence(ScriptedSequence):
+    """Stops when the newest token is divisible by 7, or at a pair of tokens."""
+
+    asked: int = 0
+
+    def should_stop(self, action_ids: list[int]) -> bool:
+        self.asked += 1
+        assert action_ids
+        return action_ids[-1] % 7 == 0
+
+
+def test_stop_texts_end_actions_in_both_backends(weights: str) -> None:
+    engine, plain = backends(make_model("llama", head_dim=16))
+
+    def stopping(backend: Engine | TransformersBackend, **options: object) -> list[StoppingSequence]:
+        found = [
+            StoppingSequence(s.prompt_ids, s.seed, [list(o) for o in s._observations], ROOM) for s in make_sessions()
+        ]
+        backend.run(found, sampling(**options))  # type: ignore[arg-type]
+        return found
+
+    ours, theirs = stopping(engine, stop=("x",)), stopping(plain, stop=("x",), slots=5)
+    assert [s.turns for s in ours] == [s.turns for s in theirs]
+    ends = Counter()
+    for turns in (s.turns for s in ours):
+        for ids, hit_limit in turns:
+            assert not any(token % 7 == 0 or token in EOS for token in ids[:-1])
+            ends["stop" if ids[-1] % 7 == 0 else "eos" if ids[-1] in EOS else "limit"] += 1
+            assert hit_limit == (ids[-1] % 7 != 0 and ids[-1] not in EOS)
+    assert ends["stop"] > 3 and ends["eos"] > 3
+    assert not any(s.asked for s in stopping(engine))  # without stop texts nobody is asked

@@ -10,7 +10,8 @@ import torch
 
 from rl_core.cpu import fused_decode
 from rl_core.inference import sampling
-from rl_core.inference.sampling import sequence_seed, uniforms
+from rl_core.inference.sampling import penalized, sequence_seed, uniforms
+from rl_core.settings import SamplingSettings
 
 
 @pytest.fixture(params=["torch", "compiled"])
@@ -71,3 +72,99 @@ def test_session_seeds() -> None:
     assert sequence_seed(1, "pixel_grid", "easy", 3, 0) == sequence_seed(1, "pixel_grid", "easy", 3, 0)
     seeds = {sequence_seed(*parts) for parts in ((1, 23), (12, 3), (123,), ("1", "2", "3"), (1, 2, 3, 0))}
     assert len(seeds) == 5 and all(0 <= seed < 2**128 for seed in seeds)
+
+
+# -- a part of the vocabulary
+
+P = (0.4, 0.3, 0.15, 0.1, 0.05)
+KEPT = [
+    # settings, probabilities of the tokens that are kept
+    (dict(top_k=2), (4, 3, 0, 0, 0)),
+    (dict(top_k=5), (8, 6, 3, 2, 1)),
+    (dict(top_k=99), (8, 6, 3, 2, 1)),
+    (dict(top_p=0.39), (1, 0, 0, 0, 0)),
+    (dict(top_p=0.41), (4, 3, 0, 0, 0)),
+    (dict(top_p=0.71), (8, 6, 3, 0, 0)),
+    (dict(top_p=1e-9), (1, 0, 0, 0, 0)),
+    (dict(min_p=0.3), (8, 6, 3, 0, 0)),  # at least 0.12
+    (dict(min_p=1.0), (1, 0, 0, 0, 0)),
+    (dict(top_k=2, top_p=0.5), (1, 0, 0, 0, 0)),  # of the two 0.4 has 4/7
+    (dict(top_k=2, top_p=0.58), (4, 3, 0, 0, 0)),
+    (dict(top_p=0.80, min_p=0.3), (4, 3, 0, 0, 0)),  # of 0.85: 0.7 is 82%; of all tokens it would take a third
+    (dict(top_p=0.80), (8, 6, 3, 0, 0)),
+    (dict(top_k=4, top_p=0.95, min_p=0.2), (8, 6, 3, 2, 0)),
+    (dict(top_k=3, temperature=0.5), (64, 36, 9, 0, 0)),  # squares
+    (dict(top_p=0.55, temperature=0.5), (1, 0, 0, 0, 0)),  # 0.16 of 0.285 is 56%
+    (dict(top_p=0.55, temperature=1.0), (4, 3, 0, 0, 0)),
+]
+
+
+def drawn(settings, logits, uniforms_B):
+    return sampling.draw(logits, uniforms_B, settings.temperature, settings if settings.is_restricted else None)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [3, 0, 4, 1, 2]])
+@pytest.mark.parametrize(("options", "shares"), KEPT)
+def test_kept_tokens_by_hand(options, shares, order) -> None:
+    """Frequencies over an even grid of uniforms are renormalised probabilities, and so are log-probabilities."""
+    settings, count = SamplingSettings(**options), 4000
+    expected = torch.tensor(shares, dtype=torch.float64)[order] / sum(shares)
+    logits = (torch.tensor(P).log()[order] + 2.0).repeat(count, 1)
+    tokens, logprobs = drawn(settings, logits, (torch.arange(count, dtype=torch.float64) + 0.5) / count)
+    frequencies = torch.bincount(tokens, minlength=5) / count
+    assert torch.allclose(frequencies.double(), expected, atol=1.01 / count)
+    assert torch.allclose(logprobs.double(), expected[tokens].log(), atol=1e-5)
+
+
+def test_greedy_ignores_what_is_kept() -> None:
+    logits = torch.tensor(P).log()[None]
+    for options in (dict(top_k=3), dict(top_p=0.2), dict(min_p=0.9), dict(top_k=1, top_p=0.1, min_p=1.0)):
+        tokens, logprobs = drawn(SamplingSettings(temperature=0, **options), logits, torch.zeros(1).double())
+        assert tokens.tolist() == [0] and logprobs.item() == pytest.approx(math.log(0.4), rel=1e-5)
+
+
+def test_equally_likely_tokens_are_kept_together() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]])
+    for options in (dict(top_k=2), dict(top_p=0.5)):
+        _, logprob = drawn(SamplingSettings(**options), logits, torch.zeros(1).double())
+        assert logprob.item() == pytest.approx(math.log(math.e / (math.e**2 + 3 * math.e)), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(top_p=0.9), dict(top_p=0.999), dict(top_k=50, top_p=0.9, min_p=0.01)])
+def test_large_vocabularies_by_numpy(options) -> None:
+    """A flat row needs the whole vocabulary sorted, a steep one does not; neither depends on the other."""
+    settings = SamplingSettings(**options)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 5000, generator=generator) * torch.tensor([[0.1], [1.0], [4.0], [9.0]])
+    uniforms_B = torch.rand(4, generator=generator, dtype=torch.float64)
+    tokens, logprobs = drawn(settings, logits, uniforms_B)
+    for row in range(4):
+        alone = drawn(settings, logits[row : row + 1], uniforms_B[row : row + 1])
+        assert alone[0].item() == tokens[row] and alone[1].item() == logprobs[row]
+        p = restricted_by_numpy(logits[row].double().numpy(), settings)
+        assert logprobs[row].item() == pytest.approx(math.log(p[tokens[row]]), abs=1e-4)
+        assert np.searchsorted(p.cumsum(), uniforms_B[row].item(), side="right") == tokens[row]
+
+
+def restricted_by_numpy(logits, settings):
+    """Probabilities, token by token in order of likelihood."""
+    p = np.exp(logits / settings.temperature - (logits / settings.temperature).max())
+    p[p < settings.min_p] = 0.0
+    ranks = np.argsort(-p)
+    if settings.top_k:
+        p[ranks[settings.top_k :]] = 0.0
+    p /= p.sum()
+    mass = 0.0
+    for token in ranks:
+        if mass >= settings.top_p:
+            p[token] = 0.0
+        mass += p[token]
+    return p / p.sum()
+
+
+def test_penalty_by_hand() -> None:
+    """2 is divided, -2 multiplied, at tokens that were seen; 0 stays."""
+    logits = torch.tensor([[2.0, -2.0, 2.0, -2.0, 0.0], [2.0, -2.0, 2.0, -2.0, 0.0]])
+    seen = torch.tensor([[True, True, False, False, True], [False] * 5])
+    assert penalized(logits, seen, 4.0).tolist() == [[0.5, -8.0, 2.0, -2.0, 0.0], logits[1].tolist()]
+    assert penalized(logits, seen, 0.5)[0].tolist() == [4.0, -1.0, 2.0, -2.0, 0.0]

@@ -97,7 +97,7 @@ class Typist:
         pass
 
 
-def play(script: Callable[[RolloutSequence, int], str | list[int]], *, seed: int = 3, **options: int) -> object:
+def play(script: Callable[[RolloutSequence, int], str | list[int]], *, seed: int = 3, **options: Any) -> object:
     sampling = SamplingSettings(**{"max_completion_tokens": 30, "max_turns": 4, **options})
     (group,) = collect(
         Looking(), Typist(script), Renderer(), [EpisodeRequest("easy", seed)],
@@ -135,6 +135,18 @@ def test_an_episode_by_hand() -> None:
         7,
     )
     assert (t.mean_logprob, t.policy_version, t.sample) == (-0.5, 5, 0)
+
+
+def test_stop_texts_are_looked_for_in_the_newest_tokens() -> None:
+    asked: list[bool] = []
+
+    def script(sequence: RolloutSequence, turn: int) -> str:
+        ids = Renderer().action_ids("A" * 60 + "END" + "A" * 60)[:-1]
+        asked.extend(sequence.should_stop(ids[: count + 1]) for count in range(len(ids)))
+        return "A"
+
+    play(script, max_completion_tokens=30, stop=("END", "Z"))
+    assert asked.index(True) == 62 and not any(asked[62 + 30 :])  # "END" is complete at its third letter
 
 
 def test_wrong_answer() -> None:

@@ -130,6 +130,42 @@ def test_the_expected_gradient_is_that_of_the_policy_that_acted(algorithm, tempe
     assert expected.norm() > 1e-3
 
 
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("term", ["entropy", "kl"])
+def test_the_gradients_of_entropy_and_kl_are_of_the_policy_that_acted(term, temperature):
+    """The terms alone, as all rewards are equal, against autograd through all logits over T."""
+    model, reference = toy_model(), toy_model()
+    with torch.no_grad():
+        reference.lm_head.weight.add_(0.3 * torch.randn(4, 8, generator=torch.Generator().manual_seed(3)))
+    pairs = [(0, 2), (3, 1), (1, 1)]
+    settings = PolicySettings(
+        algorithm="rloo", group_size=3, prompts_per_iteration=1, kl_coef=0.5 if term == "kl" else 0.0,
+        entropy_coef=0.7 if term == "entropy" else 0.0,
+        sampling=SamplingSettings(max_completion_tokens=2, temperature=temperature),
+    )  # fmt: skip
+    total = torch.zeros((), dtype=torch.float64)
+    for pair in pairs:
+        logits, others = (
+            m(torch.tensor([[1, *pair]])).logits[0, :2].double() / temperature for m in (model, reference)
+        )
+        log_p, log_q = logits.log_softmax(-1), others.log_softmax(-1).detach()
+        if term == "entropy":
+            total = total + 0.7 * (log_p.exp() * log_p).sum()  # minus the entropy
+        else:
+            d = (log_p - log_q).gather(1, torch.tensor(pair)[:, None])
+            total = total + 0.5 * ((-d).exp() - 1 + d).sum()
+    expected = gradient_of(model, total / 6)
+    samples = [Sample(TrainRow([1], pair, [True, True], [0.0, 0.0], temperature), 1.0, False) for pair in pairs]
+    update = PolicyUpdate(make_actor_critic(model, reference, settings, 0), settings, [samples])
+    found = []
+    update.actor_critic.optimizer_step.apply = lambda batches, loss: (
+        found.append(gradient_of(model, sum(loss(batch)[0] for batch in batches))) or {}
+    )
+    update.run(np.random.default_rng(0))
+    torch.testing.assert_close(found[0], expected, atol=1e-6, rtol=1e-4)
+    assert expected.norm() > 1e-2
+
+
 # ------------------------------------------------------------------------------------------------------ whole trainers
 
 ALGORITHMS = {

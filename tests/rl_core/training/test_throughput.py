@@ -66,6 +66,8 @@ def test_an_optimizer_step_reports_what_it_did():
     metrics = throughput_metrics({"optimizer": 2.0, "optimizer_flops": 3e12}, model, is_bfloat16=True)
     assert metrics == {"perf/update_tflops": 1.5}  # no MFU on a CPU
     assert throughput_metrics({"optimizer": 2.0}, model, is_bfloat16=True) == {}
+    packed = {"packed_weights": 400, "packed_weights_in_float": 100}
+    assert throughput_metrics(packed, model, is_bfloat16=True) == {"perf/float_weight_share": 0.25}
 
 
 def test_mfu_on_a_known_gpu_in_bfloat16_alone(monkeypatch):

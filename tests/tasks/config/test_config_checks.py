@@ -47,6 +47,12 @@ def condition(**more):
         ),
         ({"stages": {"preference": {}}}, "stages.preference", "has no pairs to learn from"),
         ({"stages": {"prepare_data": {}, "preference": {}}}, "stages.preference", "stages.prepare_data.preferences"),
+        ({"stages": {"sft": {}, "distill": {}}}, "stages.distill.teacher.model", "no teacher is named"),
+        (
+            {"stages": {"sft": {}, "distill": {"teacher": {"url": "http://127.0.0.1:8000"}}}},
+            "stages.distill.teacher.model",
+            "the name that the server knows it by",
+        ),
         ({"stages": {"sft": {}, "analyze": {}}}, "stages.analyze", "add `evaluate: {}`"),
         ({"stages": {"sft": {}, "promote": {}}}, "stages.promote", "add `evaluate: {}`"),
         (
@@ -75,6 +81,7 @@ def test_stage_without_what_it_needs(values, key, expected):
         {"model": {"path": "org/name"}, "stages": {"preference": {}, "evaluate": {}, "promote": {}}},
         {"stages": {"prepare_data": {"preferences": "pairs.jsonl"}, "preference": {}}},
         {"stages": {"sft": {}, "preference": {}, "policy": {}}},
+        {"stages": {"sft": {}, "distill": {"teacher": {"model": "org/name"}}}},
         {"stages": {"sft": {}}},
         {"stages": {"policy": {}}},
         {"model": {"path": "org/name", "lora": {}}, "stages": {"prepare_data": {}, "sft": {}}},
@@ -165,6 +172,25 @@ def test_context_of_a_model_folder(tmp_path):
     text = problems_of(model={"path": str(tmp_path)}, stages=stages)["stages.policy.sampling.max_completion_tokens"]
     assert f"the context of {tmp_path} is 100" in text
     assert problems_of(model={"path": "org/name"}, stages=stages) == {}  # not known without a download
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.1}], ids=str
+)
+def test_another_distribution_than_the_trained_one(sampling):
+    ((name, value),) = sampling.items()
+    for stage in ("policy", "thoughts"):
+        text = problems_of(stages={"sft": {}, stage: {"sampling": sampling}})[f"stages.{stage}.sampling.{name}"]
+        assert text.startswith(f"{value} samples from another distribution than the one that is trained")
+    for stage in ("preference", "reward_model", "evaluate"):  # whose losses do not look at the sampler
+        assert problems_of(stages={"sft": {}, stage: {"sampling": sampling}}) == {}
+
+
+def test_stop_texts():
+    assert policy_problems(sampling={"stop": ["</answer>"]}) == {}
+    assert "holds an empty text" in policy_problems(sampling={"stop": ["x", ""]})["sampling.stop"]
+    problems = problems_of(stages={"sft": {}, "thoughts": {"sampling": {"stop": ["x"]}}})
+    assert "ends by the end-of-turn token" in problems["stages.thoughts.sampling.stop"]
 
 
 def test_greedy_rollouts_teach_nothing():

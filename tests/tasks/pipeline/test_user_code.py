@@ -68,6 +68,19 @@ def test_an_edited_helper_of_a_package_is_another_stage(home):
     assert key("own_package.score:score") != first
 
 
+def test_relative_imports_of_a_package_s_own_file_start_within_it(home):
+    """In own_outer/own_inner/__init__.py one dot is own_outer.own_inner, two are own_outer."""
+    package(home, "own_outer")
+    package(home, "own_outer/own_inner")
+    write(home, own_outer__own_inner__near="x = 1\n", own_outer__far="y = 1\n", own_outer__near="wrong = 1\n")
+    everything = {"own_outer", "own_outer.own_inner", "own_outer.own_inner.near", "own_outer.far"}
+    (home / "own_outer" / "own_inner" / "__init__.py").write_text("from .near import x\nfrom ..far import y\n")
+    assert modules("own_outer.own_inner:score") == everything
+    (home / "own_outer" / "own_inner" / "__init__.py").write_text("")
+    (home / "own_outer" / "own_inner" / "score.py").write_text("from .near import x\nfrom ..far import y\n")
+    assert modules("own_outer.own_inner.score:score") == {*everything, "own_outer.own_inner.score"}
+
+
 def test_the_environment_s_helpers_count_in_every_stage(home):
     write(home, own_world="import own_map\nclass World: ...\n", own_map="SIZE = 3\n")
     first = key("task", name="own_world:World")
