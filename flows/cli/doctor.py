@@ -151,12 +151,14 @@ def _devices() -> Iterator[Finding]:
             "install torch again (docs/quickstart.md, 'GPUs')",
         )
         return
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from rl_core.cpu.waiting import free_processors, usable_processors
+
+    usable, free = usable_processors(), free_processors(0.3)
     limit = os.environ.get("OMP_NUM_THREADS")
     yield Finding(
         "threads",
         "ok",
-        f"{usable} of {os.cpu_count()} CPU cores usable, torch takes {torch.get_num_threads()}"
+        f"{usable} of {os.cpu_count()} CPU cores usable, {free} free now, torch takes {torch.get_num_threads()}"
         + (f" (OMP_NUM_THREADS={limit})" if limit else ""),
     )
     yield _compiled_code()
