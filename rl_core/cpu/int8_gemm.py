@@ -16,9 +16,9 @@ import functools
 
 import torch
 
-from rl_core import timing
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Arena, Scratch
+from rl_core.timing import count
 
 __all__ = ["Int8Gemm", "PackedMatrix", "load", "outlying_inputs"]
 
@@ -55,20 +55,20 @@ class PackedMatrix:
         self.gemm = gemm
         self.outputs, self.inputs = weight_OI.shape
         inputs_C = outlying_inputs(weight_OI)
-        size, count = gemm.size(self.outputs, self.inputs), len(inputs_C)
-        head, width = _rounded_up(8 * (1 + count), 64), _rounded_up(self.outputs, _SIDE)
-        self._memory = arena.take(size + head + 4 * width * count)
+        size, chosen = gemm.size(self.outputs, self.inputs), len(inputs_C)
+        head, width = _rounded_up(8 * (1 + chosen), 64), _rounded_up(self.outputs, _SIDE)
+        self._memory = arena.take(size + head + 4 * width * chosen)
         self.place: int = self._memory.data_ptr()
         kept = self._memory[size:]
-        kept[: 8 * (1 + count)].view(torch.int64).copy_(torch.cat([inputs_C.new_tensor([count]), inputs_C]))
-        if count:
-            weights_CO = kept[head : head + 4 * width * count].view(torch.float32).view(count, width)
+        kept[: 8 * (1 + chosen)].view(torch.int64).copy_(torch.cat([inputs_C.new_tensor([chosen]), inputs_C]))
+        if chosen:
+            weights_CO = kept[head : head + 4 * width * chosen].view(torch.float32).view(chosen, width)
             weights_CO[:, self.outputs :] = 0.0
             weights_CO[:, : self.outputs] = weight_OI[:, inputs_C].t()
             weight_OI = weight_OI.index_fill(1, inputs_C, 0.0)
         gemm.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
-        timing.count("packed_weights", self.outputs * self.inputs)
-        timing.count("packed_weights_in_float", self.outputs * count)
+        count("packed_weights", self.outputs * self.inputs)
+        count("packed_weights_in_float", self.outputs * chosen)
 
     def multiply(self, x_NI: torch.Tensor, out_NO: torch.Tensor, *, add: bool = False) -> torch.Tensor:
         """out (+)= x W^T."""
@@ -106,8 +106,8 @@ def outlying_inputs(weight_OI: torch.Tensor) -> torch.Tensor:
     return torch.cat(found).unique() if found else torch.empty(0, dtype=torch.int64)
 
 
-def _rounded_up(count: int, size: int) -> int:
-    return count + -count % size
+def _rounded_up(number: int, size: int) -> int:
+    return number + -number % size
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from helpers.thinkers import make_trainer, renderer_of_texts, teach
 
 from rl_core import timing
 from rl_core.errors import DataError, SettingsError
+from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest
@@ -276,3 +277,28 @@ def test_the_samplers_own_limit_ends_an_episode(renderer, taught):
     advantages, _ = trainer._advantages(episodes, rewards)
     assert [found for (found,) in advantages] == pytest.approx([i - value for i, value in enumerate(values)], abs=1e-5)
     assert min(values) > 4
+
+
+@pytest.mark.parametrize("backend_class", ["engine", "transformers"])
+def test_thoughts_are_sampled_at_the_temperature_that_they_are_trained_at(renderer, taught, backend_class):
+    """The distribution that drew every token is the one whose gradient the loss takes: token by token, by hand."""
+    trainer = make_trainer(
+        renderer, taught, sampling=SamplingSettings(max_completion_tokens=40, temperature=0.5), episodes_per_iteration=2
+    )
+    if backend_class == "transformers":
+        trainer.backend = TransformersBackend(
+            trainer.model, eos_ids=renderer.eos_ids, pad_id=renderer.pad_id, max_length=64
+        )
+    before, kept = copy.deepcopy(trainer.model), []
+    trainer.record = lambda iteration, rollouts: kept.extend(rollouts)
+    trainer.step()
+    assert {rollout.temperature for rollout in kept} == {0.5}
+    differences = []
+    for rollout in kept:
+        ids, start = [*rollout.prompt_ids, *rollout.completion_ids], len(rollout.prompt_ids)
+        for place, (is_sampled, found) in enumerate(zip(rollout.loss_mask, rollout.sampler_logprobs, strict=True)):
+            if is_sampled:
+                at = start + place
+                assert found == pytest.approx(logprob(before, ids, at, at + 1, temperature=0.5), abs=1e-4)
+                differences.append(abs(found - logprob(before, ids, at, at + 1)))
+    assert max(differences) > 0.1
