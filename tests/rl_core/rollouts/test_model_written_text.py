@@ -36,9 +36,11 @@ TOOLS = Toolset([CALCULATOR, Tool("zoom", "part", {"row": int, "col": float, "wh
 PIECES = [
     "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "<answer>",
     "</answer>", "answer ", "#### ", "calculator ", "zoom ", '{"name": "zoom", "arguments": ',
-    '{"name": "calculator", ', '"arguments": {"row": 1, "col": 1, "why": "\\ud800"}}', '"function": ', '"parameters": ', "{", "}", "[", "]", '"',
+    '{"name": "calculator", ',
+    '"arguments": {"row": 1, "col": 1, "why": "\\ud800"}}', '"function": ', '"parameters": ', "{", "}", "[", "]", '"',
     ":", ",", "\\ud800", "\\udc00", "\\u0000", "\0", "\x1b[2J", "\u2028", "\r", "\n", "\x85", DIGITS, "1e999",
-    "-1e-999", "NaN", "-Infinity", "1" + "/3" * 90, "(" * 40, "[" * 900, "]" * 900, '{"a":' * 600, "é" * 50, "\U0001f600",
+    "-1e-999", "NaN", "-Infinity", "1" + "/3" * 90, "(" * 40, "[" * 900, "]" * 900, '{"a":' * 600, "é" * 50,
+    "\U0001f600",
     '{"row": 1, "row": 2, "col": 0, "why": ""}', "null", "true", " ", "%" * 99, "**9**9**9", "<|im_end|>",
 ]  # fmt: skip
 hostile_text = st.one_of(
