@@ -16,13 +16,13 @@ from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,
-    DistilledPolicySettings,
     LoraSettings,
     ModelSettings,
     ReplaySettings,
     RollbackSettings,
     SamplingSettings,
 )
+from rl_core.settings.distillation import DistilledPolicySettings
 
 # 5 groups for two processes: one of them plays three. Micro-batches hold a few rows.
 OPTIONS = {"iterations": 4, "prompts_per_iteration": 5, "group_size": 4, "micro_batch_tokens": 60, "eval_every": 2}
