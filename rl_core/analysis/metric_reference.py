@@ -239,6 +239,11 @@ _REWARD = MetricGroup(
         Metric("reward/tool_use/excess_calls", "calls", "Calls beyond `max_calls` per rollout."),
         Metric("reward/tool_use/bonus", "reward", "Bonus for different calls that worked, per rollout."),
         Metric("reward/format/malformed_turns", "turns", "Turns per rollout that could not be read."),
+        Metric(
+            "reward/format/timed_out",
+            "turns",
+            "Turns of the iteration that were not matched against `pattern` within a second; they count as malformed.",
+        ),
         Metric("reward/format/perfect", "share", "Rollouts without such a turn."),
         Metric("reward/length/tokens", "tokens", "Sampled tokens per rollout."),
         Metric("reward/length/punished", "share", "Rollouts beyond the free length."),

@@ -23,6 +23,7 @@ from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
+from rl_core.settings.presets import PRESETS
 
 __all__ = [
     "context_length",
@@ -39,19 +40,6 @@ __all__ = [
     "save",
     "use_own_template",
 ]
-
-# Llama shapes; parameter counts are for a vocabulary of 512 with tied embeddings.
-PRESETS: dict[str, dict[str, Any]] = {
-    "nano": dict(  # 0.04M, for tests
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
-    ),
-    "tiny": dict(  # 0.85M, learns the demo's environment in minutes on a CPU
-        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
-    ),
-    "small": dict(  # 3.0M
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=688
-    ),
-}
 
 
 def device_of(settings: ModelSettings) -> torch.device:

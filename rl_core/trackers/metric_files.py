@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from rl_core.errors import DataError
+from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.folders import write_text_atomic
 from rl_core.trackers.base import SilentTracker
 
@@ -32,29 +33,27 @@ class JsonlTracker(SilentTracker):
             self._cut(step)
             self._is_cut = True
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        line = json.dumps({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
+        line = sealed({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with self.path.open("ab") as file:
+            file.write(line)
 
     def begin(self, name: str, params: Mapping[str, object]) -> None:
         """Cut again before the next write: a run that goes on may start from an earlier step."""
         self._is_cut = not self._cuts
 
     def _cut(self, step: int) -> None:
-        """End the file before the first line of a later step, or one that a crash tore."""
+        """End the file before the first line of a later step, or a last one that a crash tore; damage is named."""
         if not self.path.is_file():
             return
         place = 0
-        with self.path.open("r+b") as file:
-            for line in file:
-                try:
-                    if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                        break
-                except (ValueError, KeyError, TypeError):
-                    break
-                place += len(line)
-            file.truncate(place)
+        for line in read_checked(self.path):
+            if line.record is None:
+                report_damage(self.path, line, "the metrics of one step are lost")
+            elif isinstance(later := line.record.get("step"), int | float) and later > step:
+                break
+            place = line.end
+        os.truncate(self.path, place)
 
 
 class CsvTracker(SilentTracker):

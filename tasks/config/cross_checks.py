@@ -12,6 +12,7 @@ from rl_core.errors import PosttrainError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
 from tasks.config.files import context_of
+from tasks.config.memory_checks import memory_problems
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
 from tasks.stage_registry import policy_stages
@@ -41,6 +42,7 @@ def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ())
         *_environment(settings),
         *_rewards(settings),
         *(_Finding(problem, about) for problem, about in curriculum_problems(settings.stages.policy)),
+        *(_Finding(problem, (problem.key[:-1],)) for problem in memory_problems(settings)),
     ]
     return [
         finding.problem
