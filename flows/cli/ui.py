@@ -21,6 +21,7 @@ from types import FrameType, TracebackType
 
 from flows.runtime.prefect_home import prefect_environment
 from rl_core.errors import BackendError, SettingsError
+from rl_core.storage.own_files import own_file
 from tasks.tracking import Tracking, offline_environment
 
 __all__ = ["PageServer", "PageServers", "serve"]
@@ -181,7 +182,7 @@ class PageServers:
     def _start(self, service: PageServer, arguments: list[str], environment: dict[str, str]) -> None:
         assert service.log_path is not None
         service.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with service.log_path.open("wb") as output:
+        with open(service.log_path, "wb", opener=own_file) as output:
             service.process = subprocess.Popen(
                 [sys.executable, "-c", _TIED, str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,

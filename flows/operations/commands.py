@@ -22,6 +22,7 @@ from flows.operations.services import prefect_url
 from flows.operations.state import Options, State, StatePaths, is_running, read_state
 from flows.operations.supervisor import REPAIR, Supervisor
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
+from rl_core.storage.own_files import own_file
 
 __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 
@@ -183,7 +184,7 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
         environment[DATABASE_VARIABLE] = address
     log = places.log("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out:
+    with open(log, "wb", opener=own_file) as out:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
         )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.storage.folders import write_text_unsynced
+from rl_core.storage.own_files import own_file
 from rl_core.types import Rollout
 
 __all__ = ["RecentRollouts", "RewardRecord", "record_all"]
@@ -29,7 +30,7 @@ class RewardRecord:
             self._drop_from(iteration)
             self._opened = True
         lines = [json.dumps(_row(iteration, rollout)) + "\n" for rollout in rollouts]
-        with self.path.open("a", encoding="utf-8") as file:
+        with open(self.path, "a", encoding="utf-8", opener=own_file) as file:
             file.write("".join(lines))
 
     def _drop_from(self, iteration: int) -> None:
@@ -37,7 +38,7 @@ class RewardRecord:
         if not self.path.is_file():
             return
         place = 0
-        with self.path.open("r+b") as file:
+        with open(self.path, "r+b", opener=own_file) as file:
             for line in file:
                 try:
                     if not line.endswith(b"\n") or json.loads(line)["iteration"] >= iteration:

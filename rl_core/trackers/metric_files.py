@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError
 from rl_core.storage.folders import write_text_atomic
+from rl_core.storage.own_files import own_file
 from rl_core.trackers.base import SilentTracker
 
 __all__ = ["CsvTracker", "JsonlTracker"]
@@ -34,7 +35,7 @@ class JsonlTracker(SilentTracker):
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         line = json.dumps({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with open(self.path, "a", encoding="utf-8", opener=own_file) as file:
             file.write(line + "\n")
 
     def begin(self, name: str, params: Mapping[str, object]) -> None:
@@ -46,7 +47,7 @@ class JsonlTracker(SilentTracker):
         if not self.path.is_file():
             return
         place = 0
-        with self.path.open("r+b") as file:
+        with open(self.path, "r+b", opener=own_file) as file:
             for line in file:
                 try:
                     if not line.endswith(b"\n") or json.loads(line)["step"] > step:
@@ -76,7 +77,7 @@ class CsvTracker(SilentTracker):
             self._columns = [*(self._columns or ["step", "time"]), *new]
             self._rewrite()
         row = {"step": step, "time": f"{time.time():.3f}", **{name: repr(float(v)) for name, v in metrics.items()}}
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        with open(self.path, "a", encoding="utf-8", newline="", opener=own_file) as file:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
 
     def _header(self) -> list[str]:

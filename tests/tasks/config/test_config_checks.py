@@ -32,6 +32,13 @@ def condition(**more):
     return {"metric": "success_rate", "window": 2, "threshold": 0.8, **more}
 
 
+@pytest.mark.parametrize("name", ["logs", "mlflow", "operations", "Prefect"])
+def test_a_name_of_another_folder_of_the_output_is_reserved(name):
+    found = problems_of(name=name, stages={"sft": {}})
+    assert found["name"].startswith(f"'{name}' is reserved") and found["name"].endswith("choose another name")
+    assert problems_of(name=f"{name}2", stages={"sft": {}}) == {}
+
+
 # What each stage needs
 
 
