@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 
 from flows.parameters import PipelineForm, pipeline_name, read_settings
-from flows.runtime import stopping
+from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.dag_figure import draw_pipeline
 from flows.runtime.pipeline_result import PipelineResult
@@ -85,7 +85,9 @@ def post_training(
         overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     typed = read_settings(settings, overrides)
-    return run_with_approval(typed, lambda: execute(typed, fresh=fresh, only=only, models=models), say)
+    with outlived.noted() as outcome:
+        outcome.result = run_with_approval(typed, lambda: execute(typed, fresh=fresh, only=only, models=models), say)
+    return outcome.result
 
 
 def say(text: str) -> None:
@@ -111,24 +113,27 @@ def execute(
     Args:
         fresh, only, models: see `post_training`. tags, lock: see `RunOptions` and `PipelineRun`.
     """
-    with PipelineRun(
-        typed,
-        RunOptions(
-            fresh=fresh,
-            only=only,
-            given=models or {},
-            started=_started.get(),
-            tags=tags or {},
-            flow_run=FlowRunAddress(
-                id=str(flow_run.id or ""),
-                url=flow_run_url(),
-                api=without_password(get_current_settings().api.url or ""),
+    with (
+        PipelineRun(
+            typed,
+            RunOptions(
+                fresh=fresh,
+                only=only,
+                given=models or {},
+                started=_started.get(),
+                tags=tags or {},
+                flow_run=FlowRunAddress(
+                    id=str(flow_run.id or ""),
+                    url=flow_run_url(),
+                    api=without_password(get_current_settings().api.url or ""),
+                ),
             ),
-        ),
-        lock=lock,
-        on_progress=_display.get(),
-        stop=stopping.asked,
-    ) as pipeline_run:
+            lock=lock,
+            on_progress=_display.get(),
+            stop=stopping.asked,
+        ) as pipeline_run,
+        stopping.last_words(pipeline_run.abandon),
+    ):
         crash_flow_runs(run.flow_run_id for run in pipeline_run.dead_runs)
         _run_stages(pipeline_run, models or {})
         rows = result_rows(pipeline_run)
@@ -244,7 +249,7 @@ def run_pipeline(
     Raises: errors of the stages; Stopped if interrupted, with the state saved.
     """
     with watched(quiet=quiet, started=started):
-        result: PipelineResult = post_training(resolve(settings), fresh, only, models)
+        result: PipelineResult = outlived.run(lambda: post_training(resolve(settings), fresh, only, models))
     return result
 
 

@@ -19,6 +19,7 @@ from prefect.states import Completed, State
 
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import execute, say, watched
+from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import PosttrainError
@@ -71,7 +72,8 @@ def retrain(
         overrides: key.path=value each, as in `--set`; applied to `settings`.
     """
     typed = read_settings(settings, overrides)
-    result = _retrain(typed, start, force, reason)
+    with outlived.noted() as outcome:
+        outcome.result = result = _retrain(typed, start, force, reason)
     return Completed(message=result.message, data=result)
 
 
@@ -184,5 +186,6 @@ def run_retraining(
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
     with watched(quiet=quiet):
-        result: RetrainResult = retrain(resolve(settings), start, force, reason)  # type: ignore[assignment]
+        run = outlived.run(lambda: retrain(resolve(settings), start, force, reason))
+        result: RetrainResult = run  # type: ignore[assignment]
     return result

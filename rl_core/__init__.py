@@ -9,9 +9,9 @@
     trainer.run()
     trainer.save("out/model")
 
-Training: `grpo`, `ppo`, `policy_gradient`, `sft`, `dpo`, `reward_model`; then `evaluate`, `generate`, `load_policy`. A
-task of several turns is an `Environment`. Files of a run as DataFrames: `read_metrics`, `read_rewards`,
-`read_trajectories`.
+Training: `grpo`, `ppo`, `policy_gradient`, `distill`, `sft`, `dpo`, `reward_model`; then `evaluate`,
+`generate`, `load_policy`. A task of several turns is an `Environment`. Files of a run as DataFrames: `read_metrics`,
+`read_rewards`, `read_trajectories`.
 
 Names are imported at their first use (PEP 562), so that `import rl_core` itself loads neither torch nor transformers.
 """
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.analysis.runner import AnalysisResult, analyze
-    from rl_core.api.algorithms import dpo, grpo, policy_gradient, ppo, reward_model, sft
+    from rl_core.api.algorithms import distill, dpo, grpo, policy_gradient, ppo, reward_model, sft
     from rl_core.api.evaluation import evaluate, generate
     from rl_core.api.policy import ModelSource, Policy, create_policy, load_policy
     from rl_core.api.rewards import RewardSource
@@ -72,6 +72,7 @@ if TYPE_CHECKING:
         CuriositySettings,
         CurriculumStage,
         DataSettings,
+        DistillationSettings,
         EnvironmentSettings,
         EvaluationSettings,
         ExitCondition,
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
         SamplingSettings,
         Settings,
         SFTSettings,
+        TeacherSettings,
         ThoughtsSettings,
         ToolUseSettings,
     )
@@ -118,6 +120,7 @@ __all__ = [
     "DataError",
     "DataSettings",
     "Demonstration",
+    "DistillationSettings",
     "Environment",
     "EnvironmentFault",
     "EnvironmentSettings",
@@ -169,6 +172,7 @@ __all__ = [
     "Stopped",
     "TensorBoardTracker",
     "TerminalTracker",
+    "TeacherSettings",
     "ThoughtsSettings",
     "Tool",
     "ToolCall",
@@ -186,6 +190,7 @@ __all__ = [
     "analyze",
     "compare",
     "create_policy",
+    "distill",
     "dpo",
     "evaluate",
     "generate",
@@ -208,7 +213,7 @@ __all__ = [
 # module -> its public names; name:alias where the public name is another one
 _HOME = {
     "rl_core.analysis.runner": "AnalysisResult analyze",
-    "rl_core.api.algorithms": "dpo grpo policy_gradient ppo reward_model sft",
+    "rl_core.api.algorithms": "distill dpo grpo policy_gradient ppo reward_model sft",
     "rl_core.api.evaluation": "evaluate generate",
     "rl_core.api.policy": "ModelSource Policy create_policy load_policy",
     "rl_core.api.rewards": "RewardSource",
@@ -228,10 +233,10 @@ _HOME = {
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (
         "AnalysisSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
-        "EnvironmentSettings EvaluationSettings ExitCondition FormatSettings LaunchSettings LengthSettings "
-        "LoopSettings LoraSettings ModelSettings OptimizerSettings PolicySettings PreferenceSettings "
+        "DistillationSettings EnvironmentSettings EvaluationSettings ExitCondition FormatSettings LaunchSettings "
+        "LengthSettings LoopSettings LoraSettings ModelSettings OptimizerSettings PolicySettings PreferenceSettings "
         "ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings SamplingSettings Settings "
-        "ThoughtsSettings ToolUseSettings"
+        "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",
     "rl_core.tracking": "MemoryTracker Tracker",

@@ -68,6 +68,12 @@ _STAGES: tuple[PipelineStage, ...] = (
         learns_from="demonstrations",
     ),
     PipelineStage(
+        name="distill",
+        task="tasks.stages.distill:distill",
+        takes=("model", "data"),
+        gives="policy",
+    ),
+    PipelineStage(
         name="preference",
         task="tasks.stages.preference:optimise_preferences",
         takes=("model", "data"),

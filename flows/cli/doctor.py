@@ -151,14 +151,17 @@ def _devices() -> Iterator[Finding]:
             "install torch again (docs/quickstart.md, 'GPUs')",
         )
         return
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from rl_core.cpu.waiting import free_processors, usable_processors
+
+    usable, free = usable_processors(), free_processors(0.3)
     limit = os.environ.get("OMP_NUM_THREADS")
     yield Finding(
         "threads",
         "ok",
-        f"{usable} of {os.cpu_count()} CPU cores usable, torch takes {torch.get_num_threads()}"
+        f"{usable} of {os.cpu_count()} CPU cores usable, {free} free now, torch takes {torch.get_num_threads()}"
         + (f" (OMP_NUM_THREADS={limit})" if limit else ""),
     )
+    yield _compiled_code()
     if not torch.cuda.is_available():
         built = "this torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
         yield Finding(
@@ -169,6 +172,14 @@ def _devices() -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / GIB:.0f} GiB"
         yield Finding(f"gpu {index}", "ok", f"{properties.name}, {memory}, CUDA {torch.version.cuda}")
+
+
+def _compiled_code() -> Finding:
+    """Code that training and rollouts in float32 run on this processor."""
+    from rl_core.cpu import paths
+
+    path = paths.path_of_this_processor()
+    return Finding("cpu code", "ok" if path.is_fast else "note", path.detail, path.advice)
 
 
 def _memory() -> Finding:

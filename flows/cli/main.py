@@ -20,19 +20,21 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
-from flows.runtime.stopping import Terminated, unwind_on_sigterm
+from flows.runtime import outlived, stopping
+from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
 from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
-__all__ = ["main"]
+__all__ = ["command", "main"]
 
 ELSEWHERE = "use a writable folder (--output, or output: in the configuration), or fix this one"
+ROOM = "make room, as with `posttrain gc`; the same command resumes from the last checkpoint"
 FIRST_ROWS = 1000  # rows of each data file that `validate` reads
 # File system errors that a user can fix; any other OSError is a bug and shown with its traceback.
 REFUSALS = {
@@ -41,9 +43,11 @@ REFUSALS = {
     errno.EROFS: ELSEWHERE,
     errno.EEXIST: ELSEWHERE,
     errno.ENOTDIR: ELSEWHERE,
-    errno.ENOSPC: "make room, as with `posttrain gc`; the same command resumes from the last checkpoint",
-    errno.EDQUOT: "make room, as with `posttrain gc`; the same command resumes from the last checkpoint",
+    errno.ENOSPC: ROOM,
+    errno.EDQUOT: ROOM,
+    errno.EFBIG: "raise the file size limit (ulimit -f); the same command resumes from the last checkpoint",
 }
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,12 +56,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     unwind_on_sigterm()
     find_own_code()
     try:
-        code = _run(arguments)
+        with bounded():
+            code = _run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader closed the pipe, as in `posttrain runs | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def command() -> NoReturn:
+    """The console script: `main`, then the end of the process."""
+    code = main()
+    if stopping.asked.is_set() or outlived.api_is_away.is_set():
+        # Prefect would go on for a minute, trying to send what nobody takes. Everything of ours is closed.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -73,12 +90,23 @@ def _run(arguments: argparse.Namespace) -> int:
     except (SettingsError, DataError) as error:
         return _failed(arguments, str(error), 2)
     except PosttrainError as error:
-        return _failed(arguments, f"{type(error).__name__}: {error}", 1)
+        return _failed(arguments, _with_advice(f"{type(error).__name__}: {error}"), 1)
     except OSError as error:
-        if error.errno not in REFUSALS or error.filename is None:
+        if error.errno not in REFUSALS or (error.filename is None and error.errno not in FULL):
             raise
-        what = f"{os.fsdecode(error.filename)}: {os.strerror(error.errno)}"
-        return _failed(arguments, f"{what}; {REFUSALS[error.errno]}", 1)
+        where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
+        return _failed(arguments, f"{where}{os.strerror(error.errno)}; {REFUSALS[error.errno]}", 1)
+    except Exception as error:  # a writer of another language or a database says it in words of its own
+        if (message := _with_advice(f"{type(error).__name__}: {error}")) == f"{type(error).__name__}: {error}":
+            raise
+        return _failed(arguments, message, 1)
+
+
+def _with_advice(message: str) -> str:
+    """A message that says that the disk is full, or a file too large, with what to do."""
+    said = {**{number: os.strerror(number) for number in FULL}, 0: "database or disk is full"}
+    found = next((number for number, words in said.items() if words in message), None)
+    return message if found is None else f"{message}; {REFUSALS.get(found, ROOM)}"
 
 
 def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
@@ -493,4 +521,4 @@ TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command()

@@ -26,6 +26,7 @@ _LABELS = {
     "reward": "rewards",
     "states": "rewards: the policy's states",
     "reference": "update: reference log-probs",
+    "teacher": "update: teacher log-probs",
     "measure": "update: old log-probs and values",
     "optimizer": "update: optimizer steps",
     "update": "update: the rest",

@@ -21,6 +21,7 @@ from tasks.mlflow_environment import without_password
 
 __all__ = ["check_api", "check_mlflow", "configured_api", "explain"]
 
+VERSION_SECONDS = 10.0  # to wait for a server's version
 # Prefect's built-in profiles, which have no server.
 _BUILT_IN = {"ephemeral", "local", "cloud", "test"}
 
@@ -60,14 +61,14 @@ def configured_api(environment: Mapping[str, str] | None = None) -> tuple[str, s
 def check_api(url: str, origin: str) -> str:
     """Check that a Prefect server of a compatible version responds at an API address.
 
-    Returns: warning about a server older than the client, which Prefect does not support; "" = none.
+    Returns: warning about a server that is slow, or older than the client, which Prefect does not support; "" = none.
     Raises: BackendError without a response; SettingsError if it is not a Prefect API or has another major version.
     """
     shown = without_password(url)
     if not url.startswith("http://"):  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
         return ""
     try:
-        found = ask(f"{url.rstrip('/')}/admin/version", timeout=10.0)
+        found = ask(f"{url.rstrip('/')}/admin/version", timeout=VERSION_SECONDS)
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):  # it wants a token, which the client has; its own message is clear
             return ""
@@ -77,6 +78,10 @@ def check_api(url: str, origin: str) -> str:
         ) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
+        if isinstance(reason, TimeoutError):  # it takes connections: slow is no reason to do without it
+            return (
+                f"the Prefect server at {shown} (from {origin}) took longer than {VERSION_SECONDS:g} s for its version"
+            )
         raise BackendError(
             f"no Prefect server answers at {shown} (from {origin}): {reason}; start it (`posttrain up`), or unset "
             f"{origin if origin.isupper() else 'the profile (prefect profile use ephemeral)'} to run without one"

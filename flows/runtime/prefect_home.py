@@ -35,9 +35,13 @@ def prefect_environment(output: Path | None = None) -> dict[str, str]:
         "DO_NOT_TRACK": "true",
         # The first start of the embedded server creates its database; the default of 20 s is tight on a busy machine.
         "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",
+        # A call to an API that is away waits 2 + 4 + 8 seconds, which outlast a restart; the default is a minute.
+        "PREFECT_CLIENT_MAX_RETRIES": "3",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "rl_core,tasks,flows",
         # The terminal shows our own progress and errors (flows/runtime/progress.py); the Prefect UI has the full log.
         "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+        # Prefect's threads say of every event that a server which went away does not take it; we say it once.
+        "PREFECT_LOGGING_INTERNAL_LEVEL": "CRITICAL",
         # The metric upload thread logs outside a flow context, of which Prefect would warn on the terminal.
         "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
     }

@@ -1,17 +1,26 @@
-"""SIGTERM outside a training loop (which saves and stops by itself): unwinds the stack like Ctrl-C."""
+"""SIGTERM outside a training loop (which saves and stops by itself): unwinds the stack like Ctrl-C, in bounded time."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import sys
 import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["Terminated", "asked", "unwind_on_sigterm"]
+__all__ = ["Terminated", "asked", "bounded", "last_words", "unwind_on_sigterm"]
 
 # Set by the first SIGTERM. Its exception may be swallowed by a destructor, a callback from C or a bare `except`, all
 # frequent in imports; then the next stage, or the next iteration of a loop, stops.
 asked = threading.Event()
+
+LAST_SECONDS = 7.0  # after SIGTERM; what has not unwound by then (a long call into C, a server that hangs) is left
+WORDS_SECONDS = 1.0  # for noting that the run was stopped
+
+_words: list[Callable[[], None]] = []
 
 
 class Terminated(KeyboardInterrupt):
@@ -30,3 +39,51 @@ def unwind_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, stop)
     except ValueError:  # not the main thread, where signals cannot be handled
         return
+
+
+@contextlib.contextmanager
+def last_words(say: Callable[[], None]) -> Iterator[None]:
+    """Have `say` called, in another thread, if the process has to be ended within the block."""
+    _words.append(say)
+    try:
+        yield
+    finally:
+        _words.remove(say)
+
+
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """End this process LAST_SECONDS after a SIGTERM that arrives within the block, whatever then still runs.
+
+    A thread learns of the signal from the file that the interpreter's own handler writes to: also while the main thread
+    is in C, and whoever handles the signal there (Prefect does within a flow, the training loop within training).
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read,), name="stop", daemon=True).start()
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            signal.set_wakeup_fd(before)
+        os.close(write)  # the thread reads the end, unless it has seen the signal: then the end of the process is bound
+
+
+def _watch(read: int) -> None:
+    while signal.SIGTERM not in (seen := os.read(read, 64)):
+        if not seen:
+            os.close(read)
+            return
+    asked.set()
+    threading.Event().wait(LAST_SECONDS)
+    for say in list(_words):
+        thread = threading.Thread(target=say, daemon=True)
+        thread.start()
+        thread.join(WORDS_SECONDS)
+    print("posttrain: stopped by SIGTERM; the same command resumes from the last checkpoint", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(128 + signal.SIGTERM)

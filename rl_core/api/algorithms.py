@@ -1,4 +1,4 @@
-"""Entry points of the Python API for training: policy gradients, supervised fine-tuning, reward models, DPO."""
+"""Entry points of the Python API for training: policy gradients, distillation, supervised, reward models, DPO."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -17,6 +17,7 @@ from rl_core.api.data import as_environment, conversations, preference_pairs
 from rl_core.api.evaluation import validation
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name
 from rl_core.api.rewards import RewardParts, RewardSource, reward_parts, with_rewards
+from rl_core.api.teacher_source import make_teacher
 from rl_core.api.training import Training, check_in_process, run_fingerprint
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
@@ -31,6 +32,7 @@ from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
     GROUP_ALGORITHMS,
+    DistillationSettings,
     ModelSettings,
     PolicySettings,
     PreferenceSettings,
@@ -45,10 +47,10 @@ from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
 
-__all__ = ["dpo", "grpo", "policy_gradient", "ppo", "reward_model", "sft"]
+__all__ = ["distill", "dpo", "grpo", "policy_gradient", "ppo", "reward_model", "sft"]
 
 REWARDS, RECENT = "rewards.jsonl", "recent_rollouts.jsonl"
-S = TypeVar("S", PolicySettings, SFTSettings, RewardModelSettings, PreferenceSettings)
+S = TypeVar("S", PolicySettings, DistillationSettings, SFTSettings, RewardModelSettings, PreferenceSettings)
 
 
 def grpo(
@@ -194,6 +196,58 @@ def policy_gradient(
     )
 
 
+def distill(
+    model: ModelSource,
+    teacher: ModelSource | None = None,
+    *,
+    environment: Environment | None = None,
+    prompts: RowSource | None = None,
+    settings: DistillationSettings | None = None,
+    heldout_prompts: RowSource | None = None,
+    system: str = "",
+    output: str | Path | None = None,
+    tracker: TrackerSource = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+) -> Training[PolicyGradientTrainer]:
+    """On-policy distillation: each token of the policy's own rollouts is rewarded by log p_teacher - log p_policy.
+
+    Args:
+        teacher: a model with the policy's vocabulary: folder, hub name, pair or policy; None = `settings.teacher`,
+            which may also name a server.
+        others: as in `policy_gradient`; rewards are measured alone.
+    Raises: as `policy_gradient`; SettingsError for a teacher with another vocabulary.
+    """
+    settings = _of_kind(settings, DistillationSettings)
+    acting, digest = as_environment(environment, prompts, heldout_prompts, system)
+    if isinstance(acting, Prompts) and settings.patience is not None:
+        raise SettingsError("patience: prompts alone have no success to choose the best weights by; set it to None")
+    policy = load_policy(model, seed=seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
+    folder = _folder(output)
+    recipe = recipes.distillation(
+        policy,
+        make_teacher(settings.teacher, policy, teacher),
+        acting,
+        settings,
+        seed,
+        evaluator=_validation(policy, acting, settings.policy(), seed, None),
+        record=_record(folder),
+    )
+    fingerprint = run_fingerprint(
+        "distill",
+        settings,
+        seed,
+        model=model_name(model),
+        teacher=model_name(teacher) if teacher is not None else "",
+        environment={"name": acting.name, "class": type(acting).__qualname__},
+        prompts=digest,
+    )
+    return Training(
+        "distill", recipe, settings, policy.model, policy.tokenizer, fingerprint, folder, tracker, callbacks
+    )
+
+
 def sft(
     model: ModelSource,
     data: RowSource,
@@ -240,6 +294,7 @@ def dpo(
     model: ModelSource,
     data: RowSource,
     *,
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] | None = None,
     heldout: RowSource | float = 0.1,
     settings: PreferenceSettings | None = None,
     output: str | Path | None = None,
@@ -247,18 +302,23 @@ def dpo(
     callbacks: Sequence[Callback] = (),
     seed: int = 0,
 ) -> Training[PreferenceTrainer]:
-    """Direct preference optimisation (DPO, conservative DPO or IPO, as the settings say); the reference is `model`.
+    """Preference optimisation by DPO or another loss; the reference, where the loss has one, is `model`.
 
     Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list.
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. For `kto` also rows
+            {"prompt", "completion", "label"}, true = desirable.
+        loss: in place of `settings.loss`.
         others: as in `sft`.
-    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
+    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used; DataError for rows that
+        do not go with the loss.
     """
     settings = _of_kind(settings, PreferenceSettings)
+    if loss is not None:
+        settings = dataclasses.replace(settings, loss=loss)
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
+    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
     recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
@@ -291,7 +351,8 @@ def reward_model(
     """A Bradley-Terry reward model on preference pairs: `model` with a new scalar head, every weight trained.
 
     Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list.
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. A `margin` (at least 0) is
+            subtracted from the difference of the scores before the sigmoid.
         others: as in `sft`. A model that is loaded already is copied, not changed.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
     """
@@ -299,7 +360,7 @@ def reward_model(
     _check_heldout(heldout, settings)
     classifier, policy = _classifier(model, seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed)
+    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
     recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest

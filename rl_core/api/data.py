@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import TrainingSequence, training_sequences
-from rl_core.data.pairs import Pair, PairSide
+from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
 from rl_core.data.records import Records, Row, RowSource, read_demonstrations, read_preferences, read_prompts
 from rl_core.data.splits import opening_text, overlap_report, prompt_key, split_by_prompt
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
-from rl_core.errors import SettingsError
+from rl_core.errors import DataError, SettingsError
 from rl_core.types import Message
 
-__all__ = ["Split", "as_environment", "conversations", "pair_of", "preference_pairs"]
+__all__ = [
+    "Split",
+    "Use",
+    "as_environment",
+    "conversations",
+    "pair_of",
+    "pairs_of_rows",
+    "preference_length",
+    "preference_pairs",
+]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Use = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model"]
 
 
 @dataclass(frozen=True)
@@ -88,31 +98,69 @@ def conversations(
 
 
 def preference_pairs(
-    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int
+    data: RowSource, heldout: RowSource | float, renderer: ChatRenderer, context: int, seed: int, use: Use = "dpo"
 ) -> Split[Pair]:
-    """Preference rows {"prompt", "chosen", "rejected"} as pairs; arguments and errors as `conversations`."""
+    """Preference rows as the pairs of a loss or of a reward model; arguments and errors as `conversations`.
+
+    Args:
+        use: the loss, or "reward_model". See `pairs_of_rows`.
+    """
 
     def read(source: RowSource) -> Records:
-        return read_preferences(source, token_length=length, context=context)
-
-    def length(row: Row) -> int:
-        pair = pair_of(row, renderer)
-        return max(len(pair.chosen_ids), len(pair.rejected_ids))
+        return read_preferences(source, token_length=lambda row: preference_length(row, renderer), context=context)
 
     parts = _split(data, heldout, read, lambda row: str(row["prompt"]), seed)
-    train, rest = ([pair_of(row, renderer) for row in part] for part in (parts.train, parts.heldout))
+    train, rest = pairs_of_rows(parts.train, parts.heldout, renderer, use, seed)
     return Split(train, rest, parts.digest)
+
+
+def preference_length(row: Row, renderer: ChatRenderer) -> int:
+    """Tokens of the longest sequence of a preference row or a labelled completion."""
+    return max(len(side.ids) for side, _ in _sides(row, renderer))
+
+
+def pairs_of_rows(
+    train: Sequence[Row], heldout: Sequence[Row], renderer: ChatRenderer, use: Use, seed: int
+) -> tuple[list[Pair], list[Pair]]:
+    """Rows of `data.records.read_preferences` as the pairs of a loss.
+
+    `kto` takes labelled completions, and both sides of preference rows; the others take preference rows alone. Only
+    `reward_model` takes a `margin`. Raises: DataError naming a row that does not go with the loss.
+    """
+    for name, rows in (("training", train), ("held-out", heldout)):
+        for place, row in enumerate(rows):
+            if use != "kto" and "label" in row:
+                raise DataError(
+                    f"{name} row {place + 1}: has a label, which only the loss kto takes; {use} needs pairs"
+                )
+            if use != "reward_model" and "margin" in row:
+                raise DataError(
+                    f"{name} row {place + 1}: margin: only a reward model takes margins, not the loss {use}"
+                )
+    if use != "kto":
+        parts = [[pair_of(row, renderer) for row in rows] for rows in (train, heldout)]
+        return parts[0], parts[1]
+    labelled = [[side for row in rows for side in _sides(row, renderer)] for rows in (train, heldout)]
+    return mismatched_pairs(labelled[0], seed), mismatched_pairs(labelled[1], seed, labelled[0])
 
 
 def pair_of(row: Row, renderer: ChatRenderer) -> Pair:
     """A preference row as token ids."""
+    (chosen, _), (rejected, _) = _sides(row, renderer)
+    return Pair(chosen, rejected, row.get("margin", 0.0))
+
+
+def _sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
+    """Token ids of each completion of a row, with its label; chosen = True."""
     prompt_ids = renderer.prompt_ids([Message(role="user", content=row["prompt"])])
 
     def side(answer: str) -> PairSide:
         completion_ids = renderer.action_ids(answer)
         return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
 
-    return Pair(side(row["chosen"]), side(row["rejected"]))
+    if "label" in row:
+        return [(side(row["completion"]), row["label"])]
+    return [(side(row["chosen"]), True), (side(row["rejected"]), False)]
 
 
 def _split(

@@ -17,10 +17,12 @@ from rl_core.api.policy import Policy
 from rl_core.data.pairs import Pair
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.inference.teacher import Teacher
 from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
+    DistillationSettings,
     LoopSettings,
     PolicySettings,
     PreferenceSettings,
@@ -33,7 +35,7 @@ from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.tracking import Tracker
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.trainers.preference import PreferenceTrainer
-from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training import loop
 from rl_core.training.callbacks import Callback
@@ -41,7 +43,7 @@ from rl_core.training.loop import LoopMemory, LoopOutcome
 from rl_core.training.trainer_protocol import Trainer
 from rl_core.types import Rollout
 
-__all__ = ["Recipe", "policy_gradient", "preference", "reward_model", "sft", "thoughts"]
+__all__ = ["Recipe", "distillation", "policy_gradient", "preference", "reward_model", "sft", "thoughts"]
 
 T = TypeVar("T", bound=Trainer)
 Record = Callable[[int, Sequence[Rollout]], None]
@@ -102,7 +104,9 @@ def reward_model(
     seed: int, process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[RewardModelTrainer]:  # fmt: skip
     """A Bradley-Terry reward model (`models.heads`) on preference pairs."""
-    rows, rows_heldout = ([(pair.chosen_ids, pair.rejected_ids) for pair in part] for part in (train, heldout))
+    rows, rows_heldout = (
+        [ScoredPair(pair.chosen_ids, pair.rejected_ids, pair.margin) for pair in part] for part in (train, heldout)
+    )
     trainer = RewardModelTrainer(model, pad_id, rows, rows_heldout, settings, seed, process_group)
     return Recipe(trainer, trainer.total_steps, "eval/accuracy" if settings.patience is not None else None)
 
@@ -112,7 +116,10 @@ def preference(
     references: tuple[Sequence[tuple[float, float]], Sequence[tuple[float, float]]] | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
 ) -> Recipe[PreferenceTrainer]:  # fmt: skip
-    """DPO, conservative DPO or IPO on preference pairs; `references` as in `PreferenceTrainer`."""
+    """The loss that the settings name, on preference pairs (kto: `data.pairs.mismatched_pairs`).
+
+    `references`: as in `PreferenceTrainer`.
+    """
     trainer = PreferenceTrainer(
         policy.model, policy.renderer.pad_id, train, heldout, settings, seed, references, process_group
     )
@@ -133,6 +140,7 @@ def policy_gradient(
     best_metric: str = "eval/success_rate",
     record: Record | None = None,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    teacher: Teacher | None = None,
 ) -> Recipe[PolicyGradientTrainer]:
     """GRPO and its kin, PPO or REINFORCE, as `settings.algorithm` says.
 
@@ -141,6 +149,7 @@ def policy_gradient(
         scorer: reward model of the component `learned`. functions: reward components by name.
         evaluator, record: as in `PolicyGradientTrainer`.
         best_metric: of the evaluator; chooses the best weights where `settings.patience` is given.
+        teacher: see `distillation`.
     """
     trainer = PolicyGradientTrainer(
         policy.model,
@@ -156,8 +165,27 @@ def policy_gradient(
         evaluator=evaluator,
         record=record,
         process_group=process_group,
+        teacher=teacher,
     )
     return Recipe(trainer, settings.iterations, best_metric if settings.patience is not None else None)
+
+
+def distillation(
+    policy: Policy,
+    teacher: Teacher,
+    environment: Environment,
+    settings: DistillationSettings,
+    seed: int,
+    *,
+    evaluator: Callable[[], Mapping[str, float]] | None = None,
+    record: Record | None = None,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Recipe[PolicyGradientTrainer]:
+    """On-policy distillation: the policy-gradient trainer with the teacher's advantages; others as there."""
+    return policy_gradient(
+        policy, None, environment, settings.policy(), seed,
+        evaluator=evaluator, record=record, process_group=process_group, teacher=teacher,
+    )  # fmt: skip
 
 
 def thoughts(

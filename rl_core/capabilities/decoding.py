@@ -19,7 +19,7 @@ from rl_core.capabilities.decision import (
     position_obstacles,
     unwrapped,
 )
-from rl_core.cpu import fused_decode, int8_gemm
+from rl_core.cpu import fused_decode, int8_gemm, packed_vectors
 
 __all__ = ["compiled_decoding", "decoder", "fused_step", "keeps_cache", "packed_weights"]
 
@@ -141,8 +141,8 @@ def fused_step(model: Any, device: str | None = None) -> Decision:
 
 def _fused_obstacles(model: Any, device: str | None) -> Iterator[str]:
     yield from _needs(compiled_decoding(model, device))
-    if int8_gemm.load() is None:
-        yield "this processor has no tiles for products of 8-bit integers (AMX)"
+    if int8_gemm.load() is None and packed_vectors.load() is None:
+        yield "this processor has neither tiles for products of 8-bit integers (AMX) nor vectors of 8 numbers (AVX2)"
     activations = {type(layer.mlp.act_fn).__name__ for layer in unwrapped(model).model.layers}
     if not activations <= set(_SILU):
         yield f"its activation is {', '.join(sorted(activations))}; compiled code computes silu"

@@ -11,12 +11,15 @@
  * tile holds pairs of depth j and j + 16. Sums have one order, whatever the number of rows and threads.
  */
 
+#include "matrix.h"
 #include "tiles.h"
 
 #ifdef HAS_TILES
 #include <string.h>
+#ifndef TILE_STAND_IN
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #ifdef _OPENMP
 #include <omp.h>
 #else
@@ -36,8 +39,12 @@ INLINE int64_t blocks_in(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
 
 /* 1 where the operating system lets this process use the tiles. */
 int tiles_ready(void) {
+#ifdef TILE_STAND_IN
+    return 1;
+#else
     enum { ask_for_permission = 0x1023, tile_data = 18 };
     return syscall(SYS_arch_prctl, ask_for_permission, tile_data) == 0;
+#endif
 }
 
 INLINE void parts_of(__m512 x, __m512i parts[3]) {
@@ -159,11 +166,6 @@ static void multiply_block(const packed_t *left, const packed_t *right, int64_t 
     _tile_stored(3, at[3], bytes);
     if (!is_whole) copy_part(c, stride, rows, columns, found, 1);
 }
-
-typedef struct {
-    const float *x;
-    int64_t stride, lines;
-} Part;
 
 /* Bytes that `product` needs for so many threads. */
 int64_t amx_gemm_room(int64_t threads) {

@@ -11,7 +11,11 @@
 #include <stdlib.h>
 
 #define TALL 6   /* rows of a tile of a product, */
-#define WIDE 4   /* and vectors in one */
+#ifdef __AVX512F__
+#define WIDE 4   /* and vectors in one: as many sums as there are registers for */
+#else
+#define WIDE 2
+#endif
 #define ASKED 48 /* queries taken at a time */
 #define MASKED (-1e30f)
 

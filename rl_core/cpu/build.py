@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP library has to be there before ours looks for one
 
-__all__ = ["load", "loaded_openmp"]
+__all__ = ["is_intel", "load", "loaded_openmp"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
     version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True, timeout=30)
     sources = sorted(_FOLDER.glob("*.c"))
     texts = [path.read_text() for path in (*sources, *sorted(_FOLDER.glob("*.h")))]
-    parts = (*texts, *_FLAGS, str(has_threads), version.stdout, platform.machine(), _processor())
+    parts = (*texts, *_FLAGS, compiler, str(has_threads), version.stdout, platform.machine(), _processor())
     identity = "\n".join(parts)
     name = f"posttrain-{hashlib.sha256(identity.encode()).hexdigest()[:16]}.so"
     library = folder / name
@@ -105,6 +105,14 @@ def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
             run([*compiler.split(), "-shared", "-o", str(made), *map(str, compiled), "-lm"])
             made.replace(library)  # whole, or not there
     return library
+
+
+def is_intel() -> bool:
+    """True on a processor of Intel's; False where the system does not tell."""
+    try:
+        return "GenuineIntel" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
 
 
 def _processor() -> str:

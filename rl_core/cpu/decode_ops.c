@@ -18,8 +18,9 @@
 
 #define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 
-/* The totals of 16 vectors, each in its place: pairs of vectors are folded into one, four times. */
+/* The totals of W vectors, each in its place: pairs of vectors are folded into one until one is left. */
 INLINE vf totals(vf *v) {
+#if W == 16
     for (int i = 0; i < 8; i++)
         v[i] = OF_TWO(v[i], v[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
                OF_TWO(v[i], v[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
@@ -31,6 +32,13 @@ INLINE vf totals(vf *v) {
                OF_TWO(v[i], v[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return OF_TWO(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
            OF_TWO(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#else
+    for (int i = 0; i < 4; i++)
+        v[i] = OF_TWO(v[i], v[i + 4], 0, 1, 2, 3, 8, 9, 10, 11) + OF_TWO(v[i], v[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    for (int i = 0; i < 2; i++)
+        v[i] = OF_TWO(v[i], v[i + 2], 0, 1, 8, 9, 4, 5, 12, 13) + OF_TWO(v[i], v[i + 2], 2, 3, 10, 11, 6, 7, 14, 15);
+    return OF_TWO(v[0], v[1], 0, 8, 2, 10, 4, 12, 6, 14) + OF_TWO(v[0], v[1], 1, 9, 3, 11, 5, 13, 7, 15);
+#endif
 }
 
 /* x / rms(x), each row of x [n, width]. */

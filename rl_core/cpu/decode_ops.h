@@ -16,5 +16,7 @@ typedef struct {
 void normed(const float *x, int64_t n, int64_t width, float eps, float *out);
 void gated_forward(const float *both, int64_t n, int64_t I, float *out, int threads);
 void attend(const Step *s, const float *heads, float *keys, float *values, float *out);
-void product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
-                    int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads);
+
+/* c [rows, columns] (+)= left times packed weights: `product_packed` or `vector_product_packed`. */
+typedef void Product(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
+                     int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads);

@@ -1,4 +1,4 @@
-/* A whole decoding step in one call, with 8-bit tile products: embedding, layers, logits.
+/* A whole decoding step in one call, by products with packed weights: embedding, layers, logits.
  *
  * N new tokens, the first `count` of which are asked for logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V
  * vocabulary. Norms' weights are multiplied into the packed weights after them.
@@ -7,7 +7,6 @@
 #include <string.h>
 
 #include "decode_ops.h"
-#include "tiles.h"
 
 typedef struct {
     const int8_t *heads, *out, *gate_up, *down;
@@ -24,19 +23,18 @@ typedef struct {
     const int8_t *head;
     const float *head_bias;
     float head_eps;
+    Product *product;
 } DecodeModel;
 
-#ifdef HAS_TILES
-
-static void multiply(const float *x, int64_t inputs, const int8_t *weight, const float *bias, float *out,
-                     int64_t outputs, int64_t rows, int add, int8_t *tiles, int threads) {
-    product_packed(x, inputs, weight, out, outputs, rows, outputs, inputs, add, tiles, threads);
+static void multiply(Product *product, const float *x, int64_t inputs, const int8_t *weight, const float *bias,
+                     float *out, int64_t outputs, int64_t rows, int add, int8_t *copies, int threads) {
+    product(x, inputs, weight, out, outputs, rows, outputs, inputs, add, copies, threads);
     for (int64_t row = 0; bias && row < rows; row++)
         for (int64_t i = 0; i < outputs; i++) out[row * outputs + i] += bias[i];
 }
 
 /* logits [count, V]; room for N (2 H + E + Q D + 3 I) numbers. */
-void decode_step(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *tiles,
+void decode_step(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *copies,
                  float *logits) {
     int64_t N = s->tokens, H = m->H, I = m->I, QD = s->Q * s->D, E = QD + 2 * s->K * s->D;
     int threads = (int)s->threads;
@@ -46,19 +44,17 @@ void decode_step(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t c
     for (int64_t number = 0; number < m->layers; number++) {
         const DecodeLayer *l = m->layer + number;
         normed(x, N, H, l->input_eps, normal);
-        multiply(normal, H, l->heads, l->heads_bias, heads, E, N, 0, tiles, threads);
+        multiply(m->product, normal, H, l->heads, l->heads_bias, heads, E, N, 0, copies, threads);
         int64_t rows = s->rows = number + 1 < m->layers ? N : count; /* in the end only the newest tokens matter */
         s->q_weight = l->q_weight, s->k_weight = l->k_weight, s->q_eps = l->q_eps, s->k_eps = l->k_eps;
         s->scale = l->scale;
         attend(s, heads, l->keys, l->values, attended);
-        multiply(attended, QD, l->out, l->out_bias, x, H, rows, 1, tiles, threads);
+        multiply(m->product, attended, QD, l->out, l->out_bias, x, H, rows, 1, copies, threads);
         normed(x, rows, H, l->mlp_eps, normal);
-        multiply(normal, H, l->gate_up, l->gate_up_bias, both, 2 * I, rows, 0, tiles, threads);
+        multiply(m->product, normal, H, l->gate_up, l->gate_up_bias, both, 2 * I, rows, 0, copies, threads);
         gated_forward(both, rows, I, active, threads);
-        multiply(active, I, l->down, l->down_bias, x, H, rows, 1, tiles, threads);
+        multiply(m->product, active, I, l->down, l->down_bias, x, H, rows, 1, copies, threads);
     }
     normed(x, count, H, m->head_eps, normal);
-    multiply(normal, H, m->head, m->head_bias, logits, m->V, count, 0, tiles, threads);
+    multiply(m->product, normal, H, m->head, m->head_bias, logits, m->V, count, 0, copies, threads);
 }
-
-#endif

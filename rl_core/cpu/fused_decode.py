@@ -15,10 +15,14 @@ import torch
 
 from rl_core.cpu import build
 from rl_core.cpu.int8_gemm import PackedMatrix
+from rl_core.cpu.packed_vectors import PackedVectors
 
-__all__ = ["DecodeKernels", "PackedWeights", "DecodeStep", "FusedStep", "load"]
+__all__ = ["DecodeKernels", "Packed", "PackedWeights", "DecodeStep", "FusedStep", "load"]
 
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode_ops.c
+
+
+Packed = PackedMatrix | PackedVectors
 
 
 class _Step(ctypes.Structure):
@@ -80,17 +84,18 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("layers", "H", "I", "V")),
         *((name, ctypes.c_void_p) for name in ("layer", "embedding", "head", "head_bias")),
         ("head_eps", ctypes.c_float),
+        ("product", ctypes.c_void_p),
     ]
 
 
 @dataclass(slots=True)
 class PackedWeights:
-    """One layer's weights by tiles, with the norms' weights multiplied in, and biases."""
+    """One layer's packed weights, with the norms' weights multiplied in, and biases."""
 
-    heads: tuple[PackedMatrix, torch.Tensor | None]
-    out: tuple[PackedMatrix, torch.Tensor | None]
-    gate_up: tuple[PackedMatrix, torch.Tensor | None]
-    down: tuple[PackedMatrix, torch.Tensor | None]
+    heads: tuple[Packed, torch.Tensor | None]
+    out: tuple[Packed, torch.Tensor | None]
+    gate_up: tuple[Packed, torch.Tensor | None]
+    down: tuple[Packed, torch.Tensor | None]
     q_norm: Norm | None
     k_norm: Norm | None
     input_eps: float
@@ -99,12 +104,12 @@ class PackedWeights:
 
 
 class FusedStep:
-    """A whole decoding step in one call (`fused_decode.c`), for weights packed for tiles."""
+    """A whole decoding step in one call (`fused_decode.c`), for packed weights."""
 
     def __init__(
         self,
         layers: Sequence[PackedWeights],
-        head: tuple[PackedMatrix, torch.Tensor | None],
+        head: tuple[Packed, torch.Tensor | None],
         head_eps: float,
         embedding_VH: torch.Tensor,
         cache: torch.Tensor,
@@ -135,6 +140,7 @@ class FusedStep:
             layers=len(layers), H=embedding_VH.shape[1], I=self._width, V=packed.outputs,
             layer=ctypes.addressof(self._layers), embedding=embedding_VH.data_ptr(), head=packed.place,
             head_bias=bias.data_ptr() if bias is not None else None, head_eps=head_eps,
+            product=ctypes.cast(packed.gemm.product, ctypes.c_void_p).value,
         )  # fmt: skip
         self._gemm, self._room = packed.gemm, embedding_VH.new_empty(0)
 

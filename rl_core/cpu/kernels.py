@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from rl_core.cpu import amx_gemm, norm_and_gate
+from rl_core.cpu import gemm, norm_and_gate
 
 __all__ = ["add_norm", "add_weight_grad", "gated_silu", "input_grad", "linear", "linears", "norm", "weight_grad"]
 
@@ -97,12 +97,12 @@ def add_weight_grad(sum_OI: torch.Tensor, grad_NO: torch.Tensor, x_NI: torch.Ten
         sum_OI.addmm_(grad_NO.t(), x_NI)
 
 
-def _gemm(*operands: torch.Tensor) -> amx_gemm.AmxGemm | None:
+def _gemm(*operands: torch.Tensor) -> gemm.Gemm | None:
     """The compiled products, where they apply."""
     for operand in operands:
         if operand.device.type != "cpu" or operand.dtype != torch.float32 or not operand.numel():
             return None
-    return amx_gemm.load()
+    return gemm.load()
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -2,9 +2,15 @@
 
 #include <stdint.h>
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
+#ifdef TILE_STAND_IN /* the file of a portable stand-in for the intrinsics, in tests */
+#define HAS_TILES
+#include TILE_STAND_IN
+#elif defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
 #define HAS_TILES
 #include <immintrin.h>
+#endif
+
+#ifdef HAS_TILES
 
 #define INLINE static inline __attribute__((always_inline))
 #define SIDE 16

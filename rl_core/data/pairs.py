@@ -10,7 +10,7 @@ import numpy as np
 from rl_core.errors import DataError
 from rl_core.types import Rollout, RolloutGroup
 
-__all__ = ["Pair", "PairSide", "pairs_from_groups"]
+__all__ = ["Pair", "PairSide", "labelled_sides", "mismatched_pairs", "pairs_from_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,10 @@ class Pair:
 
     chosen: PairSide
     rejected: PairSide
+    margin: float = 0.0  # by which a reward model is to tell them apart, at least
+    # None = a preference. Otherwise `chosen` is a completion with this label, and `rejected` the same prompt with the
+    # completion of another prompt, for KTO's reference point.
+    desirable: bool | None = None
 
     @property
     def chosen_ids(self) -> list[int]:
@@ -73,6 +77,40 @@ def pairs_from_groups(groups: Sequence[RolloutGroup], per_group: int, seed: int)
             if tokens not in seen:
                 seen.add(tokens)
                 pairs.append(Pair(_side(chosen), _side(rejected)))
+    return pairs
+
+
+def labelled_sides(pairs: Sequence[Pair]) -> list[tuple[PairSide, bool]]:
+    """Both sides of preference pairs as labelled completions, each once: chosen = desirable."""
+    found: dict[tuple[tuple[int, ...], tuple[int, ...], bool], PairSide] = {}
+    for pair in pairs:
+        for side, label in ((pair.chosen, True), (pair.rejected, False)):
+            found.setdefault((tuple(side.prompt_ids), tuple(side.completion_ids), label), side)
+    return [(side, key[2]) for key, side in found.items()]
+
+
+def mismatched_pairs(
+    rows: Sequence[tuple[PairSide, bool]], seed: int, others: Sequence[tuple[PairSide, bool]] = ()
+) -> list[Pair]:
+    """Labelled completions, each beside its prompt with the completion of another prompt, for KTO.
+
+    The partner is the next row with another prompt in a seeded order of the rows, the same in every epoch.
+    Args:
+        rows: (prompt and completion, True = desirable).
+        others: partners where all `rows` have the same prompt.
+    Raises: DataError if there is no other prompt.
+    """
+    pool = rows if len({tuple(side.prompt_ids) for side, _ in rows}) > 1 else [*rows, *others]
+    order = np.random.default_rng(seed).permutation(len(pool))
+    place_of = np.argsort(order)
+    pairs = []
+    for index, (side, label) in enumerate(rows):
+        following = (pool[order[(place_of[index] + step) % len(pool)]][0] for step in range(1, len(pool)))
+        partner = next((other for other in following if other.prompt_ids != side.prompt_ids), None)
+        if partner is None:
+            raise DataError("kto: all rows have the same prompt, so its reference point cannot be estimated")
+        mismatched = PairSide(side.prompt_ids, partner.completion_ids, partner.loss_mask)
+        pairs.append(Pair(side, mismatched, desirable=label))
     return pairs
 
 

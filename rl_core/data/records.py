@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in me
 
 _OPTIONAL = ("level", "kind", "seed")
 _DEMONSTRATION_COLUMNS = ("messages", "tools", "prompt", "completion", *_OPTIONAL)
-_PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected", *_OPTIONAL)
+_PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected", "margin", "completion", "label", *_OPTIONAL)
 _LISTED = 10  # bad rows listed in a message
 
 _logger = logging.getLogger(__name__)
@@ -93,8 +94,10 @@ def read_preferences(
     token_length: Callable[[Row], int] | None = None,
     context: int | None = None,
 ) -> Records:
-    """Rows {"prompt", "chosen", "rejected"}, all text; chosen and rejected must differ.
+    """Rows {"prompt", "chosen", "rejected"}, all text; chosen and rejected must differ. Or labelled completions.
 
+    A pair may have a `margin` (a number, at least 0) by which a reward model is to tell its sides apart. A labelled
+    completion is {"prompt", "completion", "label"}, true = desirable (the loss `kto`).
     Arguments, optional columns and errors are those of `read_demonstrations`.
     """
     return _read(path, _PREFERENCE_COLUMNS, _preference, on_bad_row, max_rows, token_length, context)
@@ -290,8 +293,29 @@ def _prompt(row: Row) -> Row:
     return {**row, "prompt": messages}
 
 
+def _labelled(row: Row) -> Row:
+    kept: Row = {name: read_text(row, name) for name in ("prompt", "completion")}
+    label = row.get("label")
+    if not isinstance(label, bool):
+        raise BadRow("label", "is missing" if label is None else f"must be true or false, found {describe(label)}")
+    return {**kept, "label": label, **_optional(row)}
+
+
+def _margin(row: Row) -> Row:
+    margin = row.get("margin")
+    if margin is None:
+        return {}
+    if isinstance(margin, bool) or not isinstance(margin, int | float):
+        raise BadRow("margin", f"must be a number, found {describe(margin)}")
+    if not 0 <= margin < math.inf:
+        raise BadRow("margin", f"must be finite and at least 0, found {margin}")
+    return {"margin": float(margin)}
+
+
 def _preference(row: Row) -> Row:
+    if row.get("chosen") is None and row.get("rejected") is None and ("completion" in row or "label" in row):
+        return _labelled(row)
     kept: Row = {name: read_text(row, name) for name in ("prompt", "chosen", "rejected")}
     if kept["chosen"].strip() == kept["rejected"].strip():
         raise BadRow("chosen", "is equal to rejected, so there is no preference")
-    return kept | _optional(row)
+    return kept | _margin(row) | _optional(row)

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from rl_core.cpu import int8_gemm
+from rl_core.cpu import int8_gemm, packed_vectors
 from rl_core.cpu.allocator import Arena
-from rl_core.cpu.fused_decode import DecodeKernels, PackedWeights
+from rl_core.cpu.fused_decode import DecodeKernels, Packed, PackedWeights
 from rl_core.models.lora import plain_linear
 
 __all__ = ["Layer", "OutputHead", "PackedLayer", "PackedOutputHead", "RmsNorm"]
@@ -151,7 +151,7 @@ class PackedOutputHead(OutputHead):
         self._compiled = compiled
         self._packed = _PackedLinear(arena, [self.head], self.norm.weight)
 
-    def packed_weight(self) -> tuple[int8_gemm.PackedMatrix, torch.Tensor | None]:
+    def packed_weight(self) -> tuple[Packed, torch.Tensor | None]:
         """As `PackedLayer.packed_weights`."""
         return self._packed.packed_weight()
 
@@ -166,16 +166,13 @@ class _PackedLinear:
     """Linear layers of one input, side by side, copied for products with few rows."""
 
     def __init__(self, arena: Arena, linears: Sequence[Weights], scale_I: torch.Tensor | None = None) -> None:
-        """Copy the parameters, for tiles into the arena; `scale_I` multiplies the inputs."""
+        """Copy the parameters, for compiled products into the arena; `scale_I` multiplies the inputs."""
         weights = [weight for weight, _ in linears]
         self._size = sum(len(weight) for weight in weights)
-        products = int8_gemm.load() if weights[0].dtype == torch.float32 else None
-        self._tiles: int8_gemm.PackedMatrix | None = None
-        if products is not None:
+        self._packed: Packed | None = None
+        if weights[0].dtype == torch.float32 and (int8_gemm.load() or packed_vectors.load()) is not None:
             weight_OI = torch.cat(weights)
-            self._tiles = int8_gemm.PackedMatrix(
-                products, weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena
-            )
+            self._packed = _pack(weight_OI if scale_I is None else weight_OI.mul_(scale_I), arena)
         else:
             self._weight = weights[0].new_empty(weights[0].shape[1], self._size)
             for part, weight in zip(self._weight.split([len(w) for w in weights], dim=1), weights, strict=True):
@@ -189,25 +186,34 @@ class _PackedLinear:
                 [weight.new_zeros(len(weight)) if bias is None else bias for weight, bias in linears]
             )
 
-    def packed_weight(self) -> tuple[int8_gemm.PackedMatrix, torch.Tensor | None]:
-        """Weight and bias, where the weight is packed for tiles."""
-        assert self._tiles is not None
-        return self._tiles, self._bias
+    def packed_weight(self) -> tuple[Packed, torch.Tensor | None]:
+        """Weight and bias, where the weight is packed for compiled products."""
+        assert self._packed is not None
+        return self._packed, self._bias
 
     def __call__(self, x_NI: torch.Tensor) -> torch.Tensor:
         """x W + bias."""
-        if self._tiles is not None:
-            out_NO = self._tiles.multiply(x_NI, x_NI.new_empty(len(x_NI), self._size))
+        if self._packed is not None:
+            out_NO = self._packed.multiply(x_NI, x_NI.new_empty(len(x_NI), self._size))
             return out_NO if self._bias is None else out_NO.add_(self._bias)
         return torch.mm(x_NI, self._weight) if self._bias is None else torch.addmm(self._bias, x_NI, self._weight)
 
     def add_(self, base_NO: torch.Tensor, x_NI: torch.Tensor) -> torch.Tensor:
         """base + x W + bias, in place."""
-        if self._tiles is not None:
-            self._tiles.multiply(x_NI, base_NO, add=True)
+        if self._packed is not None:
+            self._packed.multiply(x_NI, base_NO, add=True)
         else:
             base_NO.addmm_(x_NI, self._weight)
         return base_NO if self._bias is None else base_NO.add_(self._bias)
+
+
+def _pack(weight_OI: torch.Tensor, arena: Arena) -> Packed:
+    """A copy for tiles where the processor has them, else for vectors."""
+    tiles, vectors = int8_gemm.load(), packed_vectors.load()
+    if tiles is not None:
+        return int8_gemm.PackedMatrix(tiles, weight_OI, arena)
+    assert vectors is not None
+    return packed_vectors.PackedVectors(vectors, weight_OI, arena)
 
 
 def _weights(module: Any, name: str) -> Weights:

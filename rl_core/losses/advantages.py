@@ -12,7 +12,16 @@ import torch
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_finite, check_inputs, fill_masked
 
-__all__ = ["GroupMethod", "batch_advantages", "gae", "group_advantages", "overlong_penalty", "returns", "vtrace"]
+__all__ = [
+    "GroupMethod",
+    "batch_advantages",
+    "distillation_advantages",
+    "gae",
+    "group_advantages",
+    "overlong_penalty",
+    "returns",
+    "vtrace",
+]
 
 GroupMethod = Literal["grpo", "dr_grpo", "rloo"]
 STD_FLOOR = 1e-3  # smaller differences between rewards are rounding noise
@@ -163,6 +172,32 @@ def returns(
     """
     zeros_BT = torch.zeros_like(token_rewards_BT)
     return gae(token_rewards_BT, zeros_BT, loss_mask_BT, gamma=gamma, gae_lambda=1.0, bootstrap_B=bootstrap_B)[0]
+
+
+def distillation_advantages(
+    student_logprobs_BT: torch.Tensor,
+    teacher_logprobs_BT: torch.Tensor,
+    loss_mask_BT: torch.Tensor,
+    *,
+    gamma: float = 0.0,
+) -> torch.Tensor:
+    """On-policy distillation: reward log p_teacher - log p_student of each token that the student sampled.
+
+    Its mean over the student's samples is minus the reverse KL, KL(student || teacher), of the position. With gamma 0
+    the advantage is the reward itself: its policy gradient is that of the KL at each position, none passing through
+    the sampling of later ones. With gamma 1 it is that of the whole sequence's KL.
+
+    Args:
+        student_logprobs_BT, teacher_logprobs_BT: float [B, T], nats, at the same temperature.
+        gamma: discount of later tokens' rewards, in [0, 1].
+    Returns: float [B, T], 0 where the mask is False, no gradient.
+    Raises: DataError on shapes, non-finite values, or gamma.
+    Source: Agarwal et al. 2023, arXiv:2306.13649, section 3 (reverse KL, on-policy data); Gu et al. 2023,
+        arXiv:2306.08543, eq. 2 and 3 (gamma 1).
+    """
+    check_inputs(loss_mask_BT, student_logprobs=student_logprobs_BT, teacher_logprobs=teacher_logprobs_BT)
+    rewards_BT = fill_masked((teacher_logprobs_BT - student_logprobs_BT).detach(), loss_mask_BT)
+    return returns(rewards_BT, loss_mask_BT, gamma=gamma)
 
 
 def overlong_penalty(lengths_B: torch.Tensor, *, max_tokens: int, buffer: int) -> torch.Tensor:

@@ -11,7 +11,16 @@ from torch.nn import functional
 from rl_core.errors import DataError
 from rl_core.losses.masking import check_count, check_finite
 
-__all__ = ["bradley_terry_loss", "calibration_error", "chosen_nll", "dpo_loss", "ipo_loss"]
+__all__ = [
+    "accuracy",
+    "bradley_terry_loss",
+    "calibration_error",
+    "check_pairs",
+    "chosen_nll",
+    "dpo_loss",
+    "ipo_loss",
+    "preference_metrics",
+]
 
 
 def bradley_terry_loss(
@@ -32,14 +41,14 @@ def bradley_terry_loss(
     Returns: scalar loss; {"ranking_loss", "accuracy" (a tie counts half), "margin" (mean r_c - r_r), "reward_mean"}.
     Raises: DataError on shapes, non-finite scores, or no pairs.
     """
-    _check_pairs(chosen=chosen_B, rejected=rejected_B, margin=margin_B)
+    check_pairs(chosen=chosen_B, rejected=rejected_B, margin=margin_B)
     count = check_count("num_pairs", num_pairs)
     difference_B = chosen_B - rejected_B
     ranking = -functional.logsigmoid(difference_B - margin_B if margin_B is not None else difference_B).sum() / count
     loss = ranking + center_coef * (chosen_B + rejected_B).square().sum() / count
     metrics = {
         "ranking_loss": ranking.detach(),
-        "accuracy": _accuracy(difference_B, count),
+        "accuracy": accuracy(difference_B, count),
         "margin": difference_B.detach().sum() / count,
         "reward_mean": (chosen_B + rejected_B).detach().sum() / (2 * count),
     }
@@ -74,7 +83,7 @@ def dpo_loss(
     scaled_B = rewards[0] - rewards[1]
     losses_B = -(1 - label_smoothing) * functional.logsigmoid(scaled_B)
     losses_B = losses_B - label_smoothing * functional.logsigmoid(-scaled_B)
-    return losses_B.sum() / count, _preference_metrics(*rewards, count)
+    return losses_B.sum() / count, preference_metrics(*rewards, count)
 
 
 def ipo_loss(
@@ -98,7 +107,7 @@ def ipo_loss(
     )
     count = check_count("num_pairs", num_pairs)
     h_B = (rewards[0] - rewards[1]) / beta
-    return (h_B - 1 / (2 * beta)).square().sum() / count, _preference_metrics(*rewards, count)
+    return (h_B - 1 / (2 * beta)).square().sum() / count, preference_metrics(*rewards, count)
 
 
 def chosen_nll(
@@ -114,7 +123,7 @@ def chosen_nll(
     Raises: DataError on shapes, non-finite values, no pairs, or a completion without tokens.
     Source: Pang et al. 2024, arXiv:2404.19733, eq. 2.
     """
-    _check_pairs(chosen_logprobs=chosen_logprobs_B, num_tokens=num_tokens_B)
+    check_pairs(chosen_logprobs=chosen_logprobs_B, num_tokens=num_tokens_B)
     if bool((num_tokens_B < 1).any()):
         raise DataError("num_tokens: every completion needs at least one token")
     loss = -(chosen_logprobs_B / num_tokens_B).sum() / check_count("num_pairs", num_pairs)
@@ -128,7 +137,7 @@ def calibration_error(margin_B: torch.Tensor, *, num_bins: int = 10) -> float:
     bin share x |mean c - accuracy|. A tie counts half.
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 3.
     """
-    _check_pairs(margin=margin_B)
+    check_pairs(margin=margin_B)
     if not margin_B.numel() or num_bins < 1:
         raise DataError(f"margin: {margin_B.numel()} pairs in {num_bins} bins; at least one of each is needed")
     margin_B = margin_B.detach().double()
@@ -140,7 +149,8 @@ def calibration_error(margin_B: torch.Tensor, *, num_bins: int = 10) -> float:
     return float(gap_of_bins.abs().sum() / margin_B.numel())
 
 
-def _check_pairs(**tensors: torch.Tensor | None) -> None:
+def check_pairs(**tensors: torch.Tensor | None) -> None:
+    """Raise DataError for tensors that are not of the same shape [B], or not finite."""
     present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     shape = next(iter(present.values())).shape
     for name, tensor in present.items():
@@ -157,7 +167,7 @@ def _implicit_rewards(
     beta: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Implicit rewards beta (policy - reference log-probability) of chosen and rejected."""
-    _check_pairs(
+    check_pairs(
         chosen_logprobs=chosen_B,
         rejected_logprobs=rejected_B,
         ref_chosen_logprobs=ref_chosen_B,
@@ -168,17 +178,19 @@ def _implicit_rewards(
     return beta * (chosen_B - ref_chosen_B), beta * (rejected_B - ref_rejected_B)
 
 
-def _accuracy(difference_B: torch.Tensor, count: float) -> torch.Tensor:
+def accuracy(difference_B: torch.Tensor, count: float) -> torch.Tensor:
+    """Share of positive differences; a tie counts half."""
     difference_B = difference_B.detach()
     return ((difference_B > 0).float() + 0.5 * (difference_B == 0).float()).sum() / count
 
 
-def _preference_metrics(
+def preference_metrics(
     chosen_reward_B: torch.Tensor, rejected_reward_B: torch.Tensor, count: float
 ) -> dict[str, torch.Tensor]:
+    """Detached metrics of implicit rewards: accuracy, margin, chosen_reward, rejected_reward."""
     difference_B = chosen_reward_B - rejected_reward_B
     return {
-        "accuracy": _accuracy(difference_B, count),
+        "accuracy": accuracy(difference_B, count),
         "margin": difference_B.detach().sum() / count,
         "chosen_reward": chosen_reward_B.detach().sum() / count,
         "rejected_reward": rejected_reward_B.detach().sum() / count,

@@ -7,6 +7,7 @@ construction and used by the configuration loader for messages and forms.
 
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
+from rl_core.settings.distillation import DistillationSettings, DistilledPolicySettings, TeacherSettings
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.parts import (
     AnalysisSettings,
@@ -51,6 +52,8 @@ __all__ = [
     "CuriositySettings",
     "CurriculumStage",
     "DataSettings",
+    "DistillationSettings",
+    "DistilledPolicySettings",
     "EnvironmentSettings",
     "EvaluationSettings",
     "ExitCondition",
@@ -70,6 +73,7 @@ __all__ = [
     "SFTSettings",
     "SamplingSettings",
     "Settings",
+    "TeacherSettings",
     "ThoughtsSettings",
     "ToolUseSettings",
     "resolve_defaults",

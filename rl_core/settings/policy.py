@@ -174,6 +174,16 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         return low, high if self.clip_eps_high is None else self.clip_eps_high
 
     @property
+    def compares_groups(self) -> bool:
+        """True if advantages are relative to a group of rollouts of the same prompt."""
+        return self.algorithm in GROUP_ALGORITHMS
+
+    @property
+    def is_taught(self) -> bool:
+        """True if a teacher gives the advantages (`DistilledPolicySettings`)."""
+        return False
+
+    @property
     def aggregation(self) -> Aggregation:
         """Aggregation of the loss over tokens, with the algorithm's default."""
         return self.loss_aggregation or _AGGREGATIONS.get(self.algorithm, "token_mean")
@@ -218,7 +228,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Combinations that cannot learn or would be partly ignored."""
         self.sampling.check_trainable()
-        if self.group_size == 1 and self.algorithm in GROUP_ALGORITHMS:
+        if self.group_size == 1 and self.compares_groups:
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
             )

@@ -61,7 +61,9 @@ class LoopSettings(Settings):
     """The training loop: evaluation, checkpoints, early stopping, guards."""
 
     eval_every: int = setting(0, ge=0, doc="iterations between evaluations; 0 = only at the end")
-    checkpoint_every: int = setting(50, ge=0, doc="iterations between checkpoints; 0 = only when stopped")
+    checkpoint_every: int = setting(
+        50, ge=0, doc="iterations between checkpoints, or a minute of long ones; 0 = only when stopped"
+    )
     keep_checkpoints: int = setting(2, ge=2, doc="newest checkpoints kept")
     patience: int | None = setting(None, ge=1, doc="evaluations without improvement before stopping; none = never stop")
     min_improvement: float = setting(0.0, ge=0, doc="smallest change that counts as an improvement")
@@ -111,14 +113,26 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class PreferenceSettings(OptimizerSettings, LoopSettings):
-    """Direct preference optimisation on pairs; the reference is the stage's starting model."""
+    """Preference optimisation on pairs, or labelled completions (kto); the reference is the stage's starting model."""
 
     # As in the policy stage: both start from an SFT model, and presets of 0.04M to 3M parameters need about a tenth of
     # SFT's rate.
     learning_rate: float = setting(DEFAULTS["PreferenceSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
-    loss: Literal["dpo", "ipo"] = setting("dpo", doc="dpo (arXiv:2305.18290), or ipo (arXiv:2310.12036)")
-    beta: float = setting(0.1, gt=0, doc="strength of the KL constraint to the reference (arXiv:2305.18290)")
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] = setting(
+        "dpo",
+        doc="dpo (arXiv:2305.18290), ipo (arXiv:2310.12036), simpo (arXiv:2405.14734) and orpo (arXiv:2403.07691) "
+        "without a reference, or kto (arXiv:2402.01306) on labelled completions",
+    )
+    beta: float = setting(
+        0.1,
+        gt=0,
+        doc="strength of the KL constraint to the reference; simpo: scale of the rewards (paper: 2 to 2.5); orpo: "
+        "weight of the odds-ratio term",
+    )
+    simpo_gamma: float = setting(0.5, ge=0, doc="target margin of simpo's rewards (paper: about half of beta)")
+    desirable_weight: float = setting(1.0, ge=0, doc="kto: weight of the completions labelled true")
+    undesirable_weight: float = setting(1.0, ge=0, doc="kto: weight of those labelled false")
     label_smoothing: float = setting(
         0.0, ge=0, lt=0.5, doc="assumed share of mislabelled pairs; above 0: conservative DPO"
     )
@@ -135,8 +149,23 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Label smoothing is defined only for the sigmoid loss; pairs need rollouts that differ."""
         self.sampling.check_varied()
-        if self.loss == "ipo" and self.label_smoothing > 0:
+        if self.loss != "dpo" and self.label_smoothing > 0:
+            reason = ", which bounds the margin itself" if self.loss == "ipo" else ""
             raise SettingsError(
-                f"label_smoothing: {self.label_smoothing} is not defined for ipo, which bounds the margin itself; "
+                f"label_smoothing: {self.label_smoothing} is not defined for {self.loss}{reason}; "
                 "use loss dpo, or remove it"
             )
+        if self.loss in ("orpo", "kto") and self.sft_coef > 0:
+            why = "holds the chosen completions' cross-entropy already" if self.loss == "orpo" else "has no chosen side"
+            raise SettingsError(f"sft_coef: {self.sft_coef} does not go with {self.loss}, which {why}; remove it")
+        if self.loss == "kto" and self.dropout:
+            raise SettingsError("dropout: the reference point of kto is measured without dropout; leave it off")
+        if self.loss == "kto" and self.batch_size < 2:
+            raise SettingsError("batch_size: kto estimates a divergence over the batch; use at least 2")
+        if self.loss == "kto" and self.desirable_weight == self.undesirable_weight == 0:
+            raise SettingsError("desirable_weight, undesirable_weight: both are 0, so nothing is learned")
+
+    @property
+    def needs_reference(self) -> bool:
+        """True for losses that compare with the starting model."""
+        return self.loss not in ("simpo", "orpo")

@@ -1,6 +1,6 @@
-"""Direct preference optimisation: DPO, conservative DPO, IPO. The reference is the model that training starts from.
+"""Preference optimisation: DPO, conservative DPO, IPO, SimPO, ORPO; KTO on labelled completions.
 
-B pairs, S whole sequence.
+The reference is the model that training starts from; SimPO and ORPO have none. B pairs, S whole sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from rl_core.data.pairs import Pair, PairSide
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.inference.sampling import sequence_seed
+from rl_core.losses.labelled import kto_loss, kto_reference_point
 from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss
+from rl_core.losses.reference_free import orpo_loss, simpo_loss
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
 from rl_core.models.logprobs import completion_logprobs
@@ -33,6 +35,7 @@ from rl_core.types import TrainBatch
 __all__ = ["PreferenceTrainer", "reference_logprobs"]
 
 Reference = tuple[float, float]  # log-probs of (chosen, rejected) under the reference, nats, summed over loss tokens
+NO_REFERENCE = (0.0, 0.0)
 
 
 def reference_logprobs(
@@ -79,13 +82,23 @@ class _ComparedPairBatch:
     ref_chosen_B: torch.Tensor  # float32 [B], nats, summed over loss tokens
     ref_rejected_B: torch.Tensor
     places_B: torch.Tensor  # int64 [B], `_ReferencedPair.place`
+    desirable_B: torch.Tensor  # bool [B], labels of KTO; False for pairs
+
+
+class _Sums(NamedTuple):
+    """Denominators of a step, over all its micro-batches and processes."""
+
+    pairs: int
+    loss_tokens: int
+    desirable: int
+    reference_point: float  # of KTO
 
 
 class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     """Minimises the preference loss; one iteration is one optimizer step.
 
     The reference log-probabilities are computed here, from `model` as it is handed over, before a resume loads trained
-    weights into it. They are also stored in the checkpoint.
+    weights into it. They are also stored in the checkpoint. Losses without a reference neither compute nor store any.
 
     Training with dropout gives each training pair masks of its own, the same at every visit, and the reference the same
     ones, since it is the same network: noise that both have cancels, so that the loss starts at ln 2 (IPO: at
@@ -116,14 +129,18 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                 without dropout; those of the training pairs are not used where training has it.
         Raises: DataError naming a pair that cannot be trained on, or references that do not fit the pairs.
         """
-        self._mask_seed = sequence_seed(seed, "masks") if settings.dropout and drops_out(model) else None
+        masked = settings.needs_reference and settings.dropout and drops_out(model)
+        self._mask_seed = sequence_seed(seed, "masks") if masked else None
         self.settings, self._pad_id, self._device = settings, pad_id, next(model.parameters()).device
         examples: list[list[_ReferencedPair]] = []
         for index, (name, pairs) in enumerate((("train", pairs_train), ("heldout", pairs_heldout))):
             for place, pair in enumerate(pairs):
-                _check_pair(pair, f"pairs_{name}[{place}]")
-            if name == "train" and self._mask_seed is not None:
-                rows: Sequence[Reference] = self._masked_references(model, pairs, settings.autocast)
+                _check_pair(pair, f"pairs_{name}[{place}]", settings)
+            rows: Sequence[Reference] = [NO_REFERENCE] * len(pairs)
+            if not settings.needs_reference:
+                pass
+            elif name == "train" and self._mask_seed is not None:
+                rows = self._masked_references(model, pairs, settings.autocast)
             elif references is not None:
                 rows = references[index]
             else:
@@ -135,7 +152,9 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
 
     @property
     def references(self) -> dict[str, list[Reference]]:
-        """Reference log-probabilities of the pairs: train, heldout."""
+        """Reference log-probabilities of the pairs: train, heldout; {} for a loss without reference."""
+        if not self.settings.needs_reference:
+            return {}
         sets = {"train": self._train, "heldout": self._heldout}
         return {name: [example.reference for example in examples] for name, examples in sets.items()}
 
@@ -147,7 +166,7 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         super().load_state_dict(state)
-        sets = {"train": self._train, "heldout": self._heldout}
+        sets = {"train": self._train, "heldout": self._heldout} if self.settings.needs_reference else {}
         for name, examples in sets.items():
             rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
             examples[:] = _referenced([example.pair for example in examples], rows, name)
@@ -166,13 +185,11 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         self, model: PreTrainedModel, batch: _ComparedPairBatch
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Log-probs [B] of the chosen and of the rejected sides, and their loss mask [2 B, S]."""
-        width = batch.chosen_ids_BS.shape[1]
-        lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B])
-        both = TrainBatch(
-            input_ids_BS=torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]),
-            attention_mask_BS=attention_mask(lengths_B.tolist(), width),
-            loss_mask_BS=torch.cat([batch.chosen_mask_BS, batch.rejected_mask_BS]),
-        ).to(self._device)
+        both = self._rows(
+            torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]),
+            torch.cat([batch.chosen_mask_BS, batch.rejected_mask_BS]),
+            torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]),
+        )
         seed = None if self._mask_seed is None else sequence_seed(self._mask_seed, *batch.places_B.tolist())
         with nullcontext() if seed is None else repeatable_masks(self._device, seed):
             chosen_B, rejected_B = completion_logprobs(model, both)[0].sum(1).chunk(2)
@@ -201,53 +218,111 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
                     torch.tensor([each.reference[0] for each in some], dtype=torch.float32),
                     torch.tensor([each.reference[1] for each in some], dtype=torch.float32),
                     torch.tensor([each.place for each in some]),
+                    torch.tensor([bool(each.pair.desirable) for each in some]),
                 )
             )
         return batches
 
     def _loss_fn(self, examples: Sequence[_ReferencedPair]) -> LossFn[_ComparedPairBatch]:
-        num_loss_tokens = sum(sum(each.pair.chosen.loss_mask) + sum(each.pair.rejected.loss_mask) for each in examples)
-        return lambda batch: self._loss(batch, len(examples), num_loss_tokens)
+        """Loss and metrics of a micro-batch; for KTO after a pass over all of them, for the reference point."""
+        pairs = [each.pair for each in examples]
+        if self.settings.loss == "kto":
+            sums = _Sums(
+                len(pairs),
+                sum(sum(pair.chosen.loss_mask) for pair in pairs),
+                sum(bool(pair.desirable) for pair in pairs),
+                self._reference_point(examples),
+            )
+            return lambda batch: self._labelled_loss(batch, sums)
+        sums = _Sums(len(pairs), sum(sum(p.chosen.loss_mask) + sum(p.rejected.loss_mask) for p in pairs), 0, 0.0)
+        return lambda batch: self._loss(batch, sums)
 
-    def _loss(
-        self, batch: _ComparedPairBatch, num_pairs: int, num_loss_tokens: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
+    def _reference_point(self, examples: Sequence[_ReferencedPair]) -> float:
+        """KTO's z from the mismatched completions of these examples, without gradient and dropout."""
+
+        def measure(batch: _ComparedPairBatch) -> float:
+            rows = self._rows(batch.rejected_ids_BS, batch.rejected_mask_BS, batch.rejected_lengths_B)
+            logprobs_B = completion_logprobs(self.model, rows)[0].sum(1)
+            return float((logprobs_B - batch.ref_rejected_B.to(self._device)).double().sum())
+
+        sums = self.optimizer_step.sharded.measure(self._batches(examples), measure, self.optimizer_step.autocast())
+        return kto_reference_point(math.fsum(sums), num_rows=len(examples))
+
+    def _rows(self, ids_BS: torch.Tensor, mask_BS: torch.Tensor, lengths_B: torch.Tensor) -> TrainBatch:
+        return TrainBatch(
+            input_ids_BS=ids_BS,
+            attention_mask_BS=attention_mask(lengths_B.tolist(), ids_BS.shape[1]),
+            loss_mask_BS=mask_BS,
+        ).to(self._device)
+
+    def _labelled_loss(self, batch: _ComparedPairBatch, sums: _Sums) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """KTO on the rows of a micro-batch; their mismatched completions were read for the reference point."""
         settings = self.settings
-        chosen_B, rejected_B, loss_mask_BS = self._logprobs(self.model, batch)
-        ref_chosen_B, ref_rejected_B = batch.ref_chosen_B.to(self._device), batch.ref_rejected_B.to(self._device)
-        chosen_tokens_B, rejected_tokens_B = loss_mask_BS.sum(1).chunk(2)
-        if settings.loss == "ipo":
-            loss, metrics = ipo_loss(
-                chosen_B / chosen_tokens_B,
-                rejected_B / rejected_tokens_B,
-                ref_chosen_B / chosen_tokens_B,
-                ref_rejected_B / rejected_tokens_B,
-                num_pairs=num_pairs,
-                beta=settings.beta,
-            )
-        else:
-            loss, metrics = dpo_loss(
-                chosen_B,
-                rejected_B,
-                ref_chosen_B,
-                ref_rejected_B,
-                num_pairs=num_pairs,
-                beta=settings.beta,
-                label_smoothing=settings.label_smoothing,
-            )
-        if settings.sft_coef > 0:
-            nll, nll_metrics = chosen_nll(chosen_B, chosen_tokens_B, num_pairs=num_pairs)
-            loss, metrics = loss + settings.sft_coef * nll, metrics | nll_metrics
+        rows = self._rows(batch.chosen_ids_BS, batch.chosen_mask_BS, batch.chosen_lengths_B)
+        logprobs_B = completion_logprobs(self.model, rows)[0].sum(1)
+        ref_B, desirable_B = batch.ref_chosen_B.to(self._device), batch.desirable_B.to(self._device)
+        loss, metrics = kto_loss(
+            logprobs_B,
+            ref_B,
+            desirable_B,
+            reference_point=sums.reference_point,
+            num_desirable=sums.desirable,
+            num_undesirable=sums.pairs - sums.desirable,
+            beta=settings.beta,
+            desirable_weight=settings.desirable_weight,
+            undesirable_weight=settings.undesirable_weight,
+        )
         with torch.no_grad():
-            # k1 from samples of the reference: an estimate of KL(reference || policy) where it wrote the pairs
-            moved = (ref_chosen_B + ref_rejected_B - chosen_B - rejected_B).sum()
+            found_B = logprobs_B.detach()
             metrics |= {
-                "chosen_logprob": chosen_B.sum() / num_pairs,  # nats of a whole completion
-                "rejected_logprob": rejected_B.sum() / num_pairs,
-                "reference_kl": moved / num_loss_tokens,  # nats per token
+                "chosen_logprob": (found_B * desirable_B).sum() / max(sums.desirable, 1),
+                "rejected_logprob": (found_B * ~desirable_B).sum() / max(sums.pairs - sums.desirable, 1),
+                "reference_kl": (ref_B - found_B).sum() / sums.loss_tokens,
             }
         return loss, metrics
+
+    def _loss(self, batch: _ComparedPairBatch, sums: _Sums) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Loss and metrics of some pairs, divided by the pairs (or loss tokens) of the whole step."""
+        settings, num_pairs = self.settings, sums.pairs
+        chosen_B, rejected_B, loss_mask_BS = self._logprobs(self.model, batch)
+        logprobs = chosen_B, rejected_B
+        references = batch.ref_chosen_B.to(self._device), batch.ref_rejected_B.to(self._device)
+        tokens = loss_mask_BS.sum(1).chunk(2)
+        loss, metrics = _pair_loss(settings, logprobs, references, tokens, num_pairs)
+        if settings.sft_coef > 0:
+            nll, nll_metrics = chosen_nll(logprobs[0], tokens[0], num_pairs=num_pairs)
+            loss, metrics = loss + settings.sft_coef * nll, metrics | nll_metrics
+        with torch.no_grad():
+            metrics |= {
+                "chosen_logprob": logprobs[0].sum() / num_pairs,  # nats of a whole completion
+                "rejected_logprob": logprobs[1].sum() / num_pairs,
+            }
+            if settings.needs_reference:
+                # k1 from samples of the reference: an estimate of KL(reference || policy) where it wrote the pairs
+                moved = (references[0] + references[1] - logprobs[0] - logprobs[1]).sum()
+                metrics["reference_kl"] = moved / sums.loss_tokens  # nats per token
+        return loss, metrics
+
+
+Sides = tuple[torch.Tensor, ...]  # (chosen, rejected), each [B]
+
+
+def _pair_loss(
+    settings: PreferenceSettings, logprobs: Sides, references: Sides, tokens: Sides, num_pairs: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss that the settings name: dpo from sums over the tokens, the others from means."""
+    if settings.loss == "dpo":
+        return dpo_loss(
+            *logprobs, *references,
+            num_pairs=num_pairs, beta=settings.beta, label_smoothing=settings.label_smoothing,
+        )  # fmt: skip
+    means = logprobs[0] / tokens[0], logprobs[1] / tokens[1]
+    if settings.loss == "simpo":
+        return simpo_loss(*means, num_pairs=num_pairs, beta=settings.beta, gamma=settings.simpo_gamma)
+    if settings.loss == "orpo":
+        return orpo_loss(*means, num_pairs=num_pairs, beta=settings.beta)
+    ref_means = references[0] / tokens[0], references[1] / tokens[1]
+    return ipo_loss(*means, *ref_means, num_pairs=num_pairs, beta=settings.beta)
 
 
 def _loss_mask(sides: Sequence[PairSide], width: int) -> torch.Tensor:
@@ -255,7 +330,10 @@ def _loss_mask(sides: Sequence[PairSide], width: int) -> torch.Tensor:
     return pad_rows(rows, False, dtype=torch.bool, width=width)
 
 
-def _check_pair(pair: Pair, name: str) -> None:
+def _check_pair(pair: Pair, name: str, settings: PreferenceSettings) -> None:
+    if (pair.desirable is None) == (settings.loss == "kto"):
+        needed = "labelled completions" if settings.loss == "kto" else "pairs, chosen and rejected"
+        raise DataError(f"{name}: the loss {settings.loss} needs {needed}")
     for which, side in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if not side.prompt_ids:
             raise DataError(f"{name}.{which}: has no prompt, so its first token could carry no loss")

@@ -5,9 +5,10 @@ B pairs, S whole sequence.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -21,9 +22,15 @@ from rl_core.settings import RewardModelSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
 
-__all__ = ["RewardModelTrainer", "longer_answer_baseline"]
+__all__ = ["RewardModelTrainer", "ScoredPair", "longer_answer_baseline"]
 
-Pair = tuple[Sequence[int], Sequence[int]]  # token ids of the whole chosen and rejected sequences
+
+class ScoredPair(NamedTuple):
+    """Token ids of the whole chosen and rejected sequences, and by how much the first is to score higher."""
+
+    chosen_ids: Sequence[int]
+    rejected_ids: Sequence[int]
+    margin: float = 0.0
 
 
 def longer_answer_baseline(pairs: Sequence[tuple[Sized, Sized]]) -> float:
@@ -41,9 +48,10 @@ class _ScoredPairBatch:
     rejected_ids_BS: torch.Tensor  # int64 [B, S], padded to the same S
     chosen_lengths_B: torch.Tensor  # int64 [B], real tokens
     rejected_lengths_B: torch.Tensor
+    margin_B: torch.Tensor  # float32 [B]
 
 
-class RewardModelTrainer(SupervisedTrainer[Pair, _ScoredPairBatch]):
+class RewardModelTrainer(SupervisedTrainer[ScoredPair, _ScoredPairBatch]):
     """Minimises the Bradley-Terry loss; one iteration is one optimizer step."""
 
     noun: ClassVar[str] = "pair"
@@ -53,8 +61,8 @@ class RewardModelTrainer(SupervisedTrainer[Pair, _ScoredPairBatch]):
         self,
         model: PreTrainedModel,
         pad_id: int,
-        pairs_train: Sequence[Pair],
-        pairs_heldout: Sequence[Pair],
+        pairs_train: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair],
+        pairs_heldout: Sequence[tuple[Sequence[int], Sequence[int]] | ScoredPair],
         settings: RewardModelSettings,
         seed: int,
         process_group: ProcessGroup = SINGLE_PROCESS,
@@ -63,21 +71,28 @@ class RewardModelTrainer(SupervisedTrainer[Pair, _ScoredPairBatch]):
 
         Args:
             model: a sequence classifier with one label (`rl_core.models.heads`), on its device.
-            pairs_train, pairs_heldout: (chosen_ids, rejected_ids).
-        Raises: DataError naming a pair with an empty sequence.
+            pairs_train, pairs_heldout: (chosen_ids, rejected_ids), or with a margin as `ScoredPair`.
+        Raises: DataError naming a pair with an empty sequence, or a margin that is negative or not finite.
         """
-        for name, pairs in (("pairs_train", pairs_train), ("pairs_heldout", pairs_heldout)):
-            empty = next((index for index, pair in enumerate(pairs) if not all(len(row) for row in pair)), None)
-            if empty is not None:
-                raise DataError(f"{name}[{empty}]: a sequence without tokens cannot be scored")
-        super().__init__(model, pad_id, pairs_train, pairs_heldout, settings, seed, process_group)
+        examples = [[ScoredPair(*pair) for pair in pairs] for pairs in (pairs_train, pairs_heldout)]
+        for name, part in zip(("pairs_train", "pairs_heldout"), examples, strict=True):
+            for place, pair in enumerate(part):
+                if not (len(pair.chosen_ids) and len(pair.rejected_ids)):
+                    raise DataError(f"{name}[{place}]: a sequence without tokens cannot be scored")
+                if not 0 <= pair.margin < math.inf:
+                    raise DataError(f"{name}[{place}]: margin {pair.margin} must be finite and at least 0")
+        super().__init__(model, pad_id, examples[0], examples[1], settings, seed, process_group)
 
-    def _evaluate(self, examples: Sequence[Pair]) -> dict[str, float]:
+    def _evaluate(self, examples: Sequence[ScoredPair]) -> dict[str, float]:
         """Loss, accuracy (ties count half), margin, and calibration error."""
-        scores_B = torch.tensor(self._scores([row for pair in examples for row in pair]))
+        scores_B = torch.tensor(self._scores([row for pair in examples for row in pair[:2]]))
         chosen_B, rejected_B = scores_B[0::2], scores_B[1::2]
         loss, metrics = bradley_terry_loss(
-            chosen_B, rejected_B, num_pairs=len(examples), center_coef=self.settings.center_coef
+            chosen_B,
+            rejected_B,
+            num_pairs=len(examples),
+            margin_B=torch.tensor([pair.margin for pair in examples]),
+            center_coef=self.settings.center_coef,
         )
         return {
             "loss": float(loss),
@@ -105,33 +120,41 @@ class RewardModelTrainer(SupervisedTrainer[Pair, _ScoredPairBatch]):
         )
         return [scores[index] for index in range(len(rows))]
 
-    def _num_tokens(self, example: Pair) -> int:
-        return sum(map(len, example))
+    def _num_tokens(self, example: ScoredPair) -> int:
+        return len(example.chosen_ids) + len(example.rejected_ids)
 
-    def _length(self, example: Pair) -> int:
-        return max(map(len, example))
+    def _length(self, example: ScoredPair) -> int:
+        return max(len(example.chosen_ids), len(example.rejected_ids))
 
-    def _build_batches(self, examples: Sequence[Pair]) -> list[_ScoredPairBatch]:
+    def _build_batches(self, examples: Sequence[ScoredPair]) -> list[_ScoredPairBatch]:
         batches = []
         for group, width in pair_micro_batches(
             [self._length(pair) for pair in examples], self.settings.micro_batch_tokens
         ):
-            chosen, rejected = ([examples[index][side] for index in group] for side in (0, 1))
+            chosen = [examples[index].chosen_ids for index in group]
+            rejected = [examples[index].rejected_ids for index in group]
             batches.append(
                 _ScoredPairBatch(
                     pad_rows(chosen, self._pad_id, width=width),
                     pad_rows(rejected, self._pad_id, width=width),
                     torch.tensor([len(row) for row in chosen]),
                     torch.tensor([len(row) for row in rejected]),
+                    torch.tensor([examples[index].margin for index in group]),
                 )
             )
         return batches
 
-    def _loss_fn(self, examples: Sequence[Pair]) -> LossFn[_ScoredPairBatch]:
+    def _loss_fn(self, examples: Sequence[ScoredPair]) -> LossFn[_ScoredPairBatch]:
         return lambda batch: self._loss(batch, len(examples))
 
     def _loss(self, batch: _ScoredPairBatch, num_pairs: int) -> tuple[torch.Tensor, Mapping[str, Any]]:
         input_ids_BS = torch.cat([batch.chosen_ids_BS, batch.rejected_ids_BS]).to(self._device)
         lengths_B = torch.cat([batch.chosen_lengths_B, batch.rejected_lengths_B]).to(self._device)
         chosen_B, rejected_B = heads.sequence_scores(self.model, input_ids_BS, lengths_B).chunk(2)
-        return bradley_terry_loss(chosen_B, rejected_B, num_pairs=num_pairs, center_coef=self.settings.center_coef)
+        return bradley_terry_loss(
+            chosen_B,
+            rejected_B,
+            num_pairs=num_pairs,
+            margin_B=batch.margin_B.to(chosen_B),
+            center_coef=self.settings.center_coef,
+        )

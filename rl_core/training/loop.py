@@ -36,7 +36,7 @@ from rl_core.tracking import MemoryTracker, Tracker
 from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import check_fingerprint, runtime_fingerprint
-from rl_core.training.signals import StopRequests
+from rl_core.training.signals import GivenUp, StopRequests
 from rl_core.training.throughput import COUNTS, throughput_metrics
 from rl_core.training.trainer_protocol import Trainer
 
@@ -46,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 HISTORY = 500  # newest values of each metric that are kept
 EXPORT_SECONDS = 5.0  # between two exports of them while training
+SAVE_SECONDS = 60.0  # of training that a stop may cost, and
+SAVE_TIMES = 50.0  # as many times the time that saving takes, whichever is longer
 # The first of these that an iteration reports stands in the progress message.
 HEADLINES = ("success_rate", "reward/mean", "train/accuracy", "train/loss")
 
@@ -122,8 +124,8 @@ def run_loop(
             seconds at most while training, and at the end.
         callbacks: called in the first process after every iteration and evaluation (see `training.callbacks`).
         memory: written to while training; a later call on the same trainer goes on from it, without a checkpoint.
-    Raises: Stopped after a stop request (state saved); CallbackError; ResumeRefused; NonFiniteError; CheckpointError;
-        FolderBusy.
+    Raises: Stopped after a stop request (state saved, or the iteration given up); CallbackError; ResumeRefused;
+        NonFiniteError; CheckpointError; FolderBusy.
     """
     loop = _Loop(
         trainer,
@@ -145,7 +147,10 @@ def run_loop(
         stack.enter_context(loop.stop)
         if checkpoints is not None and loop.process_group.is_rank_zero:
             stack.enter_context(checkpoints)
-        return loop.run(allow_changed)
+        try:
+            return loop.run(allow_changed)
+        except GivenUp as given_up:
+            raise loop.stopped_within(given_up) from None
 
 
 @dataclass
@@ -167,6 +172,8 @@ class _Loop:
     memory: LoopMemory = field(default_factory=LoopMemory)
     stopped_by: str | None = None  # the reason that a callback gave
     saved: tuple[int, int] | None = None  # (iteration, evaluated_iteration) of the newest checkpoint
+    saved_at: float = 0.0  # by `clock`
+    save_seconds: float = 0.0  # of that one
     overheads: dict[str, float] = field(default_factory=dict)  # seconds of tracking and checkpoints, not yet reported
 
     @property
@@ -178,7 +185,7 @@ class _Loop:
         return self.memory.history
 
     def run(self, allow_changed: bool) -> LoopOutcome:
-        started = self.clock()
+        started = self.saved_at = self.clock()
         if not (self.state.iteration and self.memory.is_whole):
             self._resume(allow_changed)
         resumed = self.state.iteration
@@ -278,9 +285,11 @@ class _Loop:
         self._spent("tracking", started)
         return finite
 
-    def _spent(self, name: str, started: float) -> None:
-        """Add to the overheads, which the next iteration reports (this one has reported already)."""
-        self.overheads[name] = self.overheads.get(name, 0.0) + self.clock() - started
+    def _spent(self, name: str, started: float) -> float:
+        """Add to the overheads, which the next iteration reports (this one has reported already); returns the time."""
+        now = self.clock()
+        self.overheads[name] = self.overheads.get(name, 0.0) + now - started
+        return now
 
     def _export(self, after: float = 0.0) -> None:
         """Export the history for dashboards, at most once in `after` seconds."""
@@ -349,9 +358,23 @@ class _Loop:
         self._save()
         raise Stopped(f"stopped after iteration {self.state.iteration}; saved, the same command resumes", signum)
 
+    def stopped_within(self, given_up: GivenUp) -> Stopped:
+        """The error of a stop that gave the iteration up: what follows resumes from the newest checkpoint."""
+        where = f"stopped within iteration {self.state.iteration + 1} ({given_up})"
+        if self.saved is None:
+            return Stopped(
+                f"{where}; no checkpoint yet, so the same command begins this training anew", given_up.signum
+            )
+        return Stopped(f"{where}; the same command resumes after iteration {self.saved[0]}", given_up.signum)
+
     def _save_when_due(self) -> None:
         every = self.settings.checkpoint_every
-        if every and self.state.iteration % every == 0:
+        if not every or (self.checkpoints is None and self.process_group.size == 1):
+            return
+        # A stop may give up the iteration, so long iterations are saved before their turn: for little of their time.
+        unsaved = self.clock() - self.saved_at
+        is_late = unsaved > max(SAVE_SECONDS, SAVE_TIMES * self.save_seconds)
+        if self.state.iteration % every == 0 or self.process_group.on_rank_zero(lambda: is_late):
             self._save()
 
     def _save(self) -> None:
@@ -375,7 +398,8 @@ class _Loop:
         if self.process_group.is_rank_zero:
             self.checkpoints.save(state)
         self.saved = place
-        self._spent("checkpoint", started)
+        self.saved_at = self._spent("checkpoint", started)
+        self.save_seconds = self.saved_at - started
         fault("loop.saved")
 
     def _resume(self, allow_changed: bool) -> None:

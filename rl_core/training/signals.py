@@ -7,15 +7,26 @@ import signal
 import threading
 from types import FrameType, TracebackType
 
-from rl_core.errors import Stopped
-
-__all__ = ["StopRequests"]
+__all__ = ["GRACE_SECONDS", "GivenUp", "StopRequests"]
 
 logger = logging.getLogger(__name__)
 
 
+GRACE_SECONDS = 4.0  # after SIGTERM, for the iteration that runs; a preempted process has few seconds in all
+
+
+class GivenUp(KeyboardInterrupt):
+    """A stop that cannot wait for the iteration. Not an Exception: a guard around a user's code would catch it."""
+
+    def __init__(self, message: str, signum: int) -> None:
+        super().__init__(message)
+        self.signum = signum
+
+
 class StopRequests:
-    """Within its `with` block, the first SIGTERM or SIGINT is remembered; the second raises Stopped at once.
+    """Within its `with` block, the first SIGTERM or SIGINT is remembered; the second raises GivenUp at once.
+
+    SIGTERM comes before a process is killed: after GRACE_SECONDS it raises GivenUp by itself. Ctrl-C waits.
 
     Handlers can only be installed in the main thread. Elsewhere (a task in a worker thread) give an event that the main
     thread sets. Previous handlers come back at the end.
@@ -27,6 +38,9 @@ class StopRequests:
         self.event = event
         self._received: int | None = None
         self._previous: dict[int, object] = {}
+        self._guard = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._late = False
 
     @property
     def signum(self) -> int | None:
@@ -44,6 +58,10 @@ class StopRequests:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        with self._guard:  # the timer raises nothing behind this block
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
         for signum, handler in self._previous.items():
             # None = the old handler was not installed from Python and cannot be named; the default is the nearest.
             signal.signal(signum, signal.SIG_DFL if handler is None else handler)  # type: ignore[arg-type]
@@ -51,7 +69,17 @@ class StopRequests:
 
     def _receive(self, signum: int, frame: FrameType | None) -> None:
         if self._received is not None:
-            name = signal.Signals(signum).name
-            raise Stopped(f"{name} arrived a second time: stopped at once, at the last saved checkpoint", signum)
+            why = f"not done {GRACE_SECONDS:g} s after" if self._late else "a second"
+            raise GivenUp(f"{why} {signal.Signals(signum).name}", self._received)
         self._received = signum
+        if signum == signal.SIGTERM:
+            self._timer = threading.Timer(GRACE_SECONDS, self._give_up)
+            self._timer.daemon = True
+            self._timer.start()
         logger.warning("%s: finishing this iteration, then saving and stopping", signal.Signals(signum).name)
+
+    def _give_up(self) -> None:
+        with self._guard:
+            if self._timer is not None:
+                self._late = True
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

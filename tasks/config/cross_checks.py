@@ -111,6 +111,12 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
             path,
             *policies,
         )
+    if stages.distill is not None and stages.distill.teacher.model is None:
+        yield _finding(
+            ("stages", "distill", "teacher", "model"),
+            "no teacher is named; give a model folder, a hub name or models:/NAME@ALIAS, or with url the name that the "
+            "server knows it by",
+        )
     has_pairs = stages.prepare_data is not None and stages.prepare_data.preferences is not None
     for name in ("preference", "reward_model"):
         if getattr(stages, name) is None or has_pairs or stages.sft is not None or settings.model.path is not None:

@@ -47,8 +47,13 @@ def resolve_files(settings: PipelineSettings, folder: Path) -> tuple[PipelineSet
     data = stages.prepare_data
     if data is not None:
         stages = replaced(stages, prepare_data=_with_data_files(data, finder))
+    if stages.distill is not None and stages.distill.teacher.url is None:
+        teacher = stages.distill.teacher
+        place = _model_folder(teacher.model, ("stages", "distill", "teacher", "model"), finder)
+        stages = replaced(stages, distill=replaced(stages.distill, teacher=replaced(teacher, model=place)))
     environment = _with_environment_file(settings.environment, finder)
-    model = _with_template_file(_with_model_folder(settings.model, finder), finder)
+    model = replaced(settings.model, path=_model_folder(settings.model.path, ("model", "path"), finder))
+    model = _with_template_file(model, finder)
     _check_output(settings.output, settings.name, problems)
     _check_device(settings.model, problems)
     _check_rope_context(model, problems)
@@ -128,23 +133,22 @@ def _with_environment_file(environment: EnvironmentSettings, finder: _Finder) ->
     return replaced(environment, options={**environment.options, "path": found})
 
 
-def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
+def _model_folder(name: str | None, key: Key, finder: _Finder) -> str | None:
     """A folder becomes an absolute path; hub names and registered models are left for the stage to look up."""
-    if model.path is None:
-        return model
-    key = ("model", "path")
-    if model.path.startswith("models:"):
-        if not _REGISTERED.fullmatch(model.path):
-            text = f"{model.path!r} is no registered model; write models:/NAME@ALIAS or models:/NAME/VERSION"
+    if name is None:
+        return None
+    if name.startswith("models:"):
+        if not _REGISTERED.fullmatch(name):
+            text = f"{name!r} is no registered model; write models:/NAME@ALIAS or models:/NAME/VERSION"
             finder.problems.append(Problem(key, text))
-        return model
-    path = finder.find(model.path)
+        return name
+    path = finder.find(name)
     if path is None:
-        if not _HUB_NAME.fullmatch(model.path):
-            tried = " and ".join(str(place) for place in finder.candidates(model.path))
-            text = f"{model.path!r} is no model folder (looked at {tried}) and no hub name; give one of the two"
+        if not _HUB_NAME.fullmatch(name):
+            tried = " and ".join(str(place) for place in finder.candidates(name))
+            text = f"{name!r} is no model folder (looked at {tried}) and no hub name; give one of the two"
             finder.problems.append(Problem(key, f"{text}, or models:/NAME@ALIAS"))
-        return model
+        return name
     if not path.is_dir():
         finder.problems.append(Problem(key, f"{path} is a file; give the folder that holds config.json"))
     elif not (path / "config.json").is_file():
@@ -152,7 +156,7 @@ def _with_model_folder(model: ModelSettings, finder: _Finder) -> ModelSettings:
         near = path.parent if (path / "adapter_config.json").is_file() else path / "model"
         hint = f"; did you mean {near}?" if (near / "config.json").is_file() else ""
         finder.problems.append(Problem(key, f"{path} holds no config.json, so it is no model folder{hint}"))
-    return replaced(model, path=str(path))
+    return str(path)
 
 
 def _with_template_file(model: ModelSettings, finder: _Finder) -> ModelSettings:

@@ -14,6 +14,7 @@ from rl_core.errors import SettingsError, nearest
 from rl_core.settings import (
     AnalysisSettings,
     DataSettings,
+    DistillationSettings,
     EnvironmentSettings,
     EvaluationSettings,
     ModelSettings,
@@ -148,7 +149,10 @@ class StagesSettings(Settings):
 
     prepare_data: DataSettings | None = setting(None, doc="read or make the data, check and split it")
     sft: SFTSettings | None = setting(None, doc="supervised fine-tuning on the demonstrations")
-    preference: PreferenceSettings | None = setting(None, doc="preference optimisation (DPO, IPO) on pairs")
+    distill: DistillationSettings | None = setting(None, doc="on-policy distillation from a teacher")
+    preference: PreferenceSettings | None = setting(
+        None, doc="preference optimisation (DPO and its relatives) on pairs"
+    )
     reward_model: RewardModelSettings | None = setting(None, doc="reward model from preference pairs")
     policy: PolicySettings | None = setting(None, doc="policy optimisation from rewards")
     thoughts: ThoughtsSettings | None = setting(None, doc="thoughts before answers, rewarded by what they add")

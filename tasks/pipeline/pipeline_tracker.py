@@ -57,6 +57,7 @@ class PipelineTracker:
         self._on_progress = on_progress
         self._tags = _common_tags(settings, options)
         self._data_tags: dict[str, str] = {}  # on the parent run already
+        self._stages: list[RunTracker] = []
         home = Path(settings.output).resolve() / settings.name
         self.parent = tracking.start_run(
             f"{settings.name} · {started}",
@@ -94,7 +95,7 @@ class PipelineTracker:
             digests: of the stage's inputs by name; retention follows these tags.
             tags: further ones of this stage alone.
         """
-        return self._tracking.start_run(
+        run = self._tracking.start_run(
             label.replace("_", " "),
             journal,
             parent_run_id=self.parent.run_id,
@@ -110,6 +111,8 @@ class PipelineTracker:
             on_progress=[lambda done, total, message: self._on_progress(label, done, total, message)],
             system_metrics_seconds=self._settings.tracking.system_metrics_seconds,
         )
+        self._stages.append(run)
+        return run
 
     def tag_data(self, digests: Mapping[str, str]) -> None:
         """Note on the parent run which data a stage reads, whether the stage runs or was finished before."""
@@ -122,6 +125,11 @@ class PipelineTracker:
         """Note on the parent run that a stage was taken from an earlier run; `source`: its run id or key."""
         self.parent.set_tag(f"cached.{label}", source)
         self._on_progress(label, 1, 1, "finished before, not run again")
+
+    def abandon(self) -> None:
+        """Mark every run that is open as killed, in its journal; whatever can be delivered at once is."""
+        for run in (*reversed(self._stages), self.parent):
+            run.close("KILLED", timeout_s=0.2)
 
     def close(self, status: Literal["FINISHED", "FAILED", "KILLED"], error: BaseException | None = None) -> None:
         """End the parent run, with the error that made it fail as a tag; a stop is not waited for."""

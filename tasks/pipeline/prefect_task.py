@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
 from prefect import Task, task
@@ -20,6 +22,7 @@ from prefect.artifacts import (
 )
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.settings import get_current_settings
 from prefect.task_engine import TaskRunTimeoutError
 
 from rl_core.errors import BackendError, StageTimeout
@@ -153,9 +156,34 @@ def _key(pipeline_run: PipelineRun, name: str, suffix: str) -> str:
 
 
 def _quietly(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Artifacts are for people: a Prefect API that does not answer must not fail a stage that has finished."""
-    try:
-        return call(*arguments, **named)
-    except Exception as error:
-        logger.warning("a Prefect artifact was not written: %s: %s", type(error).__name__, error)
+    """Artifacts are for people: a Prefect API that does not answer must not fail or delay a stage that has finished.
+
+    Each call to one that is away takes many seconds; after the first, calls are left out until it answers again.
+    """
+    if _away.is_set() and not _api_answers():
         return None
+    try:
+        made = call(*arguments, **named)
+    except Exception as error:
+        if not _away.is_set():
+            said = f"{type(error).__name__}: {error}"
+            logger.warning("Prefect's API takes no artifact (%s); the run goes on without its pages", said)
+        _away.set()
+        return None
+    _away.clear()
+    return made
+
+
+_away = threading.Event()  # the newest artifact was not taken
+
+
+def _api_answers() -> bool:
+    """True = Prefect's API takes connections, or is one that only Prefect's client can ask."""
+    url = urlsplit(get_current_settings().api.url or "")
+    if not url.hostname:
+        return False  # an embedded server that is gone does not come back
+    try:
+        socket.create_connection((url.hostname, url.port or (443 if url.scheme == "https" else 80)), 1.0).close()
+    except OSError:
+        return False
+    return True

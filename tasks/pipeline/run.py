@@ -135,6 +135,11 @@ class PipelineRun:
         finally:
             self._record.release()
 
+    def abandon(self) -> None:
+        """Note on the disk that the run was stopped, when its process has no time left to end it."""
+        self._record.end("stopped")
+        self.tracker.abandon()
+
     def _end(self, error: BaseException | None) -> None:
         """End tracking and record; deliver what the stages could not, and count what still waits."""
         stopped = is_stop(error)

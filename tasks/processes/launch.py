@@ -18,6 +18,7 @@ import contextlib
 import importlib
 import json
 import logging
+import math
 import os
 import platform
 import shlex
@@ -26,6 +27,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +36,7 @@ from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
 from rl_core.storage.own_files import own_file
 from rl_core.tracking import Tracker
-from rl_core.training.signals import StopRequests
+from rl_core.training.signals import GRACE_SECONDS, GivenUp, StopRequests
 from tasks.config import PipelineSettings, resolve
 from tasks.processes.child_processes import wait_until_gone
 from tasks.processes.rank_zero_events import Events
@@ -113,6 +115,10 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
         agent = _start(settings, folder, context.threads)
         try:
             asked = _watch(agent, events, context.tracker, stop)
+        except GivenUp as given_up:
+            raise Stopped(
+                f"stopped within an iteration ({given_up}); the same command resumes", given_up.signum
+            ) from None
         finally:
             _kill(agent, folder)
             events.forward(context.tracker)
@@ -203,16 +209,21 @@ def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: Tracker, sto
     Returns: the signal that was passed on.
     """
     asked: int | None = None
+    deadline = math.inf
     while agent.poll() is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             agent.wait(POLL_S)
         events.forward(tracker)
+        if time.monotonic() > deadline:
+            raise Stopped("stopped within an iteration; the same command resumes from the last checkpoint", asked or 0)
         if stop.signum is None or asked is not None:
             continue
         if not events.training:
             raise Stopped("stopped outside the training loop; the same command goes on", stop.signum)
         (events.path.parent / "stop").touch()
         asked = stop.signum
+        if asked == signal.SIGTERM:
+            deadline = time.monotonic() + GRACE_SECONDS / 2
     return asked
 
 

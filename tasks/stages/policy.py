@@ -22,7 +22,7 @@ from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, S
 from tasks.stages.evaluate import validation_episodes
 from tasks.stages.loading import load_policy, make_environment
 
-__all__ = ["optimise_policy"]
+__all__ = ["evaluator", "optimise_policy", "recent_metrics"]
 
 RECENT = 10  # iterations whose mean stands for the end of training
 
@@ -59,7 +59,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         settings,
         context.seed,
         scorer=scorer,
-        evaluator=_evaluator(context, policy, environment) if settings.eval_every else None,
+        evaluator=evaluator(context, settings, policy, environment) if settings.eval_every else None,
         record=record_all(
             RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
         ),
@@ -92,22 +92,23 @@ def _body(context: StageContext) -> dict[str, Any]:
         "stop_reason": outcome.stop_reason,
         "curriculum": history,
         "rewards": rewards,
-        "metrics": {**_recent_metrics(outcome.history), **outcome.metrics, **extra},
+        "metrics": {**recent_metrics(outcome.history), **outcome.metrics, **extra},
         "note": f"{outcome.iterations} iterations ({outcome.stop_reason}); "
         f"curriculum: {_curriculum_note(history, settings.curriculum)}" + (f"; {rewards}" if rewards else ""),
     }
 
 
-def _evaluator(context: StageContext, policy: Policy, environment: Environment) -> Callable[[], dict[str, float]]:
+def evaluator(
+    context: StageContext, settings: PolicySettings, policy: Policy, environment: Environment
+) -> Callable[[], dict[str, float]]:
     """Plays the validation episodes; they are not among those that the evaluation stage reports on."""
-    settings: PolicySettings = context.settings
     requests = validation_episodes(environment, context.pipeline)
     return validation(
         policy, environment, requests, settings.sampling, context.seed, process_group=context.process_group
     )
 
 
-def _recent_metrics(history: MetricHistory) -> dict[str, float]:
+def recent_metrics(history: MetricHistory) -> dict[str, float]:
     """Means over the last iterations of what training measured."""
     iterations = history.points("reward/mean", RECENT)
     begun = iterations[0][0] if iterations else 0.0

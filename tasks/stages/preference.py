@@ -1,4 +1,4 @@
-"""Stage: preference optimisation (DPO, conservative DPO, IPO) on pairs from a file or the policy's own rollouts."""
+"""Stage: preference optimisation (DPO and its relatives) on pairs from a file or the policy's own rollouts."""
 
 from __future__ import annotations
 
@@ -31,17 +31,19 @@ def _body(context: StageContext) -> dict[str, Any]:
     settings: PreferenceSettings = context.settings
     pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
     policy = load_policy(context.inputs["model"], context.pipeline)
-    references = context.process_group.on_rank_zero(
-        lambda: cached_references(
-            context.folder.parent / "references",  # beside the keys: another beta finds them again
-            policy.model,
-            (pairs.train, pairs.heldout),
-            pad_id=policy.renderer.pad_id,
-            max_tokens=settings.micro_batch_tokens,
-            precision=settings.autocast,
-            code=code_version(),
+    references = None
+    if settings.needs_reference:
+        references = context.process_group.on_rank_zero(
+            lambda: cached_references(
+                context.folder.parent / "references",  # beside the keys: another beta finds them again
+                policy.model,
+                (pairs.train, pairs.heldout),
+                pad_id=policy.renderer.pad_id,
+                max_tokens=settings.micro_batch_tokens,
+                precision=settings.autocast,
+                code=code_version(),
+            )
         )
-    )
     recipe = recipes.preference(
         policy, pairs.train, pairs.heldout, settings, context.seed, references, context.process_group
     )
@@ -55,6 +57,8 @@ def _body(context: StageContext) -> dict[str, Any]:
     metrics = outcome.metrics
     accuracy = metrics["eval/accuracy"]
     low, high = wilson_interval(round(accuracy * len(pairs.heldout)), len(pairs.heldout))
+    rows = "completions" if settings.loss == "kto" else "pairs"
+    finding = _finding(settings.loss, accuracy, len(pairs.heldout))
     return {
         "steps": outcome.steps,
         "stop_reason": outcome.stop_reason,
@@ -65,7 +69,14 @@ def _body(context: StageContext) -> dict[str, Any]:
         "train_pairs": len(pairs.train),
         "heldout_pairs": len(pairs.heldout),
         "metrics": metrics,
-        "note": f"{settings.loss}, {outcome.steps} steps on {len(pairs.train)} pairs; prefers the chosen side of "
-        f"{accuracy:.1%} of {len(pairs.heldout)} held-out pairs more than its start did [{low:.1%}, {high:.1%}]; "
-        f"{pairs.note}",
+        "note": f"{settings.loss}, {outcome.steps} steps on {len(pairs.train)} {rows}; {finding} "
+        f"[{low:.1%}, {high:.1%}]; {pairs.note}",
     }
+
+
+def _finding(loss: str, accuracy: float, count: int) -> str:
+    """Meaning of the held-out accuracy under a loss."""
+    if loss == "kto":
+        return f"{accuracy:.1%} of {count} held-out completions are on their label's side of the reference point"
+    compared = "the rejected one" if loss in ("simpo", "orpo") else "its start did"
+    return f"prefers the chosen side of {accuracy:.1%} of {count} held-out pairs more than {compared}"

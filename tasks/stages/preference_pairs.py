@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rl_core.api.data import pair_of
+from rl_core.api.data import Use, pairs_of_rows
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.pairs import Pair, pairs_from_groups
+from rl_core.data.pairs import Pair, labelled_sides, mismatched_pairs, pairs_from_groups
 from rl_core.data.splits import split_by_prompt
 from rl_core.environments.environment import Environment
 from rl_core.errors import DataError
@@ -62,18 +62,19 @@ def stage_pairs(context: StageContext) -> StagePairs:
 
 
 def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
-    """The preference rows that the data stage checked and split by prompt."""
+    """The preference rows or labelled completions that the data stage checked and split by prompt."""
     policy_tokenizer = causal_lm.load_tokenizer(context.inputs["model"], context.pipeline.model)
     renderer = ChatRenderer(policy_tokenizer, context.pipeline.model)
     rows = {split: read_jsonl(data / f"preferences_{split}.jsonl") for split in ("train", "heldout")}
+    train, heldout = pairs_of_rows(rows["train"], rows["heldout"], renderer, _use(context), context.seed)
     # The baseline of people: the answer with more characters.
-    longer = longer_answer_baseline([(row["chosen"], row["rejected"]) for row in rows["heldout"]])
+    answers = [(row["chosen"], row["rejected"]) for row in rows["heldout"] if "chosen" in row]
     prompts = {split: len({row["prompt"] for row in rows[split]}) for split in rows}
     return StagePairs(
-        train=[pair_of(row, renderer) for row in rows["train"]],
-        heldout=[pair_of(row, renderer) for row in rows["heldout"]],
-        longer_baseline=longer,
-        note=f"{len(rows['train'])} pairs of {prompts['train']} prompts to learn from, "
+        train=train,
+        heldout=heldout,
+        longer_baseline=longer_answer_baseline(answers) if answers else None,
+        note=f"{len(rows['train'])} rows of {prompts['train']} prompts to learn from, "
         f"{prompts['heldout']} prompts held out",
     )
 
@@ -118,12 +119,22 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     train, heldout = by_question, by_question[:0]
     if len({question for question, _ in by_question}) > 1:
         train, heldout, _ = split_by_prompt(by_question, lambda entry: entry[0], HELDOUT_SHARE, context.seed)
+    sides = [[pair for _, pairs in part for pair in pairs] for part in (train, heldout)]
+    if _use(context) == "kto" and all(sides):
+        labelled = [labelled_sides(part) for part in sides]
+        sides = [mismatched_pairs(part, context.seed, labelled[0]) for part in labelled]
     return StagePairs(
-        train=[pair for _, pairs in train for pair in pairs],
-        heldout=[pair for _, pairs in heldout for pair in pairs],
+        train=sides[0],
+        heldout=sides[1],
         note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
         f"{successes / (groups_played * settings.group_size):.1%} succeeded",
     )
+
+
+def _use(context: StageContext) -> Use:
+    """The loss of a preference stage, or the reward model's."""
+    settings: RewardModelSettings | PreferenceSettings = context.settings
+    return settings.loss if isinstance(settings, PreferenceSettings) else "reward_model"
 
 
 def _question(environment: Environment, request: EpisodeRequest) -> str:

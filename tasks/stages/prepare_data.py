@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rl_core.api.data import preference_length
 from rl_core.data import records, splits
 from rl_core.data.assistant_message import call_text
 from rl_core.data.chat import ChatRenderer
@@ -172,7 +173,8 @@ def _tokenizer_and_model(
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
         return ChatRenderer(tokenizer, settings), causal_lm.context_length(context.inputs["base"], settings)
     texts = [text for row in sets["demonstrations"].rows for message in row["messages"] for text in _texts(message)]
-    texts += [row[name] for row in sets["preferences"].rows for name in ("prompt", "chosen", "rejected")]
+    columns = ("prompt", "chosen", "rejected", "completion")
+    texts += [row[name] for row in sets["preferences"].rows for name in columns if name in row]
     tokenizer = train_tokenizer(texts or _opening_texts(environment), settings.vocab_size)
     causal_lm.use_own_template(tokenizer, settings)
     model = causal_lm.create(settings, tokenizer, context.seed)
@@ -222,11 +224,7 @@ def _demonstration_length(renderer: ChatRenderer) -> Callable[[Row], int]:
 
 
 def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
-    def length(row: Row) -> int:
-        prompt = len(renderer.prompt_ids([{"role": "user", "content": row["prompt"]}]))
-        return prompt + max(len(renderer.action_ids(row[name])) for name in ("chosen", "rejected"))
-
-    return length
+    return lambda row: preference_length(row, renderer)
 
 
 def _demonstration_prompt(row: Row) -> str:

@@ -26,7 +26,7 @@ from tasks.stages.evaluate import evaluate_models, read_evaluation
 from tasks.stages.fresh_episodes import choose_draw
 from tasks.stages.promotion_gate import decide, too_few
 from tasks.stages.promotion_review import Side, write_report, write_review
-from tasks.tracking import ModelVersion, Tracking
+from tasks.tracking import ModelVersion, Tracking, VersionOf
 
 __all__ = ["ChampionChanged", "figure_tags", "promote", "promote_version"]
 
@@ -181,6 +181,8 @@ def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | N
         **figure_tags(result),
     }
     _move_alias(pipeline_run.tracking, registered, version, tags, before)
+    alias = "champion" if decision == "promoted" else "challenger"
+    context.tracker.log_alias(alias, VersionOf(registered, digest_folder(challenger.model)), tags)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
     context.tracker.set_tag("gate.decision", decision)
     context.tracker.set_tag("gate.reason", reason)

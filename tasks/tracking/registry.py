@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +21,15 @@ from tasks.tracking.store import Store, missing
 if TYPE_CHECKING:
     from mlflow.entities import model_registry
 
-__all__ = ["Registry", "ModelVersion", "is_registered_reference"]
+__all__ = ["Registry", "ModelVersion", "is_registered_reference", "moved_at"]
 
 log = logging.getLogger(__name__)
 
 REFERENCE = re.compile(rf"models:/(?P<name>{MODEL_NAME.pattern}?)(?:@(?P<alias>[\w\-]+)|/(?P<version>\d+|latest))")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*(/[A-Za-z0-9][\w.\-]*)?")
+
+
+MOVED = "alias.moved."  # tag of a version, with the alias: when that was put on it, in ms
 
 
 def is_registered_reference(reference: str) -> bool:
@@ -203,10 +208,12 @@ class Registry:
         """Move `challenger` to a version. Raises: SettingsError."""
         self.set_alias(name, "challenger", version)
 
-    def set_alias(self, name: str, alias: str, version: int) -> None:
-        """Move an alias to a version. Raises: SettingsError for an unknown model or version."""
+    def set_alias(self, name: str, alias: str, version: int, *, time_ms: int | None = None) -> None:
+        """Move an alias to a version, and note the time (None = now). Raises: SettingsError for an unknown one."""
         self.version(name, version)
+        moved = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         with self._store.answers("move an alias"):
+            self._store.client.set_model_version_tag(name, str(version), f"{MOVED}{alias}", str(moved))
             self._store.client.set_registered_model_alias(name, alias, str(version))
 
     def tag_version(self, name: str, version: int, tags: dict[str, Any]) -> None:
@@ -251,6 +258,12 @@ class Registry:
             metrics=metrics,
             url=self._store.version_url(version.name, int(version.version)),
         )
+
+
+def moved_at(version: ModelVersion, alias: str) -> float:
+    """Time in ms when `alias` was put on the version that carries it; infinity = by somebody else, who is right."""
+    text = version.tags.get(f"{MOVED}{alias}", "")
+    return float(text) if text.isdigit() else math.inf
 
 
 def _check_name(name: str) -> None:

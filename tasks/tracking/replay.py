@@ -77,21 +77,24 @@ def connect(store: Store, folder: Path) -> MlflowSink:
 def _settle(store: Store, folder: Path, name: str, time_ms: int) -> None:
     """Deliver models called `name` that other journals recorded before `time_ms`. Raises: BackendError if one waits."""
     for other in journals(store.output):
-        if other != folder and (first := _first_model(other, name)) is not None and first < time_ms:
+        if other != folder and (first := _first_model(store, other, name)) is not None and first < time_ms:
             try:
                 left = replay_folder(store, other)
             except FolderBusy:
                 left = 1  # alive: it delivers by itself
-            if left and (after := _first_model(other, name)) is not None and after < time_ms:
+            if left and (after := _first_model(store, other, name)) is not None and after < time_ms:
                 raise BackendError(f"an older version of {name} waits in {other}")
 
 
-def _first_model(folder: Path, name: str) -> int | None:
-    """Time of the first model called `name` that waits in a journal."""
+def _first_model(store: Store, folder: Path, name: str) -> int | None:
+    """Time of the first model called `name` that waits in a journal, or that the store has lost."""
     state = DeliveryCursor.load(folder)
-    if _size(events_path(folder)) <= state.events_offset:
+    store = store.of_experiment(start_of(folder).get("experiment"))
+    has_it = state.store == store.label and state.identity in ("", store.identity)
+    offset = state.events_offset if has_it else 0
+    if _size(events_path(folder)) <= offset:
         return None
-    records = (record for record, _ in read_lines(events_path(folder), state.events_offset))
+    records = (record for record, _ in read_lines(events_path(folder), offset))
     times = (record["time"] for record in records if record.get("op") == "model" and record.get("name") == name)
     return next(times, None)
 

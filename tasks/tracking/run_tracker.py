@@ -240,6 +240,11 @@ class RunTracker:
             raise self._shipper.refused[key]
         return self._shipper.state.versions[key]
 
+    def log_alias(self, alias: str, model: VersionOf, tags: Mapping[str, Any]) -> None:
+        """Record that an alias was moved, and the version tagged: a store that loses its database gets both again."""
+        texts = {name: str(value) for name, value in tags.items() if value is not None}
+        self._event("alias", alias=alias, model=model._asdict(), tags=texts)
+
     # -- identity -----------------------------------------------------------------------------------------------
 
     @property

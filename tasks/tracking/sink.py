@@ -13,6 +13,7 @@ from typing import Any
 from rl_core.errors import BackendError, DataError
 from tasks.tracking.journal import DeliveryCursor, events_path
 from tasks.tracking.models import log_model
+from tasks.tracking.registry import Registry, moved_at
 from tasks.tracking.shipper import RunGone
 from tasks.tracking.store import Store, missing, user_name
 from tasks.tracking.traces import send_traces
@@ -190,6 +191,17 @@ class MlflowSink:
     def _log_batch(self, run_id: str, *, params: Sequence[Any] = (), tags: Sequence[Any] = ()) -> None:
         self._store.client.log_batch(run_id, params=params, tags=tags, synchronous=True)
 
+    def _op_alias(self, run_id: str, event: dict[str, Any]) -> None:
+        """A move that was made when it was recorded: made again in a store that lost it, never against a later one."""
+        registry, name, alias = Registry(self._store), event["model"]["name"], event["alias"]
+        version = self._version_of(event["model"], event["time"])
+        present = registry.by_alias(name, alias)
+        if version is None or (present is not None and present.version == version):
+            return
+        if present is None or moved_at(present, alias) <= event["time"]:
+            registry.set_alias(name, alias, version, time_ms=event["time"])
+            registry.tag_version(name, version, event["tags"])
+
     def _op_artifact(self, run_id: str, event: dict[str, Any]) -> None:
         kept = self._folder / event["path"]
         if not kept.exists() and kept.parent.exists():
@@ -226,7 +238,7 @@ class MlflowSink:
 
 
 def _content(kept: Path, origin: str) -> Path:
-    """Where an artifact or a model lies: the journal's copy, or, where that was delivered before, what it came from.
+    """Place of an artifact or a model: the journal's copy, or, where that was delivered before, what it came from.
 
     A stage's folder loses the ending `.open` when it has finished.
     """

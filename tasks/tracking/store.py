@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from rl_core.errors import BackendError, DataError, SettingsError
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
 from tasks.stage_registry import policy_stages
+from tasks.tracking.database import ensure_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -184,8 +185,7 @@ class Store:
                 self.load()
                 from mlflow import MlflowClient
 
-                if self.uri.startswith("sqlite:///"):
-                    Path(self.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+                ensure_database(self.uri)
                 try:
                     self._client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
                 except Exception as error:

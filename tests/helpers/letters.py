@@ -52,6 +52,8 @@ def make_trainer(
     model=None,
     model_seed=0,
     process_group=SINGLE_PROCESS,
+    teacher=None,
+    kind=PolicySettings,
     **options,
 ):
     options = {
@@ -74,11 +76,12 @@ def make_trainer(
         reference,
         renderer,
         environment or Letters(),
-        PolicySettings(rewards=dict(rewards.weights), **options),
+        kind(rewards=dict(rewards.weights), **options),
         7,
         rewards,
         backend,
         process_group=process_group,
+        teacher=teacher,
     )
 
 

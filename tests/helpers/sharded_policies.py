@@ -7,6 +7,7 @@ from helpers import thinkers
 from helpers.letters import Letters, make_trainer
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.evaluation import evaluate
+from rl_core.inference.teacher import LocalTeacher
 from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.models import causal_lm
 from rl_core.models.lora import add_adapter
@@ -15,6 +16,7 @@ from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,
+    DistilledPolicySettings,
     LoraSettings,
     ModelSettings,
     ReplaySettings,
@@ -86,6 +88,13 @@ def scenarios(process_group, folder, numbers):
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
     soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
     yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
+    taught = {
+        "kind": DistilledPolicySettings,
+        "teacher": LocalTeacher(model_of(1)),
+        "gamma": 0.5,
+        "learning_rate": 3e-3,
+    }
+    yield "distill", lambda: run(of(**taught, **TWICE))
     yield "dynamic", lambda: run(of(algorithm="dapo", dynamic_sampling_tries=2))
     for kind in ("separate", "shared"):
         critic = CriticSettings(kind=kind)

@@ -1,76 +1,121 @@
-/* The matrix-tile intrinsics (AMX) by plain AVX-512, for processors that have AVX-512 but no tiles: the code that uses them is
- * compiled with `-include` of this file and runs slowly, with the same integers. Each thread has its own tiles. */
+/* Portable stand-in for the intrinsics of AVX-512 and AMX that rl_core/cpu uses, so that every machine can run that
+ * code: slow, the same numbers but for the hardware's treatment of denormal ones. */
 
-#include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
-#include <unistd.h>
 
-#define syscall(...) 0 /* the system is not asked for permission */
+typedef float __m512 __attribute__((vector_size(64)));
+typedef int32_t __m512i __attribute__((vector_size(64), may_alias));
+typedef int8_t __m128i __attribute__((vector_size(16), may_alias));
+typedef uint16_t __mmask16;
 
-#undef _tile_loadconfig
-#undef _tile_release
-#undef _tile_zero
-#undef _tile_loadd
-#undef _tile_stored
-#undef _tile_dpbssd
-#undef _tile_dpbf16ps
+#define STAND_IN static inline __attribute__((always_inline, unused))
+#define APART static __attribute__((noinline, unused)) /* compiled once, not wherever it is called */
+#define EACH for (int i = 0; i < 16; i++)
+
+STAND_IN __m512 _mm512_set1_ps(float x) { return x - (__m512){0}; }
+STAND_IN __m512i _mm512_set1_epi32(int x) { return x + (__m512i){0}; }
+STAND_IN __m512 _mm512_setzero_ps(void) { return (__m512){0}; }
+STAND_IN __m512i _mm512_setzero_si512(void) { return (__m512i){0}; }
+STAND_IN __m512 _mm512_castsi512_ps(__m512i x) { return (__m512)x; }
+STAND_IN __m512i _mm512_castps_si512(__m512 x) { return (__m512i)x; }
+STAND_IN __m512 _mm512_add_ps(__m512 a, __m512 b) { return a + b; }
+STAND_IN __m512 _mm512_sub_ps(__m512 a, __m512 b) { return a - b; }
+STAND_IN __m512 _mm512_mul_ps(__m512 a, __m512 b) { return a * b; }
+STAND_IN __m512 _mm512_abs_ps(__m512 x) { return (__m512)((__m512i)x & 0x7FFFFFFF); }
+STAND_IN float _mm512_cvtss_f32(__m512 x) { return x[0]; }
+STAND_IN __m512i _mm512_and_si512(__m512i a, __m512i b) { return a & b; }
+typedef uint32_t wrapping __attribute__((vector_size(64)));
+STAND_IN __m512i _mm512_add_epi32(__m512i a, __m512i b) { return (__m512i)((wrapping)a + (wrapping)b); }
+STAND_IN __m512i _mm512_srai_epi32(__m512i x, int by) { return x >> by; }
+STAND_IN __m512i _mm512_srli_epi32(__m512i x, int by) { EACH x[i] = (int32_t)((uint32_t)x[i] >> by); return x; }
+STAND_IN __m512i _mm512_max_epi32(__m512i a, __m512i b) { EACH a[i] = a[i] > b[i] ? a[i] : b[i]; return a; }
+STAND_IN int _mm512_reduce_max_epi32(__m512i x) { int m = x[0]; EACH m = x[i] > m ? x[i] : m; return m; }
+STAND_IN __m512 _mm512_fmadd_ps(__m512 a, __m512 b, __m512 c) { EACH c[i] = fmaf(a[i], b[i], c[i]); return c; }
+STAND_IN __m512 _mm512_cvtepi32_ps(__m512i x) { return __builtin_convertvector(x, __m512); }
+/* To the nearest; what does not fit becomes the smallest number. */
+STAND_IN __m512i _mm512_cvtps_epi32(__m512 x) {
+    __m512i out;
+    EACH out[i] = fabsf(x[i]) < 2147483648.0f ? (int32_t)lrintf(x[i]) : INT32_MIN;
+    return out;
+}
+STAND_IN __m128i _mm512_cvtepi32_epi8(__m512i x) { __m128i out; EACH out[i] = (int8_t)x[i]; return out; }
+STAND_IN void _mm_store_si128(__m128i *to, __m128i x) { *to = x; }
+STAND_IN __m512 _mm512_loadu_ps(const void *x) { __m512 out; memcpy(&out, x, 64); return out; }
+STAND_IN void _mm512_storeu_ps(void *to, __m512 x) { memcpy(to, &x, 64); }
+STAND_IN __m512i _mm512_load_si512(const void *x) { __m512i out; memcpy(&out, x, 64); return out; }
+STAND_IN void _mm512_store_si512(void *to, __m512i x) { memcpy(to, &x, 64); }
+STAND_IN __m512 _mm512_maskz_loadu_ps(__mmask16 mask, const float *x) {
+    __m512 out;
+    EACH out[i] = mask >> i & 1 ? x[i] : 0.0f;
+    return out;
+}
+STAND_IN void _mm512_mask_storeu_ps(float *to, __mmask16 mask, __m512 x) { EACH if (mask >> i & 1) to[i] = x[i]; }
+/* 0xF8: a | (b & c), the only table in use. */
+#define _mm512_ternarylogic_epi32(a, b, c, table) ((a) | ((b) & (c)))
+APART __m512i unpacked(__m512i a, __m512i b, int size, int high) { /* size: dwords, within each quarter */
+    __m512i out;
+    EACH {
+        int part = i % 4 / size;
+        out[i] = (part % 2 ? b : a)[i / 4 * 4 + high * 2 + (size == 1 ? part / 2 : i % 2)];
+    }
+    return out;
+}
+#define _mm512_unpacklo_epi32(a, b) unpacked(a, b, 1, 0)
+#define _mm512_unpackhi_epi32(a, b) unpacked(a, b, 1, 1)
+#define _mm512_unpacklo_epi64(a, b) unpacked(a, b, 2, 0)
+#define _mm512_unpackhi_epi64(a, b) unpacked(a, b, 2, 1)
+APART __m512i _mm512_shuffle_i32x4(__m512i a, __m512i b, int which) {
+    __m512i out;
+    EACH out[i] = (i < 8 ? a : b)[(which >> i / 4 * 2 & 3) * 4 + i % 4];
+    return out;
+}
+#define _MM_HINT_T1 0
+#define _mm_prefetch(place, hint) ((void)(place))
+
+static __thread uint8_t tiles_of_thread[8][16][64];
+
 #define _tile_loadconfig(config) ((void)(config))
 #define _tile_release() ((void)0)
-#define _tile_zero(to) memset(stand_in + (to), 0, 1024)
-#define _tile_loadd(to, from, stride) stand_in_load(to, (const char *)(from), stride)
-#define _tile_stored(from, to, stride) stand_in_store(from, (char *)(to), stride)
-#define _tile_dpbssd(to, left, right) stand_in_bytes(to, left, right)
-#define _tile_dpbf16ps(to, left, right) stand_in_halves(to, left, right)
-
-static _Thread_local union {
-    int8_t bytes[1024];
-    uint16_t halves[512];
-    int32_t integers[256];
-    float floats[256];
-} stand_in[8];
-
-static inline void stand_in_load(int to, const char *from, int64_t stride) {
-    for (int row = 0; row < 16; row++) memcpy(stand_in[to].bytes + row * 64, from + row * stride, 64);
+#define _tile_zero(t) memset(tiles_of_thread[t], 0, 1024)
+APART void _tile_loadd(int t, const void *x, int64_t stride) {
+    EACH memcpy(tiles_of_thread[t][i], (const uint8_t *)x + i * stride, 64);
 }
-
-static inline void stand_in_store(int from, char *to, int64_t stride) {
-    for (int row = 0; row < 16; row++) memcpy(to + row * stride, stand_in[from].bytes + row * 64, 64);
+APART void _tile_stored(int t, void *x, int64_t stride) {
+    EACH memcpy((uint8_t *)x + i * stride, tiles_of_thread[t][i], 64);
 }
+typedef int32_t sums_of_integers __attribute__((vector_size(64)));
+typedef uint32_t bits_of_pairs __attribute__((vector_size(64)));
 
-/* to [16, 16] += left [16, 64] times right [64, 16], whose groups of four along depth lie beside each other: bytes 0 and 2
- * of each group and bytes 1 and 3, as pairs of 16-bit numbers. */
-static inline void stand_in_bytes(int to, int left, int right) {
-    __m512i even[16], odd[16];
-    for (int group = 0; group < 16; group++) {
-        __m512i bytes = _mm512_loadu_si512(stand_in[right].bytes + group * 64);
-        even[group] = _mm512_srai_epi16(_mm512_slli_epi16(bytes, 8), 8), odd[group] = _mm512_srai_epi16(bytes, 8);
+/* Sums over even and odd depths begin at 0, and go to what is there in the end (Intel's manual of TDPBF16PS). */
+APART void _tile_dpbf16ps(int to, int left, int right) {
+    __m512 rights[2][16];
+    for (int k = 0; k < 16; k++) {
+        bits_of_pairs pairs;
+        memcpy(&pairs, tiles_of_thread[right][k], 64);
+        rights[0][k] = (__m512)(pairs << 16);
+        rights[1][k] = (__m512)(pairs & 0xFFFF0000u);
     }
-    for (int row = 0; row < 16; row++) {
-        const int8_t *x = stand_in[left].bytes + row * 64;
-        __m512i sum = _mm512_loadu_si512(stand_in[to].integers + row * 16);
-        for (int group = 0; group < 16; group++, x += 4) {
-            __m512i first = _mm512_set1_epi32((uint16_t)x[0] | (uint32_t)x[2] << 16);
-            __m512i second = _mm512_set1_epi32((uint16_t)x[1] | (uint32_t)x[3] << 16);
-            sum = _mm512_add_epi32(sum, _mm512_madd_epi16(even[group], first));
-            sum = _mm512_add_epi32(sum, _mm512_madd_epi16(odd[group], second));
-        }
-        _mm512_storeu_si512(stand_in[to].integers + row * 16, sum);
+    for (int m = 0; m < 16; m++) {
+        bits_of_pairs pairs;
+        memcpy(&pairs, tiles_of_thread[left][m], 64);
+        __m512 lefts[2] = {(__m512)(pairs << 16), (__m512)(pairs & 0xFFFF0000u)}, sums[2] = {{0}, {0}}, before;
+        for (int k = 0; k < 16; k++)
+            for (int part = 0; part < 2; part++) sums[part] += lefts[part][k] * rights[part][k];
+        memcpy(&before, tiles_of_thread[to][m], 64);
+        before += sums[0] + sums[1];
+        memcpy(tiles_of_thread[to][m], &before, 64);
     }
 }
 
-static inline float stand_in_float(uint16_t half) {
-    uint32_t bits = (uint32_t)half << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline void stand_in_halves(int to, int left, int right) {
-    for (int row = 0; row < 16; row++)
-        for (int depth = 0; depth < 32; depth++)
-            for (int column = 0; column < 16; column++)
-                stand_in[to].floats[row * 16 + column] +=
-                    stand_in_float(stand_in[left].halves[row * 32 + depth]) *
-                    stand_in_float(stand_in[right].halves[depth / 2 * 32 + column * 2 + depth % 2]);
+APART void _tile_dpbssd(int to, int left, int right) {
+    sums_of_integers rights[64];
+    for (int k = 0; k < 64; k++) EACH rights[k][i] = (int8_t)tiles_of_thread[right][k / 4][4 * i + k % 4];
+    for (int m = 0; m < 16; m++) {
+        sums_of_integers sums;
+        memcpy(&sums, tiles_of_thread[to][m], 64);
+        for (int k = 0; k < 64; k++) sums += (int8_t)tiles_of_thread[left][m][k] * rights[k];
+        memcpy(tiles_of_thread[to][m], &sums, 64);
+    }
 }

@@ -176,6 +176,14 @@ def vtrace(case: Case, ratio: np.ndarray, gamma: float, lam: float, rho_cap: flo
     return advantages, targets
 
 
+def distillation(case: Case, gamma: float) -> np.ndarray:
+    """Advantages of a distillation from the reference as teacher: log p_teacher - log p_student, and the later ones."""
+    rewards = np.zeros(case.mask.shape)
+    for b, t in zip(*np.nonzero(case.mask), strict=True):
+        rewards[b, t] = case.reference[b, t] - case.old[b, t]
+    return discounted(rewards, case.mask, gamma)
+
+
 def discounted(rewards: np.ndarray, mask: np.ndarray, gamma: float) -> np.ndarray:
     """Sum of a token's reward and the later ones of its row, each gamma^distance in loss tokens."""
     found = np.zeros(mask.shape)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from oracles import policy_oracles as oracle
-from rl_core.losses.advantages import gae, returns, vtrace
+from rl_core.losses.advantages import distillation_advantages, gae, returns, vtrace
 from rl_core.losses.importance import importance_ratios
 from rl_core.losses.kl import kl_penalty
 from rl_core.losses.supervised import entropy_bonus, entropy_from_logits
@@ -139,6 +139,14 @@ def test_gae_vtrace_and_returns(cases):
             np.testing.assert_allclose(ours.numpy(), theirs.numpy(), **EXACT)
         sums = returns(tensor(case.rewards), mask, gamma=gamma)
         np.testing.assert_allclose(sums.numpy(), oracle.discounted(case.rewards, case.mask, gamma), **EXACT)
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_distillation_advantages(cases):
+    for seed, gamma in itertools.product(cases, (0.0, 0.9, 1.0)):
+        case = oracle.draw(seed)
+        found = distillation_advantages(tensor(case.old), tensor(case.reference), tensor(case.mask), gamma=gamma)
+        np.testing.assert_allclose(found.numpy(), oracle.distillation(case, gamma), **EXACT)
 
 
 def test_vtrace_over_hundreds_of_tokens():

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from rl_core.cpu import amx_gemm, attention_kernel, norm_and_gate
+from rl_core.cpu import attention_kernel, gemm, norm_and_gate
 from rl_core.storage import faults
 
 
@@ -15,13 +15,13 @@ def no_faults():
     faults.configure(None)
 
 
-@pytest.fixture(params=["torch", "compiled", "tiles"])
+@pytest.fixture(params=["torch", "compiled", "vectors", "tiles"])
 def way(request, monkeypatch):
-    """CPU implementation: torch's kernels, compiled code, compiled code with products by tiles."""
-    if request.param == "tiles" and amx_gemm.load() is None:
-        pytest.skip("needs a C compiler and a processor with tiles")
-    if request.param != "tiles":
-        monkeypatch.setattr(amx_gemm, "load", lambda: None)
+    """CPU implementation: torch's kernels, compiled code, compiled code with products by vectors or by tiles."""
+    products = {"vectors": gemm.load_vectors, "tiles": gemm.load_tiles}.get(request.param, lambda: None)
+    if request.param in ("vectors", "tiles") and products() is None:
+        pytest.skip(f"needs a C compiler and a processor with {request.param}")
+    monkeypatch.setattr(gemm, "load", products)
     if request.param == "torch":
         monkeypatch.setattr(norm_and_gate, "load", lambda: None)
         monkeypatch.setattr(attention_kernel, "load", lambda: None)

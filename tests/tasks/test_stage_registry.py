@@ -30,8 +30,8 @@ def test_the_settings_have_a_field_for_each_stage_in_the_same_order():
 
 
 def test_kinds_of_stages():
-    assert stage_registry.policy_stages() == ("sft", "preference", "policy", "thoughts")
-    assert stage_registry.training_stages() == ("sft", "preference", "reward_model", "policy", "thoughts")
+    assert stage_registry.policy_stages() == ("sft", "distill", "preference", "policy", "thoughts")
+    assert stage_registry.training_stages() == ("sft", "distill", "preference", "reward_model", "policy", "thoughts")
     assert stage_registry.result_stages() == ("evaluate", "analyze", "promote")
     assert stage_registry.entry("reward_model").trains == "reward_model"
     assert stage_registry.entry("prepare_data").trains is None
@@ -49,7 +49,7 @@ def test_every_task_exists_and_takes_what_it_is_handed(stage):
 
 def test_a_stage_takes_its_place_everywhere(registry):
     register(extra(), before="reward_model")
-    assert registry.policy_stages() == ("sft", "preference", "polish", "policy", "thoughts")
+    assert registry.policy_stages() == ("sft", "distill", "preference", "polish", "policy", "thoughts")
     assert registry.names().index("polish") == registry.names().index("reward_model") - 1
     assert build_parser().parse_args(["stage", "polish", "x.yaml"]).name == "polish"
     assert build_parser().parse_args(["profile", "x.yaml", "--stage", "polish"]).stage == "polish"

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.inference.sampling import sequence_seed
+from rl_core.inference.teacher import Teacher
+from rl_core.losses.advantages import distillation_advantages
 from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
@@ -49,6 +51,7 @@ class ActorCritic:
     reference: PreTrainedModel | None = None  # of the KL term, frozen
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
+    teacher: Teacher | None = None  # of a distillation: advantages come from it in place of rewards
 
     @property
     def device(self) -> torch.device:
@@ -59,9 +62,9 @@ class ActorCritic:
 class RolloutBuffer:
     """Groups of samples, and tensors [R, S] over all their rows, 0 where a token carries no loss; nothing has gradient.
 
-    Row r is the r-th sample, group after group. Three distributions give log-probs of the same tokens:
+    Row r is the r-th sample, group after group. Up to four distributions give log-probs of the same tokens:
     `sampler_logprobs_RS`, of the policy that sampled; `old_logprobs_RS`, of the policy before this iteration's update;
-    `ref_logprobs_RS`, of the reference.
+    `ref_logprobs_RS`, of the reference; `teacher_logprobs_RS`, of the teacher.
 
     Training with dropout (`mask_seed`) gives a row the same masks in every pass of the iteration: of the old policy, of
     all epochs, of the critic, and of the reference, which is the policy's own network as it was. So ratios and KL are
@@ -92,6 +95,7 @@ class RolloutBuffer:
         self.old_logprobs_RS: torch.Tensor | None = None  # None = each update takes its own
         self.sampler_logprobs_RS: torch.Tensor | None = None  # None = not needed beyond the micro-batches
         self.ref_logprobs_RS: torch.Tensor | None = None
+        self.teacher_logprobs_RS: torch.Tensor | None = None
         self.values_RS: torch.Tensor | None = None  # before the update
         self.value_after_R: torch.Tensor | None = None
         self.mask_seed: int | None = None  # of the rows' dropout masks; None = no dropout
@@ -159,6 +163,13 @@ class RolloutBuffer:
             self.ref_logprobs_RS = self._logprobs(self.actor_critic.reference, plan)
 
     @torch.no_grad()
+    def compute_teacher_logprobs(self, plan: Plan) -> None:
+        """Log-probs of the teacher, once for all epochs."""
+        assert self.actor_critic.teacher is not None
+        with span("teacher"):
+            self.teacher_logprobs_RS = self._filled(plan, self.actor_critic.teacher.logprobs)
+
+    @torch.no_grad()
     def compute_values(self, plan: Plan) -> None:
         """Values before every loss token, and after the last token of each row."""
         critic = self.actor_critic.critic
@@ -181,15 +192,23 @@ class RolloutBuffer:
         )
 
     def _logprobs(self, model: PreTrainedModel, plan: Plan) -> torch.Tensor:
+        def masked(batch: TrainBatch) -> torch.Tensor:
+            with self.masks(batch):
+                return completion_logprobs(model, batch)[0]
+
+        with self.mode(model):
+            return self._filled(plan, masked)
+
+    def _filled(self, plan: Plan, logprobs: Callable[[TrainBatch], torch.Tensor]) -> torch.Tensor:
+        """Log-probs [R, S] of all rows of the plan, each micro-batch by the process that it is dealt to."""
         logprobs_RS = torch.zeros(self.shape, device=self.device)
 
         def fill(batch: TrainBatch) -> None:
-            with self.masks(batch):
-                logprobs_BS, _ = completion_logprobs(model, batch)
+            logprobs_BS = logprobs(batch)
             logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.float()
 
         optimizer_step = self.actor_critic.optimizer_step
-        with self.mode(model), optimizer_step.autocast():
+        with optimizer_step.autocast():
             optimizer_step.sharded.with_full_weights_independent(lambda: self._for_each_batch(plan, fill))
         return optimizer_step.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
 
@@ -223,7 +242,9 @@ class RolloutBuffer:
             kl_RS = fill_masked(kl_k1(before_RS, self.ref_logprobs_RS), self.mask_RS)
             penalty_RS = kl_reward_coef * kl_RS
             metrics["policy/ref_kl"] = float(kl_RS.sum() / self.mask_RS.sum().clamp(min=1))
-        if self.settings.value_function is not None:
+        if self.actor_critic.teacher is not None:
+            metrics |= self._imitate()
+        elif self.settings.value_function is not None:
             metrics |= self._estimate_from_values(rewards_R, penalty_RS)
         else:
             if penalty_RS is not None:
@@ -284,6 +305,16 @@ class RolloutBuffer:
             self.advantages_RS = fill_masked(self.advantages_RS, self.mask_RS)
         return metrics
 
+    def _imitate(self) -> dict[str, float]:
+        """Advantages of a distillation: what each token, and at a discount the later ones, adds to minus the KL."""
+        student_RS = self.old_logprobs_RS if self.old_logprobs_RS is not None else self.sampler_logprobs_RS
+        assert student_RS is not None and self.teacher_logprobs_RS is not None
+        self.advantages_RS = distillation_advantages(
+            student_RS, self.teacher_logprobs_RS, self.mask_RS, gamma=self.settings.gamma
+        )
+        kl_RS = kl_k1(student_RS, self.teacher_logprobs_RS)
+        return {"policy/teacher_kl": float(masked_sum(kl_RS, self.mask_RS) / self.mask_RS.sum().clamp(min=1))}
+
     def _trace_ratios(self) -> torch.Tensor | None:
         """Ratio of the old policy to the sampler at each loss token, for V-trace; None = not asked for."""
         if self.settings.importance != "vtrace":
@@ -298,6 +329,7 @@ def make_actor_critic(
     settings: PolicySettings,
     pad_id: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    teacher: Teacher | None = None,
 ) -> ActorCritic:
     """Policy, critic and optimizers that the algorithm needs."""
     optimizer_step_of = functools.partial(
@@ -308,7 +340,7 @@ def make_actor_critic(
     )
     chosen = settings.value_function
     if chosen is None:
-        return ActorCritic(model, optimizer_step_of(model, settings), pad_id, reference)
+        return ActorCritic(model, optimizer_step_of(model, settings), pad_id, reference, teacher=teacher)
     if chosen.kind == "shared":
         head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
         joined = PolicyWithCritic(model, head)

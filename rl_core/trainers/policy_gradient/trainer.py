@@ -24,6 +24,7 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
 from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
+from rl_core.inference.teacher import Teacher
 from rl_core.models.logprobs import check_router
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
@@ -70,6 +71,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         evaluator: Callable[[], Mapping[str, float]] | None = None,
         record: RolloutRecord | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
+        teacher: Teacher | None = None,
     ) -> None:
         """Build everything; nothing is drawn or played yet.
 
@@ -81,12 +83,16 @@ class PolicyGradientTrainer(RolloutTrainer):
             record: is given every iteration's number and scored rollouts.
             process_group: the processes that train this model. Each plays a share of the episodes; rank 0
                 scores them all.
+            teacher: of a distillation (`DistilledPolicySettings`): gives each token its advantage. Rewards are then
+                measured, and learned from by nothing.
         Raises: SettingsError for a level that the environment does not have, a KL term without a reference, or a
             router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
         """
         if settings.kl_coef > 0 and reference_model is None:
             raise SettingsError(f"kl_coef: {settings.kl_coef} needs a reference model")
+        if settings.is_taught != (teacher is not None):
+            raise SettingsError("teacher: a distillation needs one, and nothing else takes one")
         check_router(model, settings.router_aux_loss_coef)
         self.curriculum = CurriculumManager(
             settings.curriculum, environment.levels, early_stop=settings.early_stop, rollback=settings.rollback
@@ -112,7 +118,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             self._penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
-        self.actor_critic = make_actor_critic(model, reference_model, settings, self.pad_id, process_group)
+        self.actor_critic = make_actor_critic(model, reference_model, settings, self.pad_id, process_group, teacher)
         self.optimizer_step = self.actor_critic.optimizer_step
         critic_optimizer_step = self.actor_critic.critic_optimizer_step
         self._snapshots = StageSnapshots(

@@ -116,10 +116,12 @@ class PolicyUpdate:
         if critic is not None:
             buffer.compute_values(minibatches)
         needs_old = steps > 1 or settings.kl_max is not None
-        is_traced = settings.importance == "vtrace"
+        is_traced, is_taught = settings.importance == "vtrace", self.actor_critic.teacher is not None
         if in_reward:
             buffer.compute_ref_logprobs(minibatches)
-        if in_reward or is_traced:
+        if is_taught:
+            buffer.compute_teacher_logprobs(minibatches)
+        if in_reward or is_traced or is_taught:
             if needs_old or not self._sampler_is_policy():
                 buffer.compute_old_logprobs(minibatches)
             if is_traced or buffer.old_logprobs_RS is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -129,3 +130,10 @@ def test_what_servers_print_has_a_next_step(printed, advice):
 
 def test_what_nobody_knows_has_none():
     assert explain("Segmentation fault") == ""
+
+
+def test_a_slow_server_is_used_all_the_same(monkeypatch):
+    monkeypatch.setattr(checks, "VERSION_SECONDS", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and says nothing
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
+        assert check_api(url, "PREFECT_API_URL").endswith("took longer than 0.1 s for its version")

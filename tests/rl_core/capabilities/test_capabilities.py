@@ -45,7 +45,7 @@ from rl_core.capabilities import (
     training_forward,
     trials,
 )
-from rl_core.cpu import fused_decode, int8_gemm
+from rl_core.cpu import fused_decode, int8_gemm, packed_vectors
 
 SIZES = {
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -240,9 +240,11 @@ def test_weights_sharded_by_layer_are_left_to_transformers(monkeypatch):
 def test_what_the_machine_lacks(monkeypatch):
     model = llama()
     monkeypatch.setattr(int8_gemm, "load", lambda: None)
+    monkeypatch.setattr(packed_vectors, "load", lambda: object())
     monkeypatch.setattr(fused_decode, "load", lambda: object())
-    assert compiled_decoding(model).allowed
-    assert "no tiles for products of 8-bit integers (AMX)" in fused_step(model).reason
+    assert compiled_decoding(model).allowed and fused_step(model).allowed
+    monkeypatch.setattr(packed_vectors, "load", lambda: None)
+    assert "neither tiles for products of 8-bit integers (AMX) nor vectors" in fused_step(model).reason
     monkeypatch.setattr(fused_decode, "load", lambda: None)
     monkeypatch.delenv("POSTTRAIN_NATIVE", raising=False)
     assert "no C compiler here" in compiled_decoding(model).reason

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -59,6 +60,22 @@ def test_waiting_is_bounded_at_once_and_free_again_after_quiet_looks() -> None:
     assert [mode.look(excess) for excess in (0.0, 0.15, 0.9)] == [False, False, True]
     assert [mode.look(excess) for excess in (0.0, 0.0, 0.0, 0.15)] == [True, True, True, True]  # it begins anew
     assert [mode.look(excess) for excess in (0.0, -1.0, 0.05, 0.0)] == [True, True, True, False]
+
+
+def test_the_watcher_bounds_waiting_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Crowd:
+        seen: ClassVar[list[bool]] = []
+
+        def set(self, is_there: bool) -> None:
+            self.seen.append(is_there)
+
+    busy = iter([0.0, 1.5, 0.0, 0.0, 0.0, 0.0])  # the first look only begins the measurement
+    monkeypatch.setattr(waiting.Load, "others", lambda self: next(busy))
+    monkeypatch.setattr(waiting, "usable_processors", lambda: 2)
+    monkeypatch.setattr(waiting, "_SECONDS", 0.0)
+    with pytest.raises(StopIteration):
+        waiting._watch(Crowd(), 2)  # type: ignore[arg-type]
+    assert Crowd.seen == [True, True, True, True, False]
 
 
 @needs_libgomp

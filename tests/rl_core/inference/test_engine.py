@@ -26,7 +26,7 @@ from transformers import (
 
 from rl_core import timing
 from rl_core.capabilities import Decision, decoding, packed_weights
-from rl_core.cpu import build, fused_decode, int8_gemm
+from rl_core.cpu import build, fused_decode, int8_gemm, packed_vectors
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.inference import decoder
 from rl_core.inference.cuda_graphs import StepGraphs
@@ -52,26 +52,30 @@ def with_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have products by tiles, in plain C where the processor has none."""
     code = tile_code()
     if code is None:
-        pytest.skip("needs a C compiler and a processor with AVX-512")
+        pytest.skip("needs a C compiler")
     monkeypatch.setattr(int8_gemm, "load", lambda: int8_gemm.Int8Gemm(code))
     monkeypatch.setattr(build, "load", lambda: code)
 
 
-@pytest.fixture(params=["tiles", "compiled", "packed", "in place", "recorded"])
+@pytest.fixture(params=["tiles", "vectors", "compiled", "packed", "in place", "recorded"])
 def weights(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Engine implementation: with packed copies of the weights, as for small models on a CPU, and with compiled code
-    where heads have a fitting size, or all of it compiled where the processor has tiles; or with the weights where they
-    are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
+    where heads have a fitting size, or all of it compiled where the processor has tiles or wide vectors; or with the
+    weights where they are, as on a GPU, and with steps of rounded sizes whose recordings are replayed, as there."""
     if request.param in ("in place", "recorded"):
         monkeypatch.setattr(decoding, "packed_weights", lambda model: Decision("packed weights", False, "as on a GPU"))
     if request.param == "recorded":
         monkeypatch.setattr(decoder, "graphs_for", lambda device: Rerun())
     if request.param == "packed":
         monkeypatch.setattr(fused_decode, "load", lambda: None)
+    if request.param == "vectors" and packed_vectors.load() is None:
+        pytest.skip("needs a C compiler and a processor with vectors of 8 numbers")
     if request.param == "tiles":
         with_tiles(monkeypatch)
     else:
         monkeypatch.setattr(int8_gemm, "load", lambda: None)
+    if request.param != "vectors":
+        monkeypatch.setattr(packed_vectors, "load", lambda: None)
     if request.param == "compiled" and fused_decode.load() is None:
         pytest.skip("needs a C compiler")
     return str(request.param)

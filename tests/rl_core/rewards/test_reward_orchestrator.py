@@ -199,3 +199,11 @@ def test_learned_reward_refuses_bad_scores():
     with pytest.raises(RewardError, match="rollout 1 with inf"):
         reward(made)
     assert reward.norm.count == 0
+
+
+def test_observations_count_towards_the_length_that_is_punished():
+    """Six tokens of room, the last four cost: 2 tokens none, 4 a half, 6 all, whoever wrote them."""
+    penalty = OverlongPenalty(max_tokens=6, buffer=4)
+    masks = [[True] * 2, [True, False, False, True], [True] + [False] * 5]
+    made = [Rollout([0], list(range(len(mask))), mask, [-1.0] * len(mask), rollout(1.0).trajectory) for mask in masks]
+    assert penalty(made) == [0.0, -0.5, -1.0]

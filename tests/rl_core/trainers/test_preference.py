@@ -165,10 +165,11 @@ def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss(
     trainer = trainer_of(train=8, batch_size=8)
     trainer.model.load_state_dict(nano(seed=5).state_dict())
     (batch,) = trainer._batches(trainer._train)
-    whole = float(trainer._loss(batch, 8, 1)[0].detach())
+    loss_fn = trainer._loss_fn(trainer._train)
+    whole = float(loss_fn(batch)[0].detach())
     halves = halve(batch)
     assert [len(half.ref_chosen_B) for half in halves] == [4, 4]
-    assert sum(float(trainer._loss(half, 8, 1)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
+    assert sum(float(loss_fn(half)[0].detach()) for half in halves) == pytest.approx(whole, rel=1e-5)
 
 
 def test_observations_carry_no_loss():

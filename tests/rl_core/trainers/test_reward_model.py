@@ -81,7 +81,7 @@ def test_micro_batches_do_not_change_the_gradient():
 
 def test_a_batch_that_does_not_fit_is_cut_between_pairs_and_gives_the_same_loss():
     trainer = trainer_of(train=8, batch_size=8)
-    (batch,) = trainer._batches(pairs_of(8))
+    (batch,) = trainer._batches(trainer._train)
     whole = float(trainer._loss(batch, 8)[0].detach())
     halves = halve(batch)
     assert [len(half.chosen_lengths_B) for half in halves] == [4, 4]

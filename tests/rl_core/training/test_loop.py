@@ -1,5 +1,6 @@
 """The loop: the same numbers however a run is cut; early stopping; stop signals; what is logged."""
 
+import itertools
 import json
 import logging
 import math
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,7 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
+from rl_core.training import loop, signals
 from rl_core.training.loop import run_loop
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -343,8 +346,54 @@ def test_the_second_signal_stops_at_once():
         raise AssertionError("went on")
 
     trainer.hook = hook
-    with pytest.raises(Stopped, match="a second time"):
+    with pytest.raises(Stopped, match=r"within iteration 1 \(a second SIGTERM\); no checkpoint yet") as error:
         run(None, trainer=trainer)
+    assert error.value.signum == signal.SIGTERM
+
+
+def test_an_iteration_that_takes_too_long_is_given_up_and_done_again(tmp_path, unbroken, monkeypatch):
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.05)
+    previous = signal.getsignal(signal.SIGTERM)
+    trainer, tracker, asked = NoisyTrainer(ITERATIONS), MemoryTracker(), send_at(6)
+
+    def hook(trainer):
+        asked(trainer)
+        try:
+            time.sleep(60.0 if trainer.optimizer_step.num_steps == 5 else 0.0)
+        except Exception as error:  # as a guard around a user's reward function does
+            raise AssertionError from error
+
+    trainer.hook = hook
+    with pytest.raises(Stopped, match=r"within iteration 6 .*resumes after iteration 4") as error:
+        run(tmp_path, trainer=trainer, tracker=tracker)
+    assert error.value.signum == signal.SIGTERM and signal.getsignal(signal.SIGTERM) is previous
+    result = run(tmp_path, tracker=tracker)
+    assert result[0].resumed_iteration == 4
+    same_as_unbroken(result, unbroken, tracker)
+
+
+def test_no_signal_comes_after_the_block(monkeypatch):
+    monkeypatch.setattr(signals, "GRACE_SECONDS", 0.02)
+    with signals.StopRequests() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signum == signal.SIGTERM
+    before = signal.signal(signal.SIGTERM, lambda *arguments: pytest.fail("a late signal"))
+    try:
+        time.sleep(0.1)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(("tick", "expected"), [(0.1, [3]), (30.0, [1, 2, 3])])
+def test_long_iterations_are_saved_before_their_turn(tmp_path, monkeypatch, tick, expected):
+    """`tick` seconds pass between two looks at the clock, of which an iteration has several."""
+    saved, save = [], CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", lambda self, state: (saved.append(state["loop"]), save(self, state)))
+    monkeypatch.setattr(loop, "SAVE_TIMES", 1.0)
+    looks = itertools.count()
+    settings = LoopSettings(eval_every=0, checkpoint_every=1000)
+    run(tmp_path, settings=settings, iterations=3, clock=lambda: tick * next(looks), best_metric=None)
+    assert sorted({state["iteration"] for state in saved}) == expected
 
 
 def test_a_stop_without_a_checkpoint_folder_says_that_nothing_was_saved():

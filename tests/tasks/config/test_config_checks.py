@@ -54,6 +54,12 @@ def test_a_name_of_another_folder_of_the_output_is_reserved(name):
         ),
         ({"stages": {"preference": {}}}, "stages.preference", "has no pairs to learn from"),
         ({"stages": {"prepare_data": {}, "preference": {}}}, "stages.preference", "stages.prepare_data.preferences"),
+        ({"stages": {"sft": {}, "distill": {}}}, "stages.distill.teacher.model", "no teacher is named"),
+        (
+            {"stages": {"sft": {}, "distill": {"teacher": {"url": "http://127.0.0.1:8000"}}}},
+            "stages.distill.teacher.model",
+            "the name that the server knows it by",
+        ),
         ({"stages": {"sft": {}, "analyze": {}}}, "stages.analyze", "add `evaluate: {}`"),
         ({"stages": {"sft": {}, "promote": {}}}, "stages.promote", "add `evaluate: {}`"),
         (
@@ -82,6 +88,7 @@ def test_stage_without_what_it_needs(values, key, expected):
         {"model": {"path": "org/name"}, "stages": {"preference": {}, "evaluate": {}, "promote": {}}},
         {"stages": {"prepare_data": {"preferences": "pairs.jsonl"}, "preference": {}}},
         {"stages": {"sft": {}, "preference": {}, "policy": {}}},
+        {"stages": {"sft": {}, "distill": {"teacher": {"model": "org/name"}}}},
         {"stages": {"sft": {}}},
         {"stages": {"policy": {}}},
         {"model": {"path": "org/name", "lora": {}}, "stages": {"prepare_data": {}, "sft": {}}},

@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from prefect.exceptions import TerminationSignal
 
 from rl_core.errors import FolderBusy, Stopped
 from tasks.config import from_dict
@@ -80,6 +81,7 @@ def test_progress_goes_to_the_display(tmp_path):
         (None, "request", "waiting", "FINISHED"),
         (Stopped("asked", 15), None, "stopped", "KILLED"),
         (KeyboardInterrupt(), None, "stopped", "KILLED"),
+        (TerminationSignal(15), None, "stopped", "KILLED"),  # SIGTERM within a Prefect flow
         (ValueError("x"), "request", "failed", "FAILED"),
     ],
 )
@@ -102,6 +104,40 @@ def test_the_outcome_is_recorded(tmp_path, without_store, error, approval, statu
     assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == status
     with made(tmp_path) as again:  # the lock is free
         assert again.tracker.resumed is (status in ("stopped", "waiting"))
+
+
+def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(tmp_path, without_store, monkeypatch):
+    tracker = runs.PipelineTracker
+
+    def killed(*arguments, started, **options):
+        assert json.loads((tmp_path / "t" / "run.json").read_text())["started"] == started
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "PipelineTracker", killed)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path).__enter__()
+    monkeypatch.setattr(runs, "PipelineTracker", tracker)
+    with made(tmp_path) as again:
+        assert again.tracker.resumed
+
+
+def test_a_run_that_is_stopped_while_it_opens_is_ended(tmp_path, without_store, monkeypatch):
+    def stop(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "ModelVersions", stop)
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path).__enter__()
+    assert [status for status, _ in without_store] == ["KILLED"]
+    assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == "stopped"
+
+
+def test_a_run_without_time_is_noted_as_stopped(tmp_path, without_store, monkeypatch):
+    with made(tmp_path) as run:
+        run.tracker.abandon = lambda: without_store.append("abandoned")
+        run.abandon()
+        assert json.loads((tmp_path / "t" / "run.json").read_text())["status"] == "stopped"
+    assert without_store[0] == "abandoned"
 
 
 def test_a_run_that_cannot_open_frees_the_lock(tmp_path, without_store, monkeypatch):

@@ -122,7 +122,7 @@ def test_recent_means_leave_out_what_is_reported_no_more():
         early = {"train/success_rate_by_level/hard": 1.0} if step < 3 else {}
         history.observe({"reward/mean": float(step), **early}, step)
     history.observe({"eval/success_rate": 0.5}, 12)
-    assert policy._recent_metrics(history) == {"reward/mean": sum(range(3, 13)) / 10}
+    assert policy.recent_metrics(history) == {"reward/mean": sum(range(3, 13)) / 10}
 
 
 @pytest.mark.slow

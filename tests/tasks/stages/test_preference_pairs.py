@@ -38,14 +38,14 @@ def collected(environment, backend, renderer, requests, *, group_size, sampling,
 
 @pytest.fixture
 def pairs_of(monkeypatch, tmp_path):
-    def pairs(environment, num_pairs, seed=0):
+    def pairs(environment, num_pairs, seed=0, loss="dpo"):
         monkeypatch.setattr(preference_pairs, "make_environment", lambda pipeline, data: environment)
         policy = SimpleNamespace(backend=lambda: None, renderer=None)
         monkeypatch.setattr(preference_pairs, "load_policy", lambda model, pipeline: policy)
         monkeypatch.setattr(preference_pairs, "collect", collected)
         context = SimpleNamespace(
             name="preference", inputs={"model": tmp_path}, pipeline=None, seed=seed,
-            settings=PreferenceSettings(num_pairs=num_pairs, group_size=4),
+            settings=PreferenceSettings(num_pairs=num_pairs, group_size=4, loss=loss),
             tracker=SimpleNamespace(progress=lambda *_: None),
         )  # fmt: skip
         return preference_pairs.stage_pairs(context)
@@ -80,3 +80,14 @@ def test_rows_that_are_drawn_again_stay_on_their_side(pairs_of):
 def test_a_single_question_leaves_nothing_to_hold_out(pairs_of):
     with pytest.raises(DataError, match="there is no heldout pair"):
         pairs_of(Prompts([{"prompt": "only"}]), 16)
+
+
+def test_kto_takes_both_sides_once_beside_the_completion_of_another_prompt(pairs_of):
+    environment = Prompts([{"prompt": f"row {n}"} for n in range(40)])
+    found = pairs_of(environment, 100, loss="kto")
+    for part in (found.train, found.heldout):
+        labels = [(tuple(pair.chosen.prompt_ids), pair.chosen.completion_ids[0], pair.desirable) for pair in part]
+        assert len(labels) == len(set(labels))
+        assert all(label == (completion % 2 == 1) for _, completion, label in labels)  # samples 0 and 2 succeed
+        assert all(pair.rejected.prompt_ids == pair.chosen.prompt_ids for pair in part)
+    assert not questions(found.train) & questions(found.heldout)

@@ -64,6 +64,7 @@ def gate(folder, registry, settings, ours, opponent=None, logged=None):
     )
     tracker = SimpleNamespace(
         log_metrics=lambda metrics, step: (logged if logged is not None else {}).update(metrics),
+        log_alias=lambda alias, model, tags: None,
         set_tag=lambda *a: None,
     )
     context = StageContext(
@@ -76,6 +77,7 @@ def gate(folder, registry, settings, ours, opponent=None, logged=None):
 
 
 def stage_result(folder):
+    (folder / "model").mkdir(parents=True, exist_ok=True)
     return StageResult("policy", str(folder), "d", "k", False, 1.0, "r", {})
 
 

@@ -55,15 +55,29 @@ def test_models_of_a_store_that_was_away_become_versions_in_their_order(tracking
     assert DeliveryCursor.load(policy).versions.popitem()[1] == 2
     assert list((policy / ".tracking").rglob("*.safetensors")) == []  # the copy has gone
 
-    # a database that was made anew: everything is sent again, the model from where it lies now
-    cursor = DeliveryCursor.load(policy)
-    cursor.identity = "of the database before"
-    cursor.save(policy)
-    client.delete_run(run.info.run_id)
+    gate = away.start_run("promote", root / "stages" / "p", parent_folder=parent.folder)
+    gate.log_alias("champion", VersionOf("late", shas["sft"]), {"gate.decision": "promoted"})
+    gate.log_alias("champion", VersionOf("late", shas["policy"]), {"gate.decision": "promoted"})
+    gate.close()
+    tracking.set_champion("late", 1)  # by hand, after both
+    assert tracking.replay_all(root) == 0 and tracking.champion("late").version == 1
+    client.delete_registered_model_alias("late", "champion")  # a database that lost it
+    cursor = DeliveryCursor.load(gate.folder)
+    cursor.events_offset = 0
+    cursor.save(gate.folder)
+    assert tracking.replay_all(root) == 0
+    assert (tracking.champion("late").version, tracking.champion("late").tags["gate.decision"]) == (2, "promoted")
+
+    # a database that was made anew: everything is sent again in its order, the models from where they lie now
+    for folder in (policy, root / "stages" / "z"):
+        cursor = DeliveryCursor.load(folder)
+        client.delete_run(cursor.run_id)
+        cursor.identity = "of the database before"
+        cursor.save(folder)
     assert replay_folder(tracking.store, policy) == 0
     again = DeliveryCursor.load(policy)
-    assert again.run_id != run.info.run_id and again.versions.popitem()[1] == 3
-    assert [one.tags["model_sha256"] for one in tracking.versions("late")] == [*shas.values(), shas["policy"]]
+    assert again.run_id != run.info.run_id and again.versions.popitem()[1] == 4
+    assert [one.tags["model_sha256"] for one in tracking.versions("late")] == [*shas.values()] * 2
 
 
 class Sink:

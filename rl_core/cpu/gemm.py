@@ -1,6 +1,6 @@
-"""Float32 matrix products by bfloat16 tiles (`amx_gemm.c`), on processors with AMX.
+"""Float32 matrix products of training: by bfloat16 tiles (`amx_gemm.c`), or by vectors (`vector_gemm.c`).
 
-As exact as float32: each number is split into three bfloat16 parts, whose products are added up in float32.
+Tiles are as exact as float32: each number is split into three bfloat16 parts, whose products are added up in float32.
 N rows, I inputs, O outputs.
 """
 
@@ -15,22 +15,23 @@ import torch
 from rl_core.cpu import build
 from rl_core.cpu.allocator import Scratch
 
-__all__ = ["AmxGemm", "load"]
+__all__ = ["Gemm", "load", "load_tiles", "load_vectors"]
 
 
 class _Part(ctypes.Structure):
     _fields_ = [("x", ctypes.c_void_p), ("stride", ctypes.c_int64), ("lines", ctypes.c_int64)]
 
 
-class AmxGemm:
+class Gemm:
     """The products of a linear layer: output, gradient of its input, gradient of its weight.
 
     All tensors are float32 on the CPU, their last dimension contiguous.
     """
 
-    def __init__(self, code: ctypes.CDLL) -> None:
+    def __init__(self, code: ctypes.CDLL, product: str, room: str) -> None:
+        """product, room: names of the compiled functions."""
         count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        self._product, self._room = code.product, code.amx_gemm_room
+        self._product, self._room = getattr(code, product), getattr(code, room)
         self._product.restype = None
         self._product.argtypes = (
             place, count, number, place, count, number, place, count, count, count, number, place, number,
@@ -84,7 +85,24 @@ class AmxGemm:
 
 
 @functools.cache
-def load() -> AmxGemm | None:
-    """The products, or None where nothing is compiled or the processor has no such tiles."""
+def load_tiles() -> Gemm | None:
+    """Products by tiles, or None where nothing is compiled or the processor has none."""
     code = build.load()
-    return AmxGemm(code) if code is not None and code.tiles_ready() else None
+    return Gemm(code, "product", "amx_gemm_room") if code is not None and code.tiles_ready() else None
+
+
+@functools.cache
+def load_vectors() -> Gemm | None:
+    """Products by vectors, or None where nothing is compiled or vectors have fewer than 8 numbers."""
+    code = build.load()
+    return Gemm(code, "vector_product", "vector_gemm_room") if code is not None and code.vectors_ready() else None
+
+
+@functools.cache
+def load() -> Gemm | None:
+    """The fastest products for this processor; None = torch's.
+
+    torch's come from MKL, whose kernels for Intel's processors are at least as fast as ours by vectors; for others' it
+    has slower ones.
+    """
+    return load_tiles() or (None if build.is_intel() else load_vectors())

@@ -1,0 +1,69 @@
+"""A flow in this process whose Prefect API went away: its own outcome counts, not that Prefect could not be told.
+
+Prefect reports the end of a flow to its API, and raises where that does not answer, whatever the flow came to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+__all__ = ["Outcome", "api_is_away", "noted", "run"]
+
+api_is_away = threading.Event()  # Prefect could not be told how a flow ended
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Outcome:
+    """Result or error of a flow's own code."""
+
+    result: Any = None
+    error: BaseException | None = None
+    ended: bool = False
+
+
+_outcomes: contextvars.ContextVar[list[Outcome] | None] = contextvars.ContextVar("outcomes", default=None)
+
+
+@contextlib.contextmanager
+def noted() -> Iterator[Outcome]:
+    """Note the outcome of the block, which is the body of a flow, for the `run` that it runs in, if any."""
+    outcome, outcomes = Outcome(), _outcomes.get()
+    if outcomes is not None:
+        outcomes.append(outcome)
+    try:
+        yield outcome
+    except BaseException as error:
+        outcome.error = error
+        raise
+    finally:
+        outcome.ended = True
+
+
+def run(flow: Callable[[], Result]) -> Result:
+    """Result of a flow called directly; its own error, where Prefect raises another one after that."""
+    outcomes: list[Outcome] = []
+    token = _outcomes.set(outcomes)
+    try:
+        return flow()
+    except Exception as error:
+        if not outcomes or not outcomes[-1].ended or error is outcomes[-1].error:
+            raise
+        outcome = outcomes[-1]
+        api_is_away.set()
+        logger.warning("Prefect's API is away and shows this run as running: %s: %s", type(error).__name__, error)
+        if outcome.error is not None:
+            raise outcome.error from None
+        result: Result = outcome.result
+        return result
+    finally:
+        _outcomes.reset(token)

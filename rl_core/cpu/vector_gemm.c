@@ -1,0 +1,208 @@
+/* Float32 matrix products by vectors, for any processor: of a linear layer in training, and of few rows with weights that
+ * are packed once.
+ *
+ * Both operands are copied before they are multiplied: of the right one, panels of some columns, depth by depth; of the
+ * left one, rows (or, where depth runs along its rows in memory, groups of rows depth by depth). Depth comes in blocks of
+ * 256 and sums in their order, whatever the number of rows and threads. Blocking after Goto & van de Geijn 2008, "Anatomy
+ * of high-performance matrix multiplication", ACM TOMS 34(3).
+ */
+
+#include "matrix.h"
+#include "vectors.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#endif
+
+#ifdef __AVX512F__ /* as many sums as there are registers for */
+#define TALL 12
+#define WIDE 2
+#else
+#define TALL 6
+#define WIDE 2
+#endif
+#define PANEL (WIDE * W)       /* columns */
+#define DEEP 256               /* of depth, at a time */
+#define LINE (DEEP + 16)       /* a copied row: rows a power of two apart would meet in the cache */
+#define ROWS (16 * TALL)        /* that a thread copies at a time */
+#define PANELS (1024 / PANEL)  /* that are copied at a time */
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+/* Numbers in a vector. */
+int vector_numbers(void) { return W; }
+
+/* 1 where vectors are those of AVX2 or larger. */
+int vectors_ready(void) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+/* c [m, PANEL] (+)= a b; a's rows and depths are so far apart, b is a panel. */
+INLINE void multiply_tile(const float *a, const int64_t by_row, const int64_t by_depth, const float *b, int64_t depth,
+                          float *c, int64_t stride, int add, const int m) {
+    vf sums[TALL][WIDE];
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < WIDE; j++) sums[i][j] = all(0.0f);
+    for (int64_t k = 0; k < depth; k++) {
+        vf row[WIDE];
+        for (int j = 0; j < WIDE; j++) row[j] = load(b + k * PANEL + j * W);
+        for (int i = 0; i < m; i++) {
+            vf by = all(a[i * by_row + k * by_depth]);
+            for (int j = 0; j < WIDE; j++) sums[i][j] += by * row[j];
+        }
+    }
+    for (int i = 0; i < m; i++)
+        for (int j = 0; j < WIDE; j++) {
+            float *to = c + i * stride + j * W;
+            store(to, add ? load(to) + sums[i][j] : sums[i][j]);
+        }
+}
+
+static void multiply_rows(const float *a, int across, const float *b, int64_t depth, float *c, int64_t stride, int add,
+                          int64_t m) {
+#define CASE(m_) \
+    case m_: \
+        if (across) multiply_tile(a, 1, TALL, b, depth, c, stride, add, m_); \
+        else multiply_tile(a, LINE, 1, b, depth, c, stride, add, m_); \
+        break;
+    switch (m) {
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#if TALL > 6
+        CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
+    }
+#undef CASE
+}
+
+/* c [rows, columns] (+)= copied rows times panels. */
+static void multiply_panels(const float *a, int across, const float *panels, int64_t depth, float *c, int64_t stride,
+                            int64_t rows, int64_t columns, int add) {
+    for (int64_t column = 0; column < columns; column += PANEL, panels += depth * PANEL)
+        for (int64_t row = 0; row < rows; row += TALL) {
+            const float *from = a + row * (across ? DEEP : LINE);
+            float *to = c + row * stride + column, part[TALL * PANEL];
+            int64_t m = least(rows - row, TALL), n = least(columns - column, PANEL);
+            if (n == PANEL) {
+                multiply_rows(from, across, panels, depth, to, stride, add, m);
+                continue;
+            }
+            for (int64_t i = 0; add && i < m; i++) memcpy(part + i * PANEL, to + i * stride, (size_t)n * sizeof(float));
+            multiply_rows(from, across, panels, depth, part, PANEL, add, m);
+            for (int64_t i = 0; i < m; i++) memcpy(to + i * stride, part + i * PANEL, (size_t)n * sizeof(float));
+        }
+}
+
+/* Rows of the left operand; x is the first number of the first one. */
+static void copy_left(const float *x, int64_t stride, int across, int64_t rows, int64_t depth, float *out) {
+    if (!across) {
+        for (int64_t i = 0; i < rows; i++) memcpy(out + i * LINE, x + i * stride, (size_t)depth * sizeof(float));
+        return;
+    }
+    for (int64_t row = 0; row < rows; row += TALL, out += TALL * DEEP)
+        if (rows - row >= TALL)
+            for (int64_t k = 0; k < depth; k++) memcpy(out + k * TALL, x + k * stride + row, TALL * sizeof(float));
+        else
+            for (int64_t k = 0; k < depth; k++)
+                memcpy(out + k * TALL, x + k * stride + row, (size_t)(rows - row) * sizeof(float));
+}
+
+/* One panel of at most PANEL columns; what is beyond is 0. */
+static void copy_panel(const float *x, int64_t stride, int across, int64_t columns, int64_t depth, float *out) {
+    int64_t n = least(columns, PANEL);
+    if (n < PANEL) memset(out, 0, (size_t)(depth * PANEL) * sizeof(float));
+    if (across && n == PANEL)
+        for (int64_t k = 0; k < depth; k++) memcpy(out + k * PANEL, x + k * stride, PANEL * sizeof(float));
+    else if (across)
+        for (int64_t k = 0; k < depth; k++) memcpy(out + k * PANEL, x + k * stride, (size_t)n * sizeof(float));
+    else
+        for (int64_t i = 0; i < n; i++)
+            for (int64_t k = 0; k < depth; k++) out[k * PANEL + i] = x[i * stride + k];
+}
+
+/* Bytes that `vector_product` needs for so many threads. */
+int64_t vector_gemm_room(int64_t threads) {
+    return (PANELS * PANEL * DEEP + threads * ROWS * LINE) * (int64_t)sizeof(float);
+}
+
+/* As `product` in amx_gemm.c. */
+void vector_product(const float *left, int64_t left_stride, int left_across, const Part *parts, int64_t n_parts,
+                    int across, float *c, int64_t c_stride, int64_t rows, int64_t depth, int add, float *room,
+                    int threads) {
+    /* Fewer rows than would keep every thread busy for long are shared out in smaller pieces. */
+    int64_t step = least(ROWS, blocks_of(blocks_of(rows, TALL), threads) * TALL);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        float *own = room + PANELS * PANEL * DEEP + omp_get_thread_num() * ROWS * LINE, *to = c;
+        for (int64_t p = 0; p < n_parts; to += parts[p].lines, p++)
+            for (int64_t column = 0; column < parts[p].lines; column += PANELS * PANEL) {
+                int64_t columns = least(parts[p].lines - column, PANELS * PANEL);
+                for (int64_t d = 0; d < depth; d += DEEP) {
+                    int64_t deep = least(depth - d, DEEP);
+                    const float *right = parts[p].x + (across ? d * parts[p].stride + column : column * parts[p].stride + d);
+#pragma omp for schedule(static)
+                    for (int64_t j = 0; j < columns; j += PANEL)
+                        copy_panel(right + j * (across ? 1 : parts[p].stride), parts[p].stride, across, columns - j, deep,
+                                   room + j * deep);
+#pragma omp for schedule(static)
+                    for (int64_t i = 0; i < rows; i += step) {
+                        int64_t some = least(rows - i, step);
+                        const float *from = left + (left_across ? d * left_stride + i : i * left_stride + d);
+                        copy_left(from, left_stride, left_across, some, deep, own);
+                        multiply_panels(own, left_across, room, deep, to + i * c_stride + column, c_stride, some, columns,
+                                        add || d);
+                    }
+                }
+            }
+    }
+}
+
+/* -- few rows with packed weights -- */
+
+/* Bytes of packed weights. */
+int64_t vector_packed_size(int64_t lines, int64_t depth) {
+    return blocks_of(lines, PANEL) * PANEL * depth * (int64_t)sizeof(float);
+}
+
+/* w [lines, depth], packed: for each 256 of depth, the panels. */
+void vector_pack_right(const float *w, int64_t lines, int64_t depth, float *out, int threads) {
+    int64_t padded = blocks_of(lines, PANEL) * PANEL;
+    for (int64_t d = 0; d < depth; d += DEEP)
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (int64_t j = 0; j < lines; j += PANEL)
+            copy_panel(w + j * depth + d, depth, 0, lines - j, least(depth - d, DEEP),
+                       out + d * padded + j * least(depth - d, DEEP));
+}
+
+/* Bytes that `vector_product_packed` needs for so many threads. */
+int64_t vector_packed_room(int64_t threads) { return threads * ROWS * LINE * (int64_t)sizeof(float); }
+
+/* c [rows, columns] (+)= left [rows, depth] times packed weights. */
+void vector_product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
+                           int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads) {
+    int64_t padded = blocks_of(columns, PANEL) * PANEL;
+    /* Threads share out rows; where those are too few, columns, and each copies the rows for itself. */
+    int by_rows = rows >= 4 * TALL * threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+        int64_t own = omp_get_thread_num(), turn = by_rows ? own : 0, turns = by_rows ? threads : 1;
+        int64_t step = by_rows ? least(ROWS, blocks_of(blocks_of(rows, TALL), threads) * TALL) : ROWS;
+        int64_t panels = blocks_of(columns, PANEL);
+        int64_t first = by_rows ? 0 : panels * own / threads * PANEL;
+        int64_t end = by_rows ? columns : least(columns, panels * (own + 1) / threads * PANEL);
+        float *copied = (float *)room + own * ROWS * LINE;
+        for (int64_t i = turn * step; i < rows; i += turns * step)
+            for (int64_t d = 0; d < depth; d += DEEP) {
+                int64_t some = least(rows - i, step), deep = least(depth - d, DEEP);
+                copy_left(left + i * left_stride + d, left_stride, 0, some, deep, copied);
+                multiply_panels(copied, 0, (const float *)right + d * padded + first * deep, deep,
+                                c + i * c_stride + first, c_stride, some, end - first, add || d);
+            }
+    }
+}

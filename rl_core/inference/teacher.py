@@ -1,0 +1,171 @@
+"""Teachers of a distillation: log-probabilities of given tokens, from a model loaded here or from a server.
+
+B rows, S whole sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from rl_core.errors import BackendError, DataError, SettingsError
+from rl_core.models.causal_lm import evaluating
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.settings import TeacherSettings
+from rl_core.types import TrainBatch
+
+__all__ = ["LocalTeacher", "ServedTeacher", "Teacher", "check_vocabulary", "vocabulary_digest"]
+
+logger = logging.getLogger(__name__)
+
+_TRANSIENT = {408, 409, 425, 429}  # and all above 499: another try may succeed
+
+
+class Teacher(Protocol):
+    """Gives log-probabilities of tokens that another model sampled."""
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """Log p(token | tokens before) in nats, float [B, S]; 0 where the batch's mask is False."""
+
+
+class LocalTeacher:
+    """A frozen model in this process; its log-probs are at the batch's temperatures."""
+
+    def __init__(self, model: PreTrainedModel, *, context: int | None = None) -> None:
+        """`context`: its longest sequence, in tokens; None = not known."""
+        self.model = model.requires_grad_(False).eval()
+        self.context = context
+
+    @torch.no_grad()
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """See `Teacher`. Raises: DataError for a row that is longer than its context."""
+        if self.context is not None and batch.input_ids_BS.shape[1] > self.context:
+            raise DataError(
+                f"a rollout has {batch.input_ids_BS.shape[1]} tokens, and the teacher's context is {self.context}; "
+                "lower sampling.max_completion_tokens, or take a teacher with a longer context"
+            )
+        device = next(self.model.parameters()).device
+        with evaluating(self.model):
+            return completion_logprobs(self.model, batch.to(device))[0].to(batch.input_ids_BS.device)
+
+
+class ServedTeacher:
+    """A model behind an OpenAI-compatible `/v1/completions`, which is sent token ids and tells their log-probs.
+
+    A request that is not answered, or answered by a passing error, is sent again a bounded number of times. An answer
+    without a finite log-prob for each token is an error: nothing is ever filled in.
+    """
+
+    def __init__(self, settings: TeacherSettings) -> None:
+        """Nothing is sent yet. Raises: SettingsError without an address or a model's name."""
+        if settings.url is None or settings.model is None:
+            raise SettingsError("teacher: a served one needs url and model, the name that the server knows it by")
+        self.settings = settings
+        base = settings.url.rstrip("/")
+        self.url = f"{base if base.endswith('/v1') else f'{base}/v1'}/completions"
+
+    def logprobs(self, batch: TrainBatch) -> torch.Tensor:
+        """See `Teacher`. Raises: BackendError without a complete answer; DataError for a temperature other than 1."""
+        if batch.temperatures_BS is not None:
+            raise DataError("a served teacher's log-probs are those at temperature 1, the rollouts' are not")
+        if batch.position_ids_BS is not None:
+            raise DataError("a served teacher takes one sequence a row, not packed ones")
+        mask_BS = batch.loss_mask_BS.cpu()
+        lengths = batch.attention_mask_BS.sum(1).tolist()
+        rows = [ids[:length] for ids, length in zip(batch.input_ids_BS.tolist(), lengths, strict=True)]
+        with ThreadPoolExecutor(self.settings.concurrency) as pool:
+            told = list(pool.map(self._row, rows))
+        found_BS = torch.zeros(mask_BS.shape, dtype=torch.float32)
+        for index, values in enumerate(told):
+            for position in mask_BS[index].nonzero().flatten().tolist():
+                value = values[position]
+                if value is None or not math.isfinite(value):
+                    raise BackendError(f"{self.url}: log-prob {value} of token {position} of a row of {len(values)}")
+                found_BS[index, position] = value
+        return found_BS.to(batch.input_ids_BS.device)
+
+    def _row(self, ids: list[int]) -> list[float | None]:
+        """Log-prob of each token; None for the first, which has nothing before it."""
+        asked: dict[str, Any] = {"model": self.settings.model, "prompt": ids, "max_tokens": 1, "temperature": 1.0}
+        is_echo = self.settings.api == "echo"
+        asked |= {"echo": True, "logprobs": 1} if is_echo else {"prompt_logprobs": 0}
+        answer = self._ask(asked)
+        try:
+            choice = answer["choices"][0]
+            values = _of_echo(choice, len(ids)) if is_echo else _of_prompt(choice, ids)
+        except (KeyError, IndexError, TypeError, ValueError) as error:
+            raise BackendError(
+                f"{self.url}: the answer does not tell the log-probs of {len(ids)} tokens as api '{self.settings.api}' "
+                f"does ({type(error).__name__}: {error}); set teacher.api to what the server offers"
+            ) from error
+        return values
+
+    def _ask(self, asked: dict[str, Any]) -> Any:
+        """The server's answer. Raises: BackendError after the last try, or at once for a request that it refuses."""
+        body = json.dumps(asked).encode()
+        for attempt in range(self.settings.retries + 1):
+            request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
+            try:
+                with urllib.request.urlopen(request, timeout=self.settings.timeout_s) as answer:
+                    return json.loads(answer.read())
+            except urllib.error.HTTPError as error:
+                text = error.read(500).decode(errors="replace")
+                problem = f"{error.code} {error.reason}: {text}"
+                if error.code < 500 and error.code not in _TRANSIENT:
+                    raise BackendError(f"{self.url} refuses the request: {problem}") from error
+            except (OSError, ValueError) as error:  # ValueError: half an answer is no JSON
+                problem = f"{type(error).__name__}: {error}"
+            if attempt < self.settings.retries:
+                logger.warning("%s: %s; asked again", self.url, problem)
+                time.sleep(self.settings.retry_delay_s * 2**attempt)
+        raise BackendError(
+            f"{self.url} did not answer in {self.settings.retries + 1} tries (the last: {problem}); start the "
+            "teacher's server, or raise teacher.retries or teacher.timeout_s; the same command resumes"
+        )
+
+
+def _of_echo(choice: dict[str, Any], count: int) -> list[float | None]:
+    """OpenAI's echoed prompt and the sampled token after it."""
+    values = choice["logprobs"]["token_logprobs"]
+    if len(values) not in (count, count + 1):
+        raise ValueError(f"{len(values)} log-probs for a prompt of {count} tokens")
+    return [None if value is None else float(value) for value in values[:count]]
+
+
+def _of_prompt(choice: dict[str, Any], ids: list[int]) -> list[float | None]:
+    """vLLM's prompt_logprobs: a mapping from token ids at each position, None at the first."""
+    places = choice["prompt_logprobs"]
+    if len(places) != len(ids):
+        raise ValueError(f"{len(places)} positions for a prompt of {len(ids)} tokens")
+    return [
+        None if place is None else float(place[str(token)]["logprob"]) for token, place in zip(ids, places, strict=True)
+    ]
+
+
+def vocabulary_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over every token and its id."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
+
+
+def check_vocabulary(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise SettingsError unless both tokenizers have the same tokens under the same ids."""
+    if vocabulary_digest(policy) == vocabulary_digest(teacher):
+        return
+    ours, theirs = policy.get_vocab(), teacher.get_vocab()
+    different = [token for token in sorted(ours.keys() | theirs.keys()) if ours.get(token) != theirs.get(token)]
+    raise SettingsError(
+        f"teacher: {name} has another vocabulary than the policy: {len(different)} of {len(ours)} tokens differ, as "
+        f"{different[0]!r} (id {ours.get(different[0])} here, {theirs.get(different[0])} there); it cannot judge the "
+        "policy's tokens, so take a teacher of the same family"
+    )

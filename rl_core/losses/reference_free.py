@@ -1,0 +1,86 @@
+"""Pairwise losses without a reference model: SimPO, ORPO.
+
+Suffix: B pairs. Metrics are divided by `num_pairs`, the pairs of the optimizer step, so that micro-batches add up.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from rl_core.errors import DataError
+from rl_core.losses.masking import check_count
+from rl_core.losses.preference import accuracy, check_pairs, preference_metrics
+
+__all__ = ["orpo_loss", "simpo_loss"]
+
+ROUNDING = 1e-4  # by which a sum of float32 log-probabilities may come out above 0
+CERTAIN = -1e-6  # log-probability per token above which the odds are held, as they are infinite at 0
+
+
+def simpo_loss(
+    chosen_logprobs_B: torch.Tensor,
+    rejected_logprobs_B: torch.Tensor,
+    *,
+    num_pairs: float,
+    beta: float = 2.0,
+    gamma: float = 0.5,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Simple preference optimisation: L = -log sigmoid(beta (m_c - m_r) - gamma). No reference term.
+
+    Args:
+        *_logprobs_B: float [B], nats, MEAN m over each completion's tokens (length-normalised), with gradient.
+        beta: scale of the rewards beta m. gamma: target margin between them, at least 0; not multiplied by beta.
+    Returns: scalar loss; {"accuracy", "margin" (mean beta (m_c - m_r)), "chosen_reward", "rejected_reward"}.
+    Raises: DataError on shapes, non-finite values, no pairs, beta not above 0, or gamma below 0.
+    Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
+    """
+    check_pairs(chosen_logprobs=chosen_logprobs_B, rejected_logprobs=rejected_logprobs_B)
+    if not beta > 0 or not 0 <= gamma < math.inf:
+        raise DataError(f"beta, gamma: {beta}, {gamma} must be above 0 and at least 0")
+    count = check_count("num_pairs", num_pairs)
+    rewards = beta * chosen_logprobs_B, beta * rejected_logprobs_B
+    loss = -functional.logsigmoid(rewards[0] - rewards[1] - gamma).sum() / count
+    return loss, preference_metrics(*rewards, count)
+
+
+def orpo_loss(
+    chosen_logprobs_B: torch.Tensor,
+    rejected_logprobs_B: torch.Tensor,
+    *,
+    num_pairs: float,
+    beta: float = 0.1,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Odds-ratio preference optimisation: L = -m_c - beta log sigmoid(log odds_c - log odds_r). No reference term.
+
+    odds = p / (1 - p), p = exp(m). The first term is the cross-entropy of the chosen completion, per token.
+    Args:
+        *_logprobs_B: float [B], nats, MEAN m over each completion's tokens (length-normalised), with gradient; at most
+            0. Above -1e-6 the odds are those of -1e-6, without gradient.
+        beta: weight of the odds-ratio term, lambda in the paper.
+    Returns: scalar loss; {"accuracy", "margin", "chosen_reward", "rejected_reward" (of beta m), "chosen_nll" (mean
+        -m_c), "log_odds" (mean log odds ratio)}.
+    Raises: DataError on shapes, non-finite values, a mean above 0, no pairs, or beta not above 0.
+    Source: Hong et al. 2024, arXiv:2403.07691, eqs. 4, 6 and 7.
+    """
+    check_pairs(chosen_logprobs=chosen_logprobs_B, rejected_logprobs=rejected_logprobs_B)
+    if not beta > 0:
+        raise DataError(f"beta: {beta} must be above 0")
+    for name, logprobs_B in (("chosen", chosen_logprobs_B), ("rejected", rejected_logprobs_B)):
+        if bool((logprobs_B > ROUNDING).any()):
+            raise DataError(f"{name}_logprobs: {float(logprobs_B.max())} is no log-probability, which is at most 0")
+    count = check_count("num_pairs", num_pairs)
+    log_odds_B = _log_odds(chosen_logprobs_B) - _log_odds(rejected_logprobs_B)
+    nll = -chosen_logprobs_B.sum() / count
+    loss = nll - beta * functional.logsigmoid(log_odds_B).sum() / count
+    metrics = preference_metrics(beta * chosen_logprobs_B, beta * rejected_logprobs_B, count)
+    metrics |= {"chosen_nll": nll.detach(), "log_odds": log_odds_B.detach().sum() / count}
+    return loss, metrics | {"accuracy": accuracy(log_odds_B, count)}
+
+
+def _log_odds(logprobs_B: torch.Tensor) -> torch.Tensor:
+    """log(p / (1 - p)); 1 - p without cancellation near p = 1."""
+    held_B = logprobs_B.clamp(max=CERTAIN)
+    return held_B - torch.log(-torch.expm1(held_B))

@@ -1,0 +1,125 @@
+"""Settings of on-policy distillation: the teacher, and what of the policy's settings applies to its rollouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from rl_core.errors import SettingsError
+from rl_core.settings.base import Settings, setting
+from rl_core.settings.curriculum import CurriculumStage
+from rl_core.settings.parts import SamplingSettings
+from rl_core.settings.policy import Aggregation, PolicySettings, ReplaySettings
+from rl_core.settings.training import LoopSettings, OptimizerSettings
+
+__all__ = ["DistillationSettings", "DistilledPolicySettings", "TeacherSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherSettings(Settings):
+    """The teacher of a distillation: a model that is loaded here, or one behind an OpenAI-compatible server."""
+
+    model: str | None = setting(
+        None, doc="model folder, hub name, or models:/NAME@ALIAS; with url: the name that the server knows it by"
+    )
+    url: str | None = setting(
+        None, doc="base address of a server with /v1/completions, as http://127.0.0.1:8000; default: loaded here"
+    )
+    tokenizer: str | None = setting(
+        None,
+        doc="with url: folder or hub name of the teacher's tokenizer, which has to be the policy's; default: model",
+    )
+    api: Literal["prompt_logprobs", "echo"] = setting(
+        "prompt_logprobs", doc="how the server is asked: prompt_logprobs (vLLM), or echo with logprobs (OpenAI)"
+    )
+    retries: int = setting(5, ge=0, le=20, doc="with url: further tries of a request that was not answered")
+    retry_delay_s: float = setting(1.0, ge=0, doc="with url: wait before the first of them; doubles with each")
+    timeout_s: float = setting(120.0, gt=0, doc="with url: of one request")
+    concurrency: int = setting(8, ge=1, le=256, doc="with url: requests at the same time")
+
+    def check(self) -> None:
+        """An address is an http one without a password."""
+        if self.url is None:
+            if self.tokenizer is not None:
+                raise SettingsError("tokenizer: a teacher that is loaded here brings its own; remove it, or set url")
+            return
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise SettingsError(f"url: {self.url!r} is no http address; write http://host:port")
+        if parts.password or parts.username:
+            raise SettingsError(f"url: holds a password for {parts.hostname}; settings are stored with every run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistilledPolicySettings(PolicySettings):
+    """Policy settings of a distillation: a teacher gives each token its advantage, and nothing compares rewards."""
+
+    @property
+    def compares_groups(self) -> bool:
+        """False: a group of one is fine."""
+        return False
+
+    @property
+    def is_taught(self) -> bool:
+        """True: the trainer needs a teacher."""
+        return True
+
+
+def _as_in_policy(name: str) -> Any:
+    """Field of `PolicySettings` with its default, range and meaning."""
+    field = PolicySettings.__dataclass_fields__[name]
+    return dataclasses.field(default=field.default, metadata=field.metadata, kw_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistillationSettings(OptimizerSettings, LoopSettings):
+    """On-policy distillation: reverse KL to a teacher per token of the policy's own rollouts (arXiv:2306.13649)."""
+
+    teacher: TeacherSettings = setting(TeacherSettings(), doc="the model to imitate")
+    gamma: float = setting(
+        0.0,
+        ge=0,
+        le=1,
+        doc="discount of later tokens' rewards in a token's advantage; 0 = each token answers for itself alone, with "
+        "the gradient of the KL at its position; 1 = for the whole sequence's KL (arXiv:2306.08543)",
+    )
+    learning_rate: float = _as_in_policy("learning_rate")
+    weight_decay: float = _as_in_policy("weight_decay")
+    iterations: int = _as_in_policy("iterations")
+    prompts_per_iteration: int = _as_in_policy("prompts_per_iteration")
+    group_size: int = setting(1, ge=1, doc="G, rollouts per prompt")
+    epochs: int = _as_in_policy("epochs")
+    minibatches: int = _as_in_policy("minibatches")
+    clip_eps: float | None = _as_in_policy("clip_eps")
+    clip_eps_high: float | None = _as_in_policy("clip_eps_high")
+    loss_aggregation: Aggregation | None = _as_in_policy("loss_aggregation")
+    kl_max: float | None = _as_in_policy("kl_max")
+    importance: Literal["none", "token", "sequence", "geometric"] = setting(
+        "none", doc="importance weights, as in the policy's settings"
+    )
+    importance_cap: float | None = setting(None, ge=1, doc="truncation of the importance weights; default: 2")
+    importance_mask: Literal["none", "token", "sequence", "geometric"] = _as_in_policy("importance_mask")
+    importance_low: float = _as_in_policy("importance_low")
+    importance_high: float = _as_in_policy("importance_high")
+    replay: ReplaySettings | None = _as_in_policy("replay")
+    levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how rollouts are drawn")
+    eval_episodes: int = _as_in_policy("eval_episodes")
+
+    def check(self) -> None:
+        """Settings of the policy's update hold here too; a server tells log-probs at temperature 1 alone."""
+        self.policy()
+        if self.teacher.url is not None and self.sampling.temperature != 1:
+            raise SettingsError(
+                f"sampling.temperature: {self.sampling.temperature} with a served teacher, whose log-probs are those "
+                "at temperature 1; set 1, or name a teacher that is loaded here"
+            )
+
+    def policy(self) -> DistilledPolicySettings:
+        """The settings of the policy-gradient trainer that distils."""
+        own = {field.name for field in dataclasses.fields(PolicySettings)} - {"gamma"}
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name in own}
+        stages = (CurriculumStage(name="all", levels=dict.fromkeys(self.levels, 1.0)),) if self.levels else ()
+        return DistilledPolicySettings(**shared, gamma=self.gamma, curriculum=stages)

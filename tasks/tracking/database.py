@@ -1,0 +1,89 @@
+"""The tables of a sqlite store: made aside and published whole, so that no half-made database stays.
+
+MLflow makes them in dozens of steps, and cannot go on where a full disk or a kill ended one: "table ... exists".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sqlite3
+import time
+from pathlib import Path
+
+from rl_core.errors import BackendError
+from rl_core.storage.folders import clear_leftovers, sync
+from rl_core.storage.locks import FolderLock
+
+__all__ = ["ensure_database"]
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 120.0  # for another process that makes the same database
+FULL = "make room or raise the file size limit (ulimit -f); `posttrain sync` then delivers what waits"
+
+
+def ensure_database(uri: str) -> None:
+    """Make a sqlite store's database where it is missing; set one aside that was half-made and holds nothing.
+
+    Other stores, and databases of other versions that hold runs, are left as they are. MLflow is imported already.
+    Raises: BackendError where the disk refuses.
+    """
+    if not uri.startswith("sqlite:///") or (name := uri.removeprefix("sqlite:///")) in ("", ":memory:") or "?" in name:
+        return
+    path = Path(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_whole(path):
+            return
+        with FolderLock(path.with_name(f".{path.name}.lock"), wait_s=WAIT_SECONDS):
+            if not _is_whole(path):
+                _make(path)
+    except (OSError, sqlite3.Error) as error:
+        raise BackendError(f"{path}: the tracking database cannot be made: {error}; {FULL}") from error
+
+
+def _is_whole(path: Path) -> bool:
+    """True = it has all tables, or holds something, so that it is not ours to replace."""
+    from mlflow.store.db.utils import Base
+
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)) as database:
+        try:
+            tables = {row[0] for row in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            filled = (t for t in ("runs", "registered_models", "trace_info") if t in tables)
+            return set(Base.metadata.tables) <= tables or any(
+                database.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() for table in filled
+            )
+        except sqlite3.DatabaseError as error:
+            # Operational: locked, or a disk that fails, which says nothing about it. Else it is no database at all.
+            return isinstance(error, sqlite3.OperationalError)
+
+
+def _make(path: Path) -> None:
+    from mlflow.store.db.utils import _initialize_tables
+    from sqlalchemy import create_engine
+    from sqlalchemy.exc import SQLAlchemyError
+
+    clear_leftovers(path.parent, locked=True)
+    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
+    engine = create_engine(f"sqlite:///{temporary}")
+    try:
+        _initialize_tables(engine)
+        engine.dispose()
+        sync(temporary)
+        if path.exists():
+            aside = path.with_name(f"{path.name}.half-made-{time.time_ns()}")
+            os.rename(path, aside)
+            log.warning("%s was never finished and holds nothing; set aside as %s", path, aside.name)
+        path.with_name(f"{path.name}-journal").unlink(missing_ok=True)  # of the half-made one
+        os.rename(temporary, path)
+        sync(path.parent)
+    except SQLAlchemyError as error:
+        raise sqlite3.OperationalError(str(getattr(error, "orig", None) or error)) from error
+    finally:
+        engine.dispose()
+        for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
+            left.unlink(missing_ok=True)

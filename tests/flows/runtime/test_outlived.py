@@ -1,0 +1,51 @@
+"""A flow whose Prefect API went away: its own outcome counts."""
+
+import pytest
+
+from flows.runtime import outlived
+from rl_core.errors import DataError
+
+
+def flow(body, after=None):
+    """As Prefect runs one: its end is reported to the API, which may be away."""
+    with outlived.noted() as outcome:
+        outcome.result = body()
+    if after is not None:
+        raise after
+    return outcome.result
+
+
+def bad():
+    raise DataError("row 3")
+
+
+def test_the_result_stays_though_nobody_could_be_told(caplog):
+    assert outlived.run(lambda: flow(lambda: 5)) == 5 and caplog.text == ""
+    assert outlived.run(lambda: flow(lambda: 5, ConnectionError("refused"))) == 5
+    assert "Prefect's API is away" in caplog.text and "refused" in caplog.text
+
+
+def test_the_error_stays_as_well(caplog):
+    with pytest.raises(DataError, match="row 3"):
+        outlived.run(lambda: flow(bad))
+    assert caplog.text == ""
+
+    def reported():
+        try:
+            flow(bad)
+        except DataError:
+            raise ConnectionError("refused") from None
+
+    with pytest.raises(DataError, match="row 3"):
+        outlived.run(reported)
+    assert "refused" in caplog.text
+
+
+def test_what_fails_before_the_flow_begins_is_raised():
+    def never():
+        raise ConnectionError("no server")
+
+    with pytest.raises(ConnectionError, match="no server"):
+        outlived.run(never)
+    with pytest.raises(KeyboardInterrupt):
+        outlived.run(lambda: flow(lambda: 5, KeyboardInterrupt()))

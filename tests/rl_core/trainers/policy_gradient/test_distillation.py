@@ -1,0 +1,319 @@
+"""On-policy distillation: advantages against the oracle, learning, resume; teachers here and behind a server."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from helpers.letters import Letters, comparable, make_trainer, weights
+from helpers.teacher_server import serving
+from oracles import policy_oracles as oracle
+
+import rl_core
+from rl_core.api.teacher_source import make_teacher
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.errors import BackendError, DataError, SettingsError
+from rl_core.inference.teacher import LocalTeacher, ServedTeacher
+from rl_core.models import causal_lm
+from rl_core.models.logprobs import completion_logprobs
+from rl_core.rollouts.batching import TrainRow, make_batches
+from rl_core.settings import (
+    DistillationSettings,
+    DistilledPolicySettings,
+    ModelSettings,
+    PolicySettings,
+    ReplaySettings,
+    SamplingSettings,
+    TeacherSettings,
+)
+from rl_core.trainers.policy_gradient.replay_buffer import Sample
+from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
+from rl_core.trainers.policy_gradient.update import PolicyUpdate
+
+ROWS = [  # prompt, completion, loss mask; ragged, with an observation in two of them
+    ([5, 6], [7, 8, 9, 10], [True, True, False, True]),
+    ([5, 6], [7], [True]),
+    ([5], [11, 12, 13], [True, False, True]),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+def model_of(tokenizer, seed, sharper=1.0):
+    model = causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer, seed)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(sharper)
+    return model
+
+
+def trainer_of(tokenizer, teacher, **options):
+    settings = DistillationSettings(
+        **{
+            "iterations": 50, "prompts_per_iteration": 36, "learning_rate": 1e-2, "warmup_steps": 0,
+            "sampling": SamplingSettings(max_completion_tokens=3), **options,
+        }
+    )  # fmt: skip
+    policy = settings.policy()
+    values = {field.name: getattr(policy, field.name) for field in dataclasses.fields(policy)}
+    del values["rewards"]
+    return make_trainer(tokenizer, teacher=teacher, kind=DistilledPolicySettings, **values)
+
+
+@pytest.mark.parametrize(("gamma", "temperature"), [(0.0, 1.0), (0.0, 0.7), (1.0, 1.0), (0.5, 1.5)])
+def test_advantages_of_tokens_equal_the_oracle(tokenizer, gamma, temperature):
+    """log p_teacher - log p_student of each token, at the temperature that it was sampled at."""
+    teacher = model_of(tokenizer, 5, sharper=8.0)
+    sampling = SamplingSettings(temperature=temperature)
+    trainer = trainer_of(tokenizer, LocalTeacher(teacher), gamma=gamma, epochs=2, sampling=sampling)
+    found = []
+    for model in (trainer.policy, teacher):
+        rows = []
+        for prompt, completion, _ in ROWS:
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0].double() / temperature
+            logp = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+            rows.append([float(logp[t, token]) for t, token in enumerate(completion)])
+        found.append(rows)
+    samples = [Sample(TrainRow(p, c, m, [-5.0] * len(c), temperature), 0.0, False) for p, c, m in ROWS]
+    update = PolicyUpdate(trainer.actor_critic, trainer.settings, [[sample] for sample in samples])
+    metrics = update.run(np.random.default_rng(0))
+    kl = []
+    for index, (prompt, completion, loss_mask) in enumerate(ROWS):
+        student, told = (np.array([part[index]]) for part in found)
+        mask = np.array([loss_mask])
+        expected = oracle.discounted(np.where(mask, told - student, 0.0), mask, gamma)[0]
+        start = len(prompt)
+        ours = update.buffer.advantages_RS[index, start : start + len(completion)].numpy()
+        np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5)
+        kl += (student - told)[mask].tolist()
+    assert np.abs(kl).max() > 0.1
+    assert metrics["policy/teacher_kl"] == pytest.approx(np.mean(kl), rel=1e-4)
+
+
+def prompts_of(tokenizer):
+    renderer = ChatRenderer(tokenizer)
+    questions = [f"{level}{number}" for level in ("low", "high") for number in range(3)]
+    return [renderer.prompt_ids([{"role": "user", "content": question}]) for question in questions]
+
+
+def fond_of_letters(tokenizer):
+    """The student's twin after ten steps towards the first half of the alphabet."""
+    model = model_of(tokenizer, 0)
+    letters = tokenizer.convert_tokens_to_ids(list("abcdefghijklm"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for _ in range(10):
+        for ids in prompts_of(tokenizer):
+            logp = model(input_ids=torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+            (-logp[letters].logsumexp(0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@torch.no_grad()
+def reverse_kl(trainer, teacher, tokenizer):
+    """KL(policy || teacher) over the whole vocabulary, mean over the first two positions of an answer."""
+    found = []
+    for prompt in prompts_of(tokenizer):
+        for ids in (prompt, [*prompt, 9]):
+            ours, theirs = (
+                model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+                for model in (trainer.policy, teacher)
+            )
+            found.append(float((ours.exp() * (ours - theirs)).sum()))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("options", [{}, {"epochs": 2, "importance": "token", "replay": ReplaySettings(iterations=2)}])
+def test_a_student_comes_nearer_to_its_teacher(tokenizer, options):
+    teacher = fond_of_letters(tokenizer)
+    trainer = trainer_of(tokenizer, LocalTeacher(teacher), **options)
+    before = reverse_kl(trainer, teacher, tokenizer)
+    metrics = [trainer.step() for _ in range(25)]
+    assert before > 0.3 and reverse_kl(trainer, teacher, tokenizer) < 0.4 * before
+    kl = [part["policy/teacher_kl"] for part in metrics]
+    assert sum(kl[-5:]) < 0.4 * sum(kl[:5])
+    assert "reward/mean" in metrics[0] and "train/success_rate" in metrics[0]  # measured all the same
+
+
+def test_it_resumes_bit_for_bit_and_a_teacher_of_equal_weights_teaches_nothing(tokenizer):
+    options = {"epochs": 2, "minibatches": 2, "importance": "sequence", "replay": ReplaySettings(iterations=2)}
+    whole, first, second = (trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 5)), **options) for _ in range(3))
+    expected = [comparable(whole.step()) for _ in range(4)]
+    found = [comparable(first.step()) for _ in range(2)]
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer_step.load_state_dict(first.optimizer_step.state_dict())
+    second.load_state_dict(first.state_dict())
+    found += [comparable(second.step()) for _ in range(2)]
+    assert found == expected and torch.equal(weights(second), weights(whole))
+    same = trainer_of(tokenizer, LocalTeacher(model_of(tokenizer, 0)), epochs=2)
+    before = weights(same)
+    assert same.step()["policy/teacher_kl"] == 0
+    assert torch.equal(weights(same), before)
+
+
+# ------------------------------------------------------------------------------------------------------- teachers
+
+
+def batch_of(temperature=1.0):
+    rows = [TrainRow(p, c, m, [0.0] * len(c), temperature) for p, c, m in ROWS]
+    return make_batches(rows, 1000, 0)[0]
+
+
+def settings_of(url, **more):
+    return TeacherSettings(url=url, model="theirs", retry_delay_s=0.0, **more)
+
+
+@pytest.mark.parametrize("api", ["prompt_logprobs", "echo"])
+def test_a_served_teacher_tells_what_the_same_model_tells_here(tokenizer, api):
+    teacher = model_of(tokenizer, 5)
+    batch = batch_of()
+    with serving(teacher) as (url, asked):
+        served = ServedTeacher(settings_of(url, api=api)).logprobs(batch)
+    local = LocalTeacher(teacher).logprobs(batch)
+    assert torch.equal(local, completion_logprobs(teacher, batch)[0])
+    assert torch.allclose(served, local, atol=1e-5) and bool((served != 0).any())
+    assert sorted(len(request["prompt"]) for request in asked) == [3, 4, 6]  # without padding
+    assert all(request["path"] == "/v1/completions" and request["model"] == "theirs" for request in asked)
+
+
+def test_a_student_learns_from_a_served_teacher(tokenizer):
+    teacher = model_of(tokenizer, 5, sharper=8.0)
+    here = trainer_of(tokenizer, LocalTeacher(teacher))
+    with serving(teacher) as (url, _):
+        there = trainer_of(tokenizer, ServedTeacher(settings_of(url)))
+        pairs = [(here.step(), there.step()) for _ in range(2)]
+    for ours, theirs in pairs:
+        assert theirs["policy/teacher_kl"] == pytest.approx(ours["policy/teacher_kl"], abs=1e-4)
+    assert torch.allclose(weights(here), weights(there), atol=1e-4)
+
+
+def test_requests_that_were_not_answered_are_sent_again_a_bounded_number_of_times(tokenizer):
+    teacher, batch = model_of(tokenizer, 5), batch_of()
+    with serving(teacher, before=lambda asked: (503, "busy") if len(asked) <= 2 else None) as (url, asked):
+        found = ServedTeacher(settings_of(url, retries=2, concurrency=1)).logprobs(batch)
+        assert len(asked) == 5
+    assert torch.allclose(found, LocalTeacher(teacher).logprobs(batch), atol=1e-5)
+    message = r"did not answer in 3 tries \(the last: 503 .*busy"
+    with serving(teacher, before=lambda asked: (503, "busy")) as (url, _), pytest.raises(BackendError, match=message):
+        ServedTeacher(settings_of(url, retries=2, concurrency=1)).logprobs(batch)
+    with pytest.raises(BackendError, match="did not answer in 1 tries"):  # nobody listens there any more
+        ServedTeacher(settings_of(url, retries=0)).logprobs(batch)
+    with serving(teacher, before=lambda asked: (404, "no such model")) as (url, asked):
+        with pytest.raises(BackendError, match=r"refuses the request: 404 .*no such model"):
+            ServedTeacher(settings_of(url, concurrency=1)).logprobs(batch)
+        assert len({str(request["prompt"]) for request in asked}) == len(asked)  # none was sent twice
+
+
+def without(answer):
+    """One log-prob is missing."""
+    answer["choices"][0]["prompt_logprobs"][-1] = None
+    return answer
+
+
+def of_other_tokens(answer):
+    places = answer["choices"][0]["prompt_logprobs"]
+    answer["choices"][0]["prompt_logprobs"] = [None] + [{"299": {"logprob": -1.0}} for _ in places[1:]]
+    return answer
+
+
+def infinite(answer):
+    for place in answer["choices"][0]["prompt_logprobs"][1:]:
+        for told in place.values():
+            told["logprob"] = float("-inf")
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without, "log-prob None of token"),
+        (of_other_tokens, "does not tell the log-probs"),
+        (infinite, "log-prob -inf of token"),
+        (lambda answer: {"choices": []}, "does not tell the log-probs"),
+        (lambda answer: {"choices": [{"prompt_logprobs": None}]}, "does not tell the log-probs"),
+    ],
+)
+def test_an_answer_without_every_log_prob_is_an_error(tokenizer, change, message):
+    with serving(model_of(tokenizer, 5), change=change) as (url, _), pytest.raises(BackendError, match=message):
+        ServedTeacher(settings_of(url)).logprobs(batch_of())
+
+
+def test_what_a_teacher_cannot_judge_is_refused(tokenizer, tmp_path):
+    student = rl_core.load_policy((model_of(tokenizer, 0), tokenizer))
+    other = train_tokenizer(["something else altogether, with other pairs of letters"], 310)
+    causal_lm.save(model_of(other, 1), other, tmp_path / "other")
+    causal_lm.save(model_of(tokenizer, 1), tokenizer, tmp_path / "same")
+    with pytest.raises(SettingsError, match=r"has another vocabulary than the policy: .* tokens differ"):
+        make_teacher(TeacherSettings(model=str(tmp_path / "other")), student)
+    with pytest.raises(SettingsError, match="has another vocabulary than the policy"):
+        make_teacher(TeacherSettings(model="m", url="http://127.0.0.1:1", tokenizer=str(tmp_path / "other")), student)
+    with pytest.raises(SettingsError, match="teacher: none is named"):
+        make_teacher(TeacherSettings(), student)
+    with pytest.raises(SettingsError, match="it is the policy itself"):
+        make_teacher(TeacherSettings(), student, student)
+    served = make_teacher(
+        TeacherSettings(model="m", url="http://127.0.0.1:1/v1/", tokenizer=str(tmp_path / "same")), student
+    )
+    assert isinstance(served, ServedTeacher) and served.url == "http://127.0.0.1:1/v1/completions"
+    local = make_teacher(TeacherSettings(model=str(tmp_path / "same")), student)
+    assert isinstance(local, LocalTeacher) and not any(p.requires_grad for p in local.model.parameters())
+    with pytest.raises(DataError, match="at temperature 1"):
+        served.logprobs(batch_of(0.5))
+    with pytest.raises(DataError, match="the teacher's context is 4"):
+        LocalTeacher(local.model, context=4).logprobs(batch_of())
+
+
+def test_settings_of_a_distillation():
+    policy = DistillationSettings(group_size=1, levels=("low",), clip_eps=0.1, gamma=0.5).policy()
+    assert policy.is_taught and policy.clip == (0.1, 0.1) and policy.gamma == 0.5 and policy.group_size == 1
+    assert policy.value_function is None and policy.aggregation == "token_mean" and not policy.uses_whitening
+    assert [dict(stage.levels) for stage in policy.curriculum] == [{"low": 1.0}]
+    names = {field.name for field in dataclasses.fields(PolicySettings)}
+    own = {field.name for field in dataclasses.fields(DistillationSettings)} - names
+    assert own == {"teacher", "levels"}  # all others mean what they mean in the policy's settings
+    with pytest.raises(SettingsError, match=r"temperature: 0\.5 with a served teacher"):
+        DistillationSettings(
+            teacher=TeacherSettings(url="http://h:1", model="m"), sampling=SamplingSettings(temperature=0.5)
+        )
+    with pytest.raises(SettingsError, match="url: 'ftp://h' is no http address"):
+        TeacherSettings(url="ftp://h", model="m")
+    with pytest.raises(SettingsError, match="holds a password"):
+        TeacherSettings(url="http://me:secret@h", model="m")
+    with pytest.raises(SettingsError, match="importance: replay uses rollouts of older policies"):
+        DistillationSettings(replay=ReplaySettings())
+
+
+def test_a_teacher_goes_with_a_distillation_alone(tokenizer):
+    with pytest.raises(SettingsError, match="a distillation needs one"):
+        trainer_of(tokenizer, None)
+    plain = make_trainer(tokenizer)
+    with pytest.raises(SettingsError, match="nothing else takes one"):
+        PolicyGradientTrainer(
+            plain.policy, None, plain.renderer, Letters(), plain.settings, 7, plain.rewards, plain.backend,
+            teacher=LocalTeacher(model_of(tokenizer, 1)),
+        )  # fmt: skip
+
+
+def test_the_api_distils(tokenizer, tmp_path):
+    prompts = [{"prompt": word} for word in ("abc", "xyz", "a", "b")]
+    settings = DistillationSettings(
+        iterations=2, prompts_per_iteration=4, sampling=SamplingSettings(max_completion_tokens=4), eval_every=0
+    )
+    causal_lm.save(model_of(tokenizer, 1), tokenizer, tmp_path / "student")
+    causal_lm.save(model_of(tokenizer, 5), tokenizer, tmp_path / "teacher")
+    training = rl_core.distill(
+        tmp_path / "student", tmp_path / "teacher", prompts=prompts, settings=settings, output=tmp_path / "out"
+    )
+    outcome = training.run()
+    assert outcome.iterations == 2
+    frame = rl_core.read_metrics(tmp_path / "out")
+    assert frame["policy/teacher_kl"].notna().sum() == 2 and (frame["perf/teacher_seconds"].dropna() > 0).all()
+    with pytest.raises(SettingsError, match="patience: prompts alone"):
+        rl_core.distill(
+            tmp_path / "student", tmp_path / "teacher", prompts=prompts,
+            settings=dataclasses.replace(settings, patience=1, eval_every=1),
+        )  # fmt: skip

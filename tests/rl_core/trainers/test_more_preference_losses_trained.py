@@ -1,0 +1,222 @@
+"""SimPO, ORPO and KTO in the trainer: figures pair by pair in plain Python, no reference, resume, adapters."""
+
+import math
+
+import pytest
+import torch
+from helpers import tiny
+from helpers.tiny import PAD, VOCABULARY
+from torch.nn import functional
+
+from rl_core.data.pairs import Pair, PairSide, labelled_sides, mismatched_pairs
+from rl_core.errors import DataError, SettingsError
+from rl_core.models import lora
+from rl_core.settings import LoraSettings, PreferenceSettings
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.tracking import MemoryTracker
+from rl_core.trainers import preference
+from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.training.loop import run_loop
+
+
+def nano(seed=0, dropout=0.0):
+    model = tiny.nano(seed, dropout, tie_word_embeddings=True)
+    model.lm_head.weight.data.mul_(20)
+    return model
+
+
+def side(generator, prompt, last):
+    observed = int(torch.randint(0, 3, (1,), generator=generator))
+    length = int(torch.randint(1, 4, (1,), generator=generator))
+    written = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
+    return PairSide(prompt, [*written, *[7] * observed, last], [True] * length + [False] * observed + [True])
+
+
+def pairs_of(count, seed=0):
+    """Ragged pairs with observations; the chosen side ends in a larger token."""
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for index in range(count):
+        prompt = torch.randint(1, VOCABULARY, (2 + index % 3,), generator=generator).tolist()
+        low, high = sorted((torch.randperm(VOCABULARY - 1, generator=generator)[:2] + 1).tolist())
+        pairs.append(Pair(side(generator, prompt, high), side(generator, prompt, low)))
+    return pairs
+
+
+def data_of(loss, count, seed=0):
+    pairs = pairs_of(count, seed)
+    return mismatched_pairs(labelled_sides(pairs), 3) if loss == "kto" else pairs
+
+
+def trainer_of(loss, model=None, train=8, heldout=5, **changes):
+    options = {"learning_rate": 5e-3, "warmup_steps": 0, "batch_size": 64, "epochs": 2.0, **changes}
+    settings = PreferenceSettings(loss=loss, **options)
+    return PreferenceTrainer(model or nano(), PAD, data_of(loss, train), data_of(loss, heldout, 1), settings, 7)
+
+
+def logprob(model, row):
+    """(sum of log-probs, number) of the tokens that carry loss, by transformers' own logits."""
+    ids = torch.tensor([row.ids])
+    with torch.no_grad():
+        log_p = functional.log_softmax(model(ids).logits[0, :-1].double(), -1)
+    start = len(row.prompt_ids)
+    kept = [start + place for place, counts in enumerate(row.loss_mask) if counts]
+    return sum(float(log_p[place - 1, ids[0, place]]) for place in kept), len(kept)
+
+
+def sigmoid(x):
+    return 1 / (1 + math.exp(-x))
+
+
+def loss_by_hand(loss, model, reference, pairs, settings):
+    if loss == "kto":
+        gaps = [logprob(model, p.rejected)[0] - logprob(reference, p.rejected)[0] for p in pairs]
+        z, total = max(0.0, sum(gaps) / len(gaps)), 0.0
+        for pair in pairs:
+            h = logprob(model, pair.chosen)[0] - logprob(reference, pair.chosen)[0]
+            if pair.desirable:
+                total += settings.desirable_weight * (1 - sigmoid(settings.beta * (h - z)))
+            else:
+                total += settings.undesirable_weight * (1 - sigmoid(settings.beta * (z - h)))
+        return total / len(pairs)
+    total = 0.0
+    for pair in pairs:
+        (good, n), (bad, m) = logprob(model, pair.chosen), logprob(model, pair.rejected)
+        if loss == "simpo":
+            total -= math.log(sigmoid(settings.beta * (good / n - bad / m) - settings.simpo_gamma))
+            total += settings.sft_coef * -good / n
+        else:
+            p, q = math.exp(good / n), math.exp(bad / m)
+            total += -good / n - settings.beta * math.log(sigmoid(math.log(p / (1 - p) / (q / (1 - q)))))
+    return total / len(pairs)
+
+
+CHOICES = {
+    "simpo": {"beta": 1.5, "simpo_gamma": 0.7, "sft_coef": 0.3},
+    "orpo": {"beta": 0.4},
+    "kto": {"beta": 0.3, "desirable_weight": 1.3, "undesirable_weight": 0.6},
+}
+
+
+@pytest.mark.parametrize("loss", CHOICES)
+@pytest.mark.parametrize("micro_batch_tokens", [1, 60, 10_000])
+def test_figures_by_hand_of_a_policy_that_has_moved(loss, micro_batch_tokens):
+    trainer = trainer_of(loss, micro_batch_tokens=micro_batch_tokens, **CHOICES[loss])
+    moved = nano(seed=5)
+    trainer.model.load_state_dict(moved.state_dict())  # as if trained; the references stay those of the start
+    heldout = loss_by_hand(loss, moved, nano(), data_of(loss, 5, 1), trainer.settings)
+    expected = loss_by_hand(loss, moved, nano(), data_of(loss, 8), trainer.settings)
+    assert trainer.evaluate()["eval/loss"] == pytest.approx(heldout, rel=1e-5)
+    metrics = trainer.step()
+    assert metrics["train/loss"] == pytest.approx(expected, rel=1e-5)
+    if loss == "kto":
+        pairs = data_of(loss, 8)
+        gaps = [logprob(moved, p.rejected)[0] - logprob(nano(), p.rejected)[0] for p in pairs]
+        assert metrics["train/reference_point"] == pytest.approx(max(0.0, sum(gaps) / len(gaps)), rel=1e-4)
+
+
+def test_the_reference_point_is_that_of_the_whole_step_and_not_clamped_away():
+    trainer = trainer_of("kto", model=nano(seed=5), micro_batch_tokens=30)
+    trainer.model.load_state_dict(nano().state_dict())
+    pairs = data_of("kto", 8)
+    gap = sum(logprob(nano(), p.rejected)[0] - logprob(nano(seed=5), p.rejected)[0] for p in pairs) / len(pairs)
+    other = trainer_of("kto", micro_batch_tokens=30)
+    other.model.load_state_dict(nano(seed=5).state_dict())
+    found = [each.step()["train/reference_point"] for each in (trainer, other)]
+    assert found == [pytest.approx(max(0.0, gap), rel=1e-4), pytest.approx(max(0.0, -gap), rel=1e-4)]
+    assert max(found) > 0 == min(found)  # one of the two is clamped, the other is not
+
+
+@pytest.mark.parametrize("loss", ["simpo", "orpo"])
+def test_losses_without_a_reference_compute_and_store_none(loss, monkeypatch):
+    monkeypatch.setattr(preference, "reference_logprobs", lambda *_, **__: pytest.fail("a reference was computed"))
+    trainer = trainer_of(loss)
+    metrics = trainer.step()
+    assert trainer.references == {} and trainer.state_dict()["references"] == {}
+    assert "train/reference_kl" not in metrics and "train/chosen_logprob" in metrics
+
+
+@pytest.mark.parametrize("loss", CHOICES)
+def test_it_learns_its_pairs(loss):
+    trainer = trainer_of(loss, train=30, epochs=30.0, learning_rate=1e-2, **CHOICES[loss])
+    first, *_, last = (trainer.step() for _ in range(30))
+    assert last["train/accuracy"] > max(0.85, first["train/accuracy"] + 0.2)
+    assert last["train/loss"] < first["train/loss"] and last["train/margin"] > first["train/margin"]
+
+
+@pytest.mark.parametrize("loss", CHOICES)
+def test_stopped_and_resumed_the_numbers_are_the_same(loss, tmp_path):
+    def run(folder, steps, tracker):
+        torch.manual_seed(3)
+        trainer = trainer_of(loss, nano(dropout=0.1), train=12, batch_size=4, eval_every=2, checkpoint_every=1)
+        store = CheckpointStore(folder) if folder else None
+        run_loop(trainer, trainer.settings, iterations=steps, tracker=tracker, checkpoints=store)
+        return [weight.clone() for weight in trainer.model.parameters()], trainer.references
+
+    expected, references = run(None, 5, MemoryTracker())
+    run(tmp_path, 2, MemoryTracker())
+    found, again = run(tmp_path, 5, MemoryTracker())
+    assert again == references
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_new_adapters_are_their_own_reference_for_kto():
+    adapters = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = lora.add_adapter(nano(), adapters)
+    trainer = trainer_of("kto", model)
+    metrics = trainer.step()
+    assert metrics["train/loss"] == pytest.approx(0.5, rel=1e-5)  # 1 - sigmoid(0)
+    assert metrics["train/reference_point"] == pytest.approx(0, abs=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------- rows
+
+
+def test_mismatched_partners_are_the_next_prompt_of_a_seeded_order():
+    rows = [(PairSide([n], [n + 10], [True]), n % 2 == 0) for n in range(6)]
+    pairs = mismatched_pairs(rows, 0)
+    assert [pair.chosen for pair in pairs] == [row for row, _ in rows]
+    assert [pair.desirable for pair in pairs] == [True, False] * 3
+    assert all(pair.rejected.prompt_ids == pair.chosen.prompt_ids for pair in pairs)
+    partners = [pair.rejected.completion_ids[0] - 10 for pair in pairs]
+    assert sorted(partners) == list(range(6)) and all(n != partner for n, partner in enumerate(partners))
+    assert pairs == mismatched_pairs(rows, 0) != mismatched_pairs(rows, 1)
+
+
+def test_partners_never_share_the_prompt():
+    rows = [(PairSide([n // 3], [n], [True]), True) for n in range(9)]
+    assert all(pair.rejected.completion_ids[0] // 3 != pair.chosen.prompt_ids[0] for pair in mismatched_pairs(rows, 2))
+    alone = [(PairSide([5], [n], [True]), True) for n in range(3)]
+    with pytest.raises(DataError, match="all rows have the same prompt"):
+        mismatched_pairs(alone, 0)
+    assert all(pair.rejected.completion_ids[0] < 9 for pair in mismatched_pairs(alone, 0, rows))
+
+
+def test_both_sides_of_pairs_are_labelled_once():
+    good, bad = PairSide([1], [2], [True]), PairSide([1], [3], [True])
+    other = PairSide([1], [4], [True])
+    assert labelled_sides([Pair(good, bad), Pair(good, other)]) == [(good, True), (bad, False), (other, False)]
+
+
+def test_pairs_and_labels_go_with_their_losses():
+    with pytest.raises(DataError, match=r"pairs_train\[0\]: the loss kto needs labelled completions"):
+        PreferenceTrainer(nano(), PAD, pairs_of(2), [], PreferenceSettings(loss="kto"), 0)
+    with pytest.raises(DataError, match=r"pairs_train\[0\]: the loss simpo needs pairs"):
+        PreferenceTrainer(nano(), PAD, data_of("kto", 2), [], PreferenceSettings(loss="simpo"), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss": "simpo", "label_smoothing": 0.1}, r"label_smoothing: 0\.1 is not defined for simpo; use loss dpo"),
+        ({"loss": "orpo", "sft_coef": 0.1}, r"sft_coef: 0\.1 does not go with orpo, which holds the chosen"),
+        ({"loss": "kto", "sft_coef": 0.1}, r"sft_coef: 0\.1 does not go with kto"),
+        ({"loss": "kto", "batch_size": 1}, "batch_size: kto estimates a divergence"),
+        ({"loss": "kto", "desirable_weight": 0.0, "undesirable_weight": 0.0}, "nothing is learned"),
+    ],
+)
+def test_settings_refuse_what_cannot_be(options, message):
+    with pytest.raises(SettingsError, match=message):
+        PreferenceSettings(**options)
