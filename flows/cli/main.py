@@ -428,7 +428,7 @@ def ui(arguments: argparse.Namespace) -> int:
     if (state := running(output)) is not None:
         from flows.operations.report import links
 
-        print(f"`posttrain up` serves both:\n{links(state)}")
+        print(f"`posttrain up` serves both:\n{links(state, output)}")
         return 0
     serve(
         output,

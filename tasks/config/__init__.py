@@ -89,12 +89,12 @@ def load(
     return settings
 
 
-def from_dict(values: Mapping[str, Any], *, check_files: bool = True) -> PipelineSettings:
+def from_dict(values: Mapping[str, Any], *, check_files: bool = True, import_code: bool = True) -> PipelineSettings:
     """The settings of a plain dict, as `resolve` gives it or Prefect passes it, with the same checks as a file.
 
     Raises: ConfigError.
     """
-    settings, problems = _check_all(values, Path() if check_files else None, [])
+    settings, problems = _check_all(values, Path() if check_files else None, [], import_code)
     if problems or settings is None:
         raise ConfigError(problems, KeyLocations("settings"))
     return settings
