@@ -55,9 +55,9 @@ def test_what_is_appended_to_follows_no_link(tmp_path, victim, name):
 
 
 REPLACED = {
-    f".tmp-state.json-{os.getpid()}": lambda folder: write_text_atomic(folder / "state.json", "new"),
-    f".tmp-page-{os.getpid()}": lambda folder: write_text_unsynced(folder / "page", "new"),
-    f".tracking/shipped.tmp-{os.getpid()}": lambda folder: DeliveryCursor().save(folder),
+    ".tmp-state.json-PID": lambda folder: write_text_atomic(folder / "state.json", "new"),
+    ".tmp-page-PID": lambda folder: write_text_unsynced(folder / "page", "new"),
+    ".tracking/shipped.tmp-PID": lambda folder: DeliveryCursor().save(folder),
 }
 
 
@@ -65,7 +65,7 @@ REPLACED = {
 def test_a_link_under_the_name_of_a_temporary_is_replaced(tmp_path, victim, name):
     folder = tmp_path / "output"
     (folder / ".tracking").mkdir(parents=True)
-    (folder / name).symlink_to(victim)
+    (folder / name.replace("PID", str(os.getpid()))).symlink_to(victim)
     REPLACED[name](folder)
     written = [path for path in folder.rglob("*") if path.is_file()]
     assert victim.read_text() == PRECIOUS and len(written) == 1 and not written[0].is_symlink()
