@@ -16,7 +16,7 @@ from helpers.adapters import fakes
 
 from flows.cli import main as cli
 from flows.cli.parser import build_parser
-from rl_core.errors import BackendError, DataError, SettingsError, Stopped
+from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
 from tasks.config import from_dict
 from tasks.tracking import Tracking
 
@@ -204,6 +204,15 @@ def test_validate_runs_no_command_that_stands_for_an_environment(tmp_path, monke
         assert cli.main(["validate", "x.yaml", *command]) == (2 if command else 0)
     assert not (tmp_path / "ran").exists()
     assert not command or "'os:system' is not a subclass of gymnasium.Env" in capsys.readouterr().err
+
+
+def test_a_bad_model_folder_exits_with_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    assert cli.main(["doctor", "--model", str(tmp_path / "broken")]) == 2
+    assert "broken" in capsys.readouterr().err
+    assert issubclass(ModelError, CheckpointError)  # what caught it before does so still
 
 
 def test_validate_refuses_a_bad_row(tmp_path, monkeypatch, capsys):
