@@ -125,7 +125,7 @@ def scenarios(process_group, folder, numbers):
     }  # fmt: skip
 
     def long(iterations, place=None):
-        trainer = of(reference=model_of(1), rewards=inner_rewards(), **stateful)
+        trainer = of(reference=model_of(2), rewards=inner_rewards(), **stateful)
         return numbers(trainer, process_group, folder=place, iterations=iterations)
 
     yield "cut policy", lambda: long(3, ours / "policy")
