@@ -318,6 +318,28 @@ def test_a_folder_stands_for_its_data_files_by_name(tmp_path):
     assert data_files(tmp_path / "b.jsonl") == [tmp_path / "b.jsonl"]
 
 
+def test_copies_and_contradictions_are_counted_and_named(tmp_path, caplog):
+    rows = [
+        {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "c"},
+        {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "a"},
+        {"prompt": "q", "chosen": "b", "rejected": "a"}, {"prompt": "p", "completion": "x", "label": True},
+        {"prompt": "p", "completion": "x", "label": False}, {"prompt": "p", "completion": "y", "label": False},
+    ]  # fmt: skip
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    found = read_preferences(path)
+    assert found.repeats.copies == [(2, 0)] and found.repeats.contradictions == [(3, 0), (6, 5)]
+    assert f"{path}: 1 of 8 rows are exact copies of earlier ones and count more than once" in caplog.text
+    assert "(line 4 and line 2)" in caplog.text
+    assert (
+        "2 of 8 rows contradict earlier ones" in caplog.text and "(line 5 and line 2; line 8 and line 7)" in caplog.text
+    )
+    caplog.clear()
+    same = [{"prompt": "p", "completion": "x"}, {"prompt": "p", "completion": "y"}]  # two right answers are no conflict
+    assert read_demonstrations(same).repeats.contradictions == [] and caplog.text == ""
+    assert read_demonstrations([*same, same[0]]).repeats.copies == [(2, 0)] and "(row 2 and row 0)" in caplog.text
+
+
 class CountedName(str):
     """A name that counts its comparisons."""
 
