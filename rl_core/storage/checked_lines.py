@@ -18,6 +18,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl_core.storage.own_files import own_file
+
 __all__ = ["Line", "copy_intact", "intact", "read_checked", "report_damage", "sealed"]
 
 log = logging.getLogger(__name__)
@@ -80,7 +82,8 @@ def copy_intact(source: Path, target: Path) -> list[Line]:
     if source == target and not damaged:
         return []
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    with source.open("rb") as whole, temporary.open("wb") as kept:
+    temporary.unlink(missing_ok=True)
+    with source.open("rb") as whole, open(temporary, "xb", opener=own_file) as kept:
         bad = {line.start for line in damaged}
         place = 0
         for text in whole:

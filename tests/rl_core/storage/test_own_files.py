@@ -6,6 +6,7 @@ import pytest
 
 from rl_core.errors import CheckpointError
 from rl_core.rewards.rollout_log import RewardRecord
+from rl_core.storage.checked_lines import copy_intact
 from rl_core.storage.folders import clear_leftovers, publish_folder, write_text_atomic, write_text_unsynced
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.own_files import own_file
@@ -58,6 +59,7 @@ REPLACED = {
     ".tmp-state.json-PID": lambda folder: write_text_atomic(folder / "state.json", "new"),
     ".tmp-page-PID": lambda folder: write_text_unsynced(folder / "page", "new"),
     ".tracking/shipped.tmp-PID": lambda folder: DeliveryCursor().save(folder),
+    ".rows.tmp-PID": lambda folder: copy_intact(folder.parent / "elsewhere" / "victim", folder / "rows"),
 }
 
 
