@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         DataError,
         EnvironmentFault,
         FolderBusy,
+        ModelFolderError,
         NonFiniteError,
         NonFiniteTensor,
         OutOfMemory,
@@ -140,6 +141,7 @@ __all__ = [
     "Message",
     "ModelSettings",
     "ModelSource",
+    "ModelFolderError",
     "NonFiniteError",
     "NonFiniteTensor",
     "OptimizerSettings",
@@ -223,8 +225,8 @@ _HOME = {
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
-        "NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
-        "SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
+        "ModelFolderError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused "
+        "RewardError SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.readers": (

@@ -7,6 +7,7 @@
     |   `-- NonFiniteTensor             a loss's input, or a weight that is sampled from, holds NaN or infinity
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
     |   |-- CorruptError                bytes differ from their manifest
+    |   |-- ModelFolderError            a model folder or hub name that a user gave cannot be used
     |   `-- ResumeRefused               settings, data or code changed since the checkpoint was written
     |-- FolderBusy                      another process writes into the same folder
     |-- EnvironmentFault                an environment broke its own protocol
@@ -38,6 +39,7 @@ __all__ = [
     "DataError",
     "EnvironmentFault",
     "FolderBusy",
+    "ModelFolderError",
     "NonFiniteError",
     "NonFiniteTensor",
     "OutOfMemory",
@@ -76,6 +78,10 @@ class NonFiniteTensor(DataError):
 
 class CheckpointError(PosttrainError):
     """A checkpoint or model folder cannot be written or read."""
+
+
+class ModelFolderError(CheckpointError):
+    """A model folder or hub name that a user gave cannot be used."""
 
 
 class CorruptError(CheckpointError):

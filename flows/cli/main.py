@@ -26,7 +26,7 @@ from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
-from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
+from rl_core.errors import DataError, ModelFolderError, PosttrainError, SettingsError, Stopped
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         how, number = ("SIGTERM", signal.SIGTERM) if isinstance(error, Terminated) else ("Ctrl-C", signal.SIGINT)
         more = "; the same command resumes from the last checkpoint" if arguments.command in TRAINING else ""
         return _failed(arguments, f"stopped by {how}{more}", 128 + number)
-    except (SettingsError, DataError) as error:
+    except (SettingsError, DataError, ModelFolderError) as error:
         return _failed(arguments, str(error), 2)
     except PosttrainError as error:
         return _failed(arguments, _with_advice(f"{type(error).__name__}: {error}"), 1)
