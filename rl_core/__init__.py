@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         DataError,
         EnvironmentFault,
         FolderBusy,
-        ModelFolderError,
+        ModelError,
         NonFiniteError,
         NonFiniteTensor,
         OutOfMemory,
@@ -141,7 +141,6 @@ __all__ = [
     "Message",
     "ModelSettings",
     "ModelSource",
-    "ModelFolderError",
     "NonFiniteError",
     "NonFiniteTensor",
     "OptimizerSettings",
@@ -153,6 +152,7 @@ __all__ = [
     "Prompts",
     "RecordsError",
     "ReplaySettings",
+    "ModelError",
     "ResumeRefused",
     "RewardError",
     "RewardFunction",
@@ -225,8 +225,8 @@ _HOME = {
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
-        "ModelFolderError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused "
-        "RewardError SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
+        "ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
+        "SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",
     "rl_core.readers": (

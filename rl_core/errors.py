@@ -7,7 +7,7 @@
     |   `-- NonFiniteTensor             a loss's input, or a weight that is sampled from, holds NaN or infinity
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
     |   |-- CorruptError                bytes differ from their manifest
-    |   |-- ModelFolderError            a model folder or hub name that a user gave cannot be used
+    |   |-- ModelError (ValueError)     a model that the settings name is none, or cannot be used
     |   `-- ResumeRefused               settings, data or code changed since the checkpoint was written
     |-- FolderBusy                      another process writes into the same folder
     |-- EnvironmentFault                an environment broke its own protocol
@@ -39,7 +39,7 @@ __all__ = [
     "DataError",
     "EnvironmentFault",
     "FolderBusy",
-    "ModelFolderError",
+    "ModelError",
     "NonFiniteError",
     "NonFiniteTensor",
     "OutOfMemory",
@@ -80,12 +80,12 @@ class CheckpointError(PosttrainError):
     """A checkpoint or model folder cannot be written or read."""
 
 
-class ModelFolderError(CheckpointError):
-    """A model folder or hub name that a user gave cannot be used."""
-
-
 class CorruptError(CheckpointError):
     """Bytes on disk differ from their manifest."""
+
+
+class ModelError(CheckpointError, ValueError):
+    """A model that the settings name is none, or cannot be used."""
 
 
 class ResumeRefused(CheckpointError):

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rl_core.errors import ModelFolderError, SettingsError
+from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
@@ -109,7 +109,7 @@ def load(
     Only safetensors weights are read. Adapters are added when `settings.lora` is given, drawn from `seed`. A tokenizer
     without a padding token pads with its end-of-sequence token.
 
-    Raises: ModelFolderError when there is no such model, or its files cannot be used.
+    Raises: ModelError when there is no such model, or its files cannot be used.
     """
     tokenizer = load_tokenizer(path, settings)
     model: Any = load_pretrained(AutoModelForCausalLM, path, settings)
@@ -125,7 +125,7 @@ def load(
 def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     """The causal language model of a folder or hub name on the meta device, built from its config alone.
 
-    Adapters are added when `settings.lora` is given. Raises: ModelFolderError as `load`.
+    Adapters are added when `settings.lora` is given. Raises: ModelError as `load`.
     """
     place = _checked_place(path)
     try:
@@ -147,7 +147,7 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
 def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name, with a padding token and the settings' chat template.
 
-    Raises: ModelFolderError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
+    Raises: ModelError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
         for a chat template that cannot be read.
     """
     place = _checked_place(path)
@@ -156,7 +156,7 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
     except Exception as error:
         raise _unreadable(place, "tokenizer", error) from error
     if tokenizer.eos_token_id is None:
-        raise ModelFolderError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
+        raise ModelError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     use_own_template(tokenizer, settings)
@@ -181,7 +181,7 @@ def use_own_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings
 def context_length(path: str | Path, settings: ModelSettings) -> int:
     """Longest sequence, in tokens, of the model in a folder or under a hub name; 2^20 where its config names none.
 
-    Raises: ModelFolderError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
+    Raises: ModelError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
     """
     place = _checked_place(path)
     try:
@@ -215,7 +215,7 @@ def load_pretrained(
         raise _unreadable(place, "model", error) from error
     absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
     if absent:
-        raise ModelFolderError(
+        raise ModelError(
             f"the weights in '{place}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
         )
     fix_frequencies(model, settings.rope_context)
@@ -238,15 +238,15 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
 
 
 def _checked_place(path: str | Path) -> str:
-    """`path` as text. Raises: ModelFolderError when it can only be a folder and is none."""
+    """`path` as text. Raises: ModelError when it can only be a folder and is none."""
     place = str(path)
     local = Path(place).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise ModelFolderError(f"'{place}' is a folder without a config.json, so it is no model folder")
+            raise ModelError(f"'{place}' is a folder without a config.json, so it is no model folder")
         return str(local)
     if isinstance(path, Path) or place.startswith((".", "/", "~")) or place.count("/") > 1 or local.exists():
-        raise ModelFolderError(f"no model folder '{place}'" + (" (it is a file)" if local.exists() else ""))
+        raise ModelError(f"no model folder '{place}'" + (" (it is a file)" if local.exists() else ""))
     try:  # one small request (or look into the cache), before the many that loading makes
         hf_hub_download(place, "config.json")
     except Exception as error:
@@ -255,28 +255,26 @@ def _checked_place(path: str | Path) -> str:
 
 
 def _check_weights(folder: Path) -> None:
-    """ModelFolderError when a folder holds no safetensors weights."""
+    """ModelError when a folder holds no safetensors weights."""
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickles:
-        raise ModelFolderError(
+        raise ModelError(
             f"'{folder}' has its weights in {pickles[0]}, a pickle, which can run code and is never read here; "
             "convert it to safetensors first"
         )
-    raise ModelFolderError(f"'{folder}' holds no weights (*.safetensors)")
+    raise ModelError(f"'{folder}' holds no weights (*.safetensors)")
 
 
-def _unreadable(place: str, what: str, error: Exception) -> ModelFolderError:
+def _unreadable(place: str, what: str, error: Exception) -> ModelError:
     """An error for people in place of one that transformers raised."""
     reason = " ".join(str(error).split())[:300]
     if Path(place).is_dir():
-        return ModelFolderError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")
+        return ModelError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")
     if "trust_remote_code" in reason:
-        return ModelFolderError(
-            f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it"
-        )
-    return ModelFolderError(
+        return ModelError(f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it")
+    return ModelError(
         f"no model folder or cached hub model named '{place}' ({what}: {type(error).__name__}: {reason}); "
         "check the name, or download the model first where there is no network"
     )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from rl_core.errors import DataError, ModelFolderError
+from rl_core.errors import CheckpointError, DataError
 from rl_core.models.causal_lm import device_of, evaluating, load_pretrained, load_tokenizer
 from rl_core.models.hidden_states import hidden_states
 from rl_core.settings import ModelSettings
@@ -27,7 +27,7 @@ def reward_model_from(
     """A reward model whose trunk is the causal LM in `policy_path` and whose head is new, drawn from `seed`.
 
     The head starts at N(0, 1 / (H + 1)), the scale of Stiennon et al. 2020, arXiv:2009.01325.
-    Raises: ModelFolderError when the model cannot be read or its family has no sequence head.
+    Raises: CheckpointError when the model cannot be read or its family has no sequence head.
     """
     model, tokenizer = _load(policy_path, settings, may_miss=("score.weight",))
     generator = torch.Generator().manual_seed(seed)
@@ -41,7 +41,7 @@ def reward_model_from(
 def load_reward_model(path: str | Path, settings: ModelSettings) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The reward model and tokenizer in a folder, or under a hub name.
 
-    Raises: ModelFolderError when it cannot be read, has no trained head, or its family has no sequence head.
+    Raises: CheckpointError when it cannot be read, has no trained head, or its family has no sequence head.
     """
     return _load(path, settings, may_miss=())
 
@@ -57,7 +57,7 @@ def _load(
             AutoModelForSequenceClassification, path, settings, may_miss=may_miss, num_labels=1
         )
     if not isinstance(getattr(model, "score", None), torch.nn.Linear):
-        raise ModelFolderError(f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'")
+        raise CheckpointError(f"'{path}' ({model.config.model_type}) has no linear sequence head named 'score'")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return model.to(device_of(settings)).train(), tokenizer

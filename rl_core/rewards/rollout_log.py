@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.folders import write_text_unsynced
+from rl_core.storage.own_files import own_file
 from rl_core.types import Rollout
 
 __all__ = ["RecentRollouts", "RewardRecord", "record_all"]
@@ -31,7 +31,7 @@ class RewardRecord:
         if not self._opened:
             self._drop_from(iteration)
             self._opened = True
-        with self.path.open("ab") as file:
+        with open(self.path, "ab", opener=own_file) as file:
             file.write(b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts))
 
     def _drop_from(self, iteration: int) -> None:
@@ -48,7 +48,8 @@ class RewardRecord:
             elif _number(line.record.get("iteration")) >= iteration:
                 break
             place = line.end
-        os.truncate(self.path, place)
+        with open(self.path, "r+b", opener=own_file) as file:
+            file.truncate(place)
 
 
 def _number(value: object) -> float:

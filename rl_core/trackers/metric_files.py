@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from rl_core.errors import DataError
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.folders import write_text_atomic
+from rl_core.storage.own_files import own_file
 from rl_core.trackers.base import SilentTracker
 
 __all__ = ["CsvTracker", "JsonlTracker"]
@@ -35,7 +35,7 @@ class JsonlTracker(SilentTracker):
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         line = sealed({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
+        with open(self.path, "ab", opener=own_file) as file:
             file.write(line)
 
     def begin(self, name: str, params: Mapping[str, object]) -> None:
@@ -53,7 +53,8 @@ class JsonlTracker(SilentTracker):
             elif isinstance(later := line.record.get("step"), int | float) and later > step:
                 break
             place = line.end
-        os.truncate(self.path, place)
+        with open(self.path, "r+b", opener=own_file) as file:
+            file.truncate(place)
 
 
 class CsvTracker(SilentTracker):
@@ -75,7 +76,7 @@ class CsvTracker(SilentTracker):
             self._columns = [*(self._columns or ["step", "time"]), *new]
             self._rewrite()
         row = {"step": step, "time": f"{time.time():.3f}", **{name: repr(float(v)) for name, v in metrics.items()}}
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        with open(self.path, "a", encoding="utf-8", newline="", opener=own_file) as file:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
 
     def _header(self) -> list[str]:

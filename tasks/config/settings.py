@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 else:
     StageName = Literal[STAGES]  # a choice in Prefect's form
 
+# Folders that servers and logs have in the output folder, beside those of pipelines.
+_RESERVED = ("logs", "mlflow", "operations", "prefect")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
@@ -205,6 +207,11 @@ class PipelineSettings(Settings):
     def check(self) -> None:
         """The name is one path component; there is something to do."""
         _check_name("name", self.name)
+        if self.name.casefold() in _RESERVED:
+            raise SettingsError(
+                f"name: {self.name!r} is reserved: that folder of the output holds files of another kind (reserved are "
+                f"{', '.join(_RESERVED)}); choose another name"
+            )
         if not self.output.strip() or "\0" in self.output:
             raise SettingsError(f"output: {self.output!r} must name a folder")
         if not self.stages.active:

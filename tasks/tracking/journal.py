@@ -28,6 +28,7 @@ from typing import Any
 
 from rl_core.errors import DataError, FolderBusy
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
+from rl_core.storage.own_files import own_file
 
 __all__ = [
     "Journal",
@@ -70,7 +71,7 @@ class LineLog:
         """Open for appending and cut off a torn last line. Raises: FolderBusy while another process has it open."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -247,7 +248,8 @@ class DeliveryCursor:
         """Replace the folder's record atomically."""
         path = cursor_path(folder)
         temporary = path.with_suffix(f".tmp-{os.getpid()}")
-        with temporary.open("w") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", opener=own_file) as file:
             json.dump(asdict(self), file)
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,7 @@ import torch
 from helpers.model_tokenizer import make_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from rl_core.errors import CheckpointError, ModelFolderError, SettingsError
+from rl_core.errors import CheckpointError, SettingsError
 from rl_core.models.causal_lm import PRESETS, create, device_of, evaluating, load, num_parameters, save
 from rl_core.models.lora import is_lora
 from rl_core.settings import LoraSettings, ModelSettings
@@ -107,7 +107,7 @@ def test_what_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     content = weights.read_bytes()
 
     def refused(path: str | Path, message: str) -> None:
-        with pytest.raises(ModelFolderError, match=message):
+        with pytest.raises(CheckpointError, match=message):
             load(path, settings())
 
     refused(tmp_path / "nothing", "no model folder")

@@ -64,6 +64,13 @@ def test_memory_is_estimated_before_anything_is_allocated(monkeypatch):
     assert "4.0 GiB" in found["model.vocab_size"] and "262,144.0 GiB" in found["model.context"]
 
 
+@pytest.mark.parametrize("name", ["logs", "mlflow", "operations", "Prefect"])
+def test_a_name_of_another_folder_of_the_output_is_reserved(name):
+    found = problems_of(name=name, stages={"sft": {}})
+    assert found["name"].startswith(f"'{name}' is reserved") and found["name"].endswith("choose another name")
+    assert problems_of(name=f"{name}2", stages={"sft": {}}) == {}
+
+
 # What each stage needs
 
 
