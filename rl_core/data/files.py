@@ -144,8 +144,10 @@ def _inspect_json(path: Path, head: bytes) -> None:
             file.seek(max(0, path.stat().st_size - _HEAD))
             tail = file.read().rstrip(_BLANK)
         if first_line == b"[" or tail.endswith(b"]"):
+            line = 1 + head[: head.find(b"[")].count(b"\n")
             raise DataError(
-                f"{path}: is one JSON array; JSON Lines needs one object per line, without brackets and commas"
+                f"{path}:{line}: here one JSON array begins; JSON Lines needs one object per line, without brackets "
+                "and commas"
             )
     if first_line == b"{":
         raise DataError(f"{path}: is one JSON document over many lines; JSON Lines needs one object per line")

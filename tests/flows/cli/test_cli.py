@@ -96,6 +96,13 @@ def test_examples_in_help_parse():
             assert arguments.command == name
 
 
+def test_a_model_folder_that_is_none_is_a_user_error(tmp_path, capsys):
+    """It exited 1, as failures of the machine do, which scripts try again."""
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["doctor", "--model", str(tmp_path / "empty")]) == 2
+    assert "is a folder without a config.json" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -138,9 +138,9 @@ WHOLE_FILES = [
     (GOOD_LINE.decode().encode("utf-16"), "UTF-16"),
     (GOOD_LINE.decode().encode("utf-16-le"), "UTF-16"),
     (b"\xfe\xff" + GOOD_LINE.decode().encode("utf-16-be"), "UTF-16"),
-    (b"[" + GOOD_LINE + b",\n" + GOOD_LINE + b"]\n", "one JSON array"),
-    (json.dumps([GOOD], indent=2).encode(), "one JSON array"),
-    (b"[\n" + GOOD_LINE, "one JSON array"),
+    (b"[" + GOOD_LINE + b",\n" + GOOD_LINE + b"]\n", ":1: here one JSON array begins"),
+    (json.dumps([GOOD], indent=2).encode(), ":1: here one JSON array begins"),
+    (b"\n[\n" + GOOD_LINE, ":2: here one JSON array begins"),
     (json.dumps(GOOD, indent=2).encode(), "one JSON document over many lines"),
     (b"PAR1 and so on", "is Parquet under another name; rename it to rows.parquet"),
 ]
