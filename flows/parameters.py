@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.config import PipelineSettings, from_dict, load, pipeline_model
+from flows.runtime.deployed_runs import check_changes, declared_parameters
+from rl_core.errors import SettingsError
+from tasks.config import PipelineSettings, from_dict, load, pipeline_model, resolve
+from tasks.config.masking import masked
 from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations
+from tasks.shipped import find_config, shipped
 
-__all__ = ["PipelineForm", "pipeline_name", "read_settings"]
+__all__ = ["PipelineForm", "passed_on", "pipeline_name", "read_settings"]
 
 logger = logging.getLogger(__name__)
 
@@ -22,20 +28,65 @@ else:
     PipelineForm = pipeline_model()  # same fields, ranges and documentation as the settings
 
 
+_given: ContextVar[PipelineSettings | None] = ContextVar("_given", default=None)
+
+
+@contextlib.contextmanager
+def passed_on(settings: PipelineSettings) -> Iterator[dict[str, Any]]:
+    """Parameter that stands for settings in a flow called in this process: Prefect stores it, so secrets are masked.
+
+    Within the block `read_settings` puts them back.
+    """
+    token = _given.set(settings)
+    try:
+        yield masked(resolve(settings))
+    finally:
+        _given.reset(token)
+
+
+def _with_secrets(settings: Mapping[str, Any] | str) -> Mapping[str, Any] | str:
+    """A parameter with what `passed_on` masked."""
+    given = _given.get()
+    if given is None or isinstance(settings, str):
+        return settings
+    whole = resolve(given)
+    same = settings.get("environment") == masked(whole)["environment"]
+    return {**settings, "environment": whole["environment"]} if same else settings
+
+
 def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | None = None) -> PipelineSettings:
     """Settings of a flow, from a config file's path or contents, with `--set`-style overrides.
 
-    Raises: ConfigError with every problem.
+    In a deployment's run they may differ from the declared ones in some keys only (`flows/runtime/deployed_runs.py`),
+    which is looked at before anything that they name is imported.
+    Raises: ConfigError with every problem; SettingsError for a key that the run may not change.
     """
+    settings = _with_secrets(settings)
+    if (declared := declared_parameters()) is not None:
+        check_changes(_read(settings, overrides, import_code=False), _base(settings, declared))
+    return _read(settings, overrides, import_code=True)
+
+
+def _base(settings: Mapping[str, Any] | str, declared: Mapping[str, Any]) -> PipelineSettings:
+    """Settings to compare a deployment's run with: a shipped config that it names, else the declared ones."""
+    base = declared.get("settings")
+    if isinstance(settings, str) and find_config(settings) == shipped("configs") / f"{settings}.yaml":
+        base = settings
+    if base is None:
+        raise SettingsError("settings: the deployment declares none, so its runs can only name a shipped config")
+    return _read(base, declared.get("overrides"), import_code=False)
+
+
+def _read(settings: Mapping[str, Any] | str, overrides: Sequence[str] | None, *, import_code: bool) -> PipelineSettings:
     if isinstance(settings, str):
-        return load(settings, overrides or (), warn=logger.warning)
+        return load(settings, overrides or (), import_code=import_code, warn=logger.warning)
     values = copy.deepcopy(dict(settings))
     if overrides:
         places = KeyLocations("settings")
         problems = apply_overrides(values, overrides, places)
         if problems:
             raise ConfigError(problems, places)
-    return from_dict(values)
+    return from_dict(values, import_code=import_code)
 
 
 def pipeline_name(settings: Mapping[str, Any] | str) -> str:

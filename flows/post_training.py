@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 
-from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
 from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.dag_figure import draw_pipeline
@@ -29,7 +29,7 @@ from flows.runtime.summary import describe, headline, parent_metrics, result_row
 from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
-from tasks.config import PipelineSettings, resolve
+from tasks.config import PipelineSettings
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run import PipelineRun
@@ -250,8 +250,8 @@ def run_pipeline(
         started: start time of the run of this pipeline to resume.
     Raises: errors of the stages; Stopped if interrupted, with the state saved.
     """
-    with watched(quiet=quiet, started=started):
-        result: PipelineResult = outlived.run(lambda: post_training(resolve(settings), fresh, only, models))
+    with watched(quiet=quiet, started=started), passed_on(settings) as stored:
+        result: PipelineResult = outlived.run(lambda: post_training(stored, fresh, only, models))
     return result
 
 

@@ -17,14 +17,14 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.parameters import PipelineForm, pipeline_name, read_settings
+from flows.parameters import PipelineForm, passed_on, pipeline_name, read_settings
 from flows.post_training import execute, say, watched
 from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import PosttrainError
 from rl_core.storage.locks import FolderLock
-from tasks.config import PipelineSettings, resolve
+from tasks.config import PipelineSettings
 from tasks.lifecycle.data_lineage import record_sources
 from tasks.lifecycle.retraining import RetrainingPlan, close_record, open_record, plan_retraining, settle_waiting
 from tasks.stages.promote import AWAITING
@@ -185,7 +185,7 @@ def run_retraining(
     quiet: bool = False,
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
-    with watched(quiet=quiet):
-        run = outlived.run(lambda: retrain(resolve(settings), start, force, reason))
+    with watched(quiet=quiet), passed_on(settings) as stored:
+        run = outlived.run(lambda: retrain(stored, start, force, reason))
         result: RetrainResult = run  # type: ignore[assignment]
     return result

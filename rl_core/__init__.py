@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         DataError,
         EnvironmentFault,
         FolderBusy,
+        ModelError,
         NonFiniteError,
         NonFiniteTensor,
         OutOfMemory,
@@ -152,6 +153,7 @@ __all__ = [
     "Prompts",
     "RecordsError",
     "ReplaySettings",
+    "ModelError",
     "ResumeRefused",
     "RewardError",
     "RewardFunction",
@@ -226,7 +228,7 @@ _HOME = {
     "rl_core.environments.prompts": "Prompts",
     "rl_core.errors": (
         "BackendError CallbackError CheckFailed CheckpointError CorruptError DataError EnvironmentFault FolderBusy "
-        "NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
+        "ModelError NonFiniteError NonFiniteTensor OutOfMemory PosttrainError RecordsError ResumeRefused RewardError "
         "SettingsError StageTimeout Stopped ToolMisuse WorkerFailed"
     ),
     "rl_core.evaluation": "Evaluation compare",

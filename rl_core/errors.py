@@ -7,6 +7,7 @@
     |   `-- NonFiniteTensor             a loss's input, or a weight that is sampled from, holds NaN or infinity
     |-- CheckpointError                 a checkpoint or model folder cannot be written or read
     |   |-- CorruptError                bytes differ from their manifest
+    |   |-- ModelError (ValueError)     a model that the settings name is none, or cannot be used
     |   `-- ResumeRefused               settings, data or code changed since the checkpoint was written
     |-- FolderBusy                      another process writes into the same folder
     |-- EnvironmentFault                an environment broke its own protocol
@@ -38,6 +39,7 @@ __all__ = [
     "DataError",
     "EnvironmentFault",
     "FolderBusy",
+    "ModelError",
     "NonFiniteError",
     "NonFiniteTensor",
     "OutOfMemory",
@@ -80,6 +82,10 @@ class CheckpointError(PosttrainError):
 
 class CorruptError(CheckpointError):
     """Bytes on disk differ from their manifest."""
+
+
+class ModelError(CheckpointError, ValueError):
+    """A model that the settings name is none, or cannot be used."""
 
 
 class ResumeRefused(CheckpointError):

@@ -52,7 +52,7 @@ def decide(
         lines.append(
             f"`posttrain resume {shlex.quote(done.run)}` runs the comparison again; a waiting run does so itself"
         )
-    lines += _let_go(done, approve)
+    lines += _let_go(done, approve, tracking.output)
     return "\n".join(lines)
 
 
@@ -95,7 +95,7 @@ def show(waiting: Sequence[ApprovalRequest], output: Path, where: str = "") -> s
     return "\n\n".join(f"{request.run}\n{request.outcome}\n{answer_commands(request, where)}" for request in waiting)
 
 
-def _let_go(request: ApprovalRequest, approve: bool) -> list[str]:
+def _let_go(request: ApprovalRequest, approve: bool, output: Path) -> list[str]:
     """Resume the flow run if it waits on a shared Prefect server; a waiting process polls by itself."""
     if not request.prefect_api or not request.flow_run_id:
         return []
@@ -103,12 +103,15 @@ def _let_go(request: ApprovalRequest, approve: bool) -> list[str]:
 
     prepare_prefect()
     from prefect.exceptions import NotPausedError, ObjectNotFound
-    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
+    from flows.operations.connect import password_of
     from flows.runtime.approval_wait import resume
 
+    word = password_of(output, request.prefect_api)
+    access = {PREFECT_API_AUTH_STRING: word} if word else {}
     try:
-        with temporary_settings({PREFECT_API_URL: request.prefect_api}):
+        with temporary_settings({PREFECT_API_URL: request.prefect_api, **access}):
             resume(request.flow_run_id, approve=approve, by=request.by, note=request.note)
     except (NotPausedError, ObjectNotFound):
         return []  # already resumed, or deleted

@@ -26,7 +26,7 @@ from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
-from rl_core.errors import DataError, PosttrainError, SettingsError, Stopped
+from rl_core.errors import DataError, ModelError, PosttrainError, SettingsError, Stopped
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         how, number = ("SIGTERM", signal.SIGTERM) if isinstance(error, Terminated) else ("Ctrl-C", signal.SIGINT)
         more = "; the same command resumes from the last checkpoint" if arguments.command in TRAINING else ""
         return _failed(arguments, f"stopped by {how}{more}", 128 + number)
-    except (SettingsError, DataError) as error:
+    except (SettingsError, DataError, ModelError) as error:
         return _failed(arguments, str(error), 2)
     except PosttrainError as error:
         return _failed(arguments, _with_advice(f"{type(error).__name__}: {error}"), 1)
@@ -119,20 +119,21 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 # ------------------------------------------------------------------------------------------------------------ commands
 
 
-def _load(arguments: argparse.Namespace) -> PipelineSettings:
+def _load(arguments: argparse.Namespace, import_code: bool = True) -> PipelineSettings:
     from tasks.config import load
 
-    return load(arguments.config, arguments.set, warn=_warn)
+    return load(arguments.config, arguments.set, import_code=import_code, warn=_warn)
 
 
 def _warn(text: str) -> None:
     print(f"posttrain: warning: {text}", file=sys.stderr)
 
 
-def _optional(arguments: argparse.Namespace) -> PipelineSettings | None:
+def _optional(arguments: argparse.Namespace, import_code: bool = False) -> PipelineSettings | None:
+    """Settings of --config, if given; without `import_code` the code that they name is not imported."""
     if arguments.config is None and arguments.set:
         raise SettingsError("--set changes a configuration; give one with --config")
-    return None if arguments.config is None else _load(arguments)
+    return None if arguments.config is None else _load(arguments, import_code)
 
 
 def _prepare(settings: PipelineSettings) -> None:
@@ -188,8 +189,8 @@ def retrain(arguments: argparse.Namespace) -> int:
 
 def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and print a summary of its pipeline."""
-    settings = _load(arguments)
-    from tasks.config import resolve, settings_digest
+    settings = _load(arguments, import_code=arguments.import_code)
+    from tasks.config import named_code, resolve, settings_digest
 
     if arguments.show:
         import yaml
@@ -197,7 +198,14 @@ def validate(arguments: argparse.Namespace) -> int:
         print(yaml.safe_dump(resolve(settings), sort_keys=False, allow_unicode=True), end="")
         return 0
     data = _check_rows(settings)
-    print(f"{arguments.config}: fine")
+    code = ", ".join(named_code(settings))
+    if code and not arguments.import_code:
+        from tasks.pipeline.user_code import user_code_digests
+
+        user_code_digests(named_code(settings))  # each is found, none is run
+    print(
+        f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
+    )
     print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
     print(f"  stages    {' -> '.join(settings.stages.active)}")
     print(f"  model     {_model_line(settings)}")
@@ -205,6 +213,8 @@ def validate(arguments: argparse.Namespace) -> int:
         print(f"  data      {line}")
     if _acts(settings):
         print(f"  acts in   {settings.environment.name}")
+    if code:
+        print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
     print(f"  writes to {Path(settings.output).absolute() / settings.name}")
     return 0
 
@@ -285,7 +295,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
 
 def analyze(arguments: argparse.Namespace) -> int:
     """Analyse trajectory files, or models after evaluating them on the same episodes."""
-    settings = _optional(arguments)
+    settings = _optional(arguments, import_code=True)
     from flows.cli.model_names import given_models
 
     models = given_models(arguments.paths) if settings else {}
@@ -319,7 +329,7 @@ def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Pat
 
 def promote(arguments: argparse.Namespace) -> int:
     """Move the alias `champion`."""
-    settings = _load(arguments)
+    settings = _load(arguments, import_code=False)
     _connect_mlflow(settings.output)
     from tasks.stages.promote import promote_version
 
@@ -418,7 +428,7 @@ def ui(arguments: argparse.Namespace) -> int:
     if (state := running(output)) is not None:
         from flows.operations.report import links
 
-        print(f"`posttrain up` serves both:\n{links(state)}")
+        print(f"`posttrain up` serves both:\n{links(state, output)}")
         return 0
     serve(
         output,

@@ -147,6 +147,12 @@ def _add_validate(commands: Any) -> None:
     parser = _add(commands, "validate", "check a configuration without running anything", examples)
     _add_config(parser)
     parser.add_argument("--show", action="store_true", help="print all settings, defaults included, as YAML")
+    parser.add_argument(
+        "--import-code",
+        action="store_true",
+        help="import the environment and rewards that it names by import path, which runs their modules, and check "
+        "options and levels with them",
+    )
 
 
 def _add_stage(commands: Any) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError, FolderBusy, SettingsError, nearest
 from tasks.config import PipelineSettings, from_dict
+from tasks.config.masking import masked_keys
 from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
 from tasks.pipeline.key import code_version
 
@@ -51,6 +52,11 @@ def settings_of(record: RunRecord, output: Path) -> PipelineSettings:
     if record.settings is None:
         raise SettingsError(
             f"run '{record.name}' ended before its settings were recorded; start it with `posttrain run`"
+        )
+    if hidden := masked_keys(record.settings):
+        raise SettingsError(
+            f"run '{record.name}': {', '.join(hidden)} was not stored, as its name is that of a secret; go on with the "
+            "same config: posttrain run CONFIG"
         )
     settings = from_dict(record.settings)
     if Path(settings.output).resolve() != output.resolve():  # started from another working directory, or moved since

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,8 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from flows.runtime import prefect_access
 from flows.runtime.prefect_home import prefect_environment
 from rl_core.errors import BackendError, SettingsError
+from rl_core.storage.own_files import own_file
 from tasks.tracking import Tracking, offline_environment
 
 __all__ = ["PageServer", "PageServers", "serve"]
@@ -89,7 +92,7 @@ class PageServers:
         """Nothing starts before `with`. Raises: SettingsError for a host that is not loopback."""
         if host not in ("127.0.0.1", "localhost", "::1"):
             raise SettingsError(
-                f"host: '{host}' is not loopback; neither page asks for a password, so use an SSH tunnel"
+                f"host: '{host}' is not loopback; the MLflow page asks for no password, so use an SSH tunnel"
             )
         self.output, self.host = Path(output).resolve(), host
         self._tracking = Tracking(tracking_uri, self.output)
@@ -127,6 +130,7 @@ class PageServers:
             "mlflow", "server", "--backend-store-uri", store.uri, "--default-artifact-root", artifacts.as_uri(),
             "--host", self.host, "--port", str(port), "--workers", "1",
             "--allowed-hosts", f"{self._netloc(port)},127.0.0.1:{port},localhost:{port}",
+            "--cors-allowed-origins", prefect_access.loopback_origins(port),
         ]  # fmt: skip
         environment = {**offline_environment(), "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
         self._start(service, arguments, environment)
@@ -143,8 +147,12 @@ class PageServers:
             "PREFECT_CLI_PROMPT": "false",
             "PREFECT_UI_API_URL": f"{service.url}/api",
             "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "INFO",
+            **prefect_access.server_environment(self.output, port),
         }
-        self._start(service, ["prefect", "server", "start", "--host", self.host, "--port", str(port)], environment)
+        kept = shlex.quote(str(prefect_access.auth_file(self.output)))
+        service.notes.append(f"(asks once for the password: cat {kept})")
+        command = [prefect_access.__name__, "server", "start", "--host", self.host, "--port", str(port)]
+        self._start(service, command, environment)
         return service
 
     def _netloc(self, port: int) -> str:
@@ -181,7 +189,7 @@ class PageServers:
     def _start(self, service: PageServer, arguments: list[str], environment: dict[str, str]) -> None:
         assert service.log_path is not None
         service.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with service.log_path.open("wb") as output:
+        with open(service.log_path, "wb", opener=own_file) as output:
             service.process = subprocess.Popen(
                 [sys.executable, "-c", _TIED, str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -234,8 +242,11 @@ class PageServers:
 
 
 def _quiet(environment: dict[str, str]) -> dict[str, str]:
-    """Variables that override the user's environment: without them the pages send telemetry or prompt."""
-    names = ("MLFLOW_DISABLE_TELEMETRY", "PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_CLI_PROMPT", "PREFECT_UI_API_URL")
+    """Variables that override the user's: without them a page sends telemetry, prompts, or lets others in."""
+    names = (
+        "MLFLOW_DISABLE_TELEMETRY", "PREFECT_SERVER_ANALYTICS_ENABLED", "PREFECT_CLI_PROMPT", "PREFECT_UI_API_URL",
+        "PYTHONPATH", prefect_access.SERVER, prefect_access.ORIGINS,
+    )  # fmt: skip
     return {name: environment[name] for name in names if name in environment}
 
 
@@ -265,7 +276,7 @@ def serve(
     Args:
         output: the output folder, whose stores are shown.
         tracking_uri: the MLflow store; None as for runs (MLFLOW_TRACKING_URI, else the folder's own).
-        host: a loopback name; neither page has a password.
+        host: a loopback name; MLflow's page has no password.
         mlflow_port, prefect_port: if taken, the next free port is used.
     Raises: SettingsError, BackendError if a server does not start or ends by itself.
     """

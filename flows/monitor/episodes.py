@@ -138,13 +138,15 @@ class Images:
     def png(self, environment: Mapping[str, Any], level: str, seed: int) -> bytes | None:
         """Image of an episode; None if its environment has none or is not a shipped one.
 
-        A custom environment is given by import path; viewing a run must not execute it.
+        A custom environment is given by import path, in its name or its options; viewing a run must not execute it.
         """
-        name = str(environment.get("name", ""))
-        if not name or ":" in name:
+        from rl_core.environments import named_code
+
+        name, options = str(environment.get("name", "")), environment.get("options") or {}
+        if not name or named_code(name, options):
             return None
         try:
-            return self._draw(name, repr(sorted((environment.get("options") or {}).items())))(level, seed)
+            return self._draw(name, repr(sorted(options.items())))(level, seed)
         except Exception:  # settings of another version, a data file that is gone: no picture is worth the page
             return None
 

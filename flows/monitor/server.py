@@ -14,6 +14,7 @@ from typing import Any
 from flows.monitor.episodes import Images
 from flows.monitor.export import export_run, metrics_csv, run_json, stages_csv
 from flows.monitor.reader import Reader
+from flows.runtime.prefect_access import OnlyFromHere
 from rl_core.errors import BackendError, DataError, SettingsError
 
 __all__ = ["export", "make_app", "serve"]
@@ -92,7 +93,6 @@ def make_app(reader: Reader, run: str = "") -> Any:
             f"the live page needs Gradio ({error.name} is missing): pip install 'posttrain[monitor]'"
         ) from None
     from fastapi import FastAPI
-    from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from flows.monitor.page import build_page
     from flows.monitor.script import SCRIPT
@@ -100,10 +100,8 @@ def make_app(reader: Reader, run: str = "") -> Any:
 
     logging.getLogger("httpx").setLevel(logging.WARNING)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    # Against DNS rebinding.
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])
-
-    app.add_middleware(_OnlyFromHere)
+    app.add_middleware(OnlyFromHere)
+    app.add_middleware(_ContentPolicy)
     _add_files(app, reader)
     fonts = ["system-ui", "sans-serif"]
     theme = gr.themes.Default(font=fonts, font_mono=["ui-monospace", "monospace"])
@@ -113,7 +111,7 @@ def make_app(reader: Reader, run: str = "") -> Any:
     )  # fmt: skip
 
 
-class _OnlyFromHere:
+class _ContentPolicy:
     """Middleware that adds the CSP header; plain ASGI, so that streams and disconnects pass through unchanged."""
 
     def __init__(self, app: Any) -> None:

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rl_core.storage.checked_lines import intact
+
 __all__ = ["Tail", "last_rows", "read_json"]
 
 READ_BYTES = (
@@ -65,7 +67,7 @@ class Tail:
         rows = []
         for line in block.splitlines():
             try:
-                row = json.loads(line)
+                row = json.loads(line) if intact(line) else None
             except (ValueError, RecursionError):
                 row = None
             if isinstance(row, dict):
@@ -87,7 +89,7 @@ def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:
     if size > limit:
         block = block[block.find(b"\n") + 1 :]  # the first line is cut
     rows = []
-    for line in block[: block.rfind(b"\n") + 1].splitlines():
+    for line in filter(intact, block[: block.rfind(b"\n") + 1].splitlines()):
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):

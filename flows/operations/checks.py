@@ -16,6 +16,7 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from flows.operations.services import ask
+from flows.runtime.prefect_access import CLIENT
 from rl_core.errors import BackendError, SettingsError, nearest
 from tasks.mlflow_environment import without_password
 
@@ -68,7 +69,7 @@ def check_api(url: str, origin: str) -> str:
     if not url.startswith("http://"):  # Prefect Cloud, or certificates and tokens that only Prefect's client knows
         return ""
     try:
-        found = ask(f"{url.rstrip('/')}/admin/version", timeout=VERSION_SECONDS)
+        found = ask(f"{url.rstrip('/')}/admin/version", timeout=VERSION_SECONDS, auth=os.environ.get(CLIENT, ""))
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):  # it wants a token, which the client has; its own message is clear
             return ""

@@ -21,7 +21,9 @@ from flows.operations.report import links, table
 from flows.operations.services import prefect_url
 from flows.operations.state import Options, State, StatePaths, is_running, read_state
 from flows.operations.supervisor import REPAIR, Supervisor
+from flows.runtime.prefect_access import password
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
+from rl_core.storage.own_files import own_file
 
 __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 
@@ -65,7 +67,7 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
         _start_in_background(places, given, address)
         return
     supervisor = Supervisor(output, options, address or SQLITE, mlflow_elsewhere=elsewhere, say=_say)
-    supervisor.run(_announce)
+    supervisor.run(lambda state: _announce(state, output))
     _say("stopped; nothing is left running")
 
 
@@ -79,8 +81,8 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _announce(state: State) -> None:
-    _say(links(state))
+def _announce(state: State, output: Path) -> None:
+    _say(links(state, output))
     if state.problem:
         print(f"posttrain: {state.problem}", file=sys.stderr, flush=True)
     _say("Ctrl-C (or `posttrain down`) stops all of it")
@@ -152,7 +154,7 @@ def _repair(places: StatePaths, given: dict[str, Any]) -> None:
         return state.repairs > asked and bool(state.registration) and all(s.phase == "up" for s in state.services)
 
     state = _wait(places, done, "does not get everything up")
-    _say(links(state))
+    _say(links(state, places.output))
     if state.problem:
         raise DataError(state.problem)
 
@@ -183,7 +185,7 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
         environment[DATABASE_VARIABLE] = address
     log = places.log("up")
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out:
+    with open(log, "wb", opener=own_file) as out:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
         )
@@ -194,7 +196,7 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
         child.send_signal(signal.SIGTERM)
         child.wait()
         raise
-    _say(links(state))
+    _say(links(state, places.output))
     _say("`posttrain down` stops all of it")
     if state.problem:
         raise DataError(state.problem)
@@ -264,4 +266,6 @@ def status(output: Path, *, as_json: bool = False) -> tuple[str, bool]:
             )
         return f"not running for {output}; start it: posttrain up --output {output}", False
     good = state.phase == "up" and all(service.phase == "up" for service in state.services) and not state.problem
-    return (json.dumps(dataclasses.asdict(state), indent=2) if as_json else table(state)), good
+    if as_json:
+        return json.dumps(dataclasses.asdict(state), indent=2), good
+    return table(state, auth=password(output)), good

@@ -9,9 +9,10 @@ from pathlib import Path
 from flows.operations.checks import check_api, configured_api
 from flows.operations.services import GPU_LIMIT, mlflow_url, prefect_url
 from flows.operations.state import State, StatePaths, is_running, read_state
+from flows.runtime.prefect_access import CLIENT, password
 from rl_core.errors import BackendError
 
-__all__ = ["connect", "running"]
+__all__ = ["connect", "password_of", "running"]
 
 
 def running(output: Path) -> State | None:
@@ -38,14 +39,22 @@ def connect(output: Path, *, prefect: bool = True) -> None:
     if not prefect:
         return
     if state is not None:
-        _use(state)
+        _use(state, output.resolve())
         return
     url, origin = configured_api()
     if url:
         _warn(check_api(url, origin))
 
 
-def _use(state: State) -> None:
+def password_of(output: Path, api: str) -> str:
+    """Password of the Prefect server at an address; "" unless it is that of the folder's `posttrain up`."""
+    state = running(output)
+    if state is None or not same_address(api, f"{prefect_url(state.options)}/api"):
+        return ""
+    return password(output.resolve())
+
+
+def _use(state: State, output: Path) -> None:
     ours = f"{prefect_url(state.options)}/api"
     url, origin = configured_api()
     if url and not same_address(url, ours):
@@ -55,6 +64,7 @@ def _use(state: State) -> None:
         )
         _warn(check_api(url, origin))
         return
+    os.environ[CLIENT] = password(output)
     try:
         warning = check_api(ours, "posttrain up")
     except BackendError as error:

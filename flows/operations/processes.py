@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
+from rl_core.storage.own_files import own_file
 
 __all__ = ["MARK", "ProcessId", "end_all", "leftovers", "mark_of", "spawn"]
 
@@ -138,7 +139,7 @@ def spawn(
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
         log.replace(log.with_name(log.name + ".1"))
-    with log.open("ab") as output:
+    with open(log, "ab", opener=own_file) as output:
         output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         output.flush()
         return subprocess.Popen(

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
 import time
+from pathlib import Path
 
 from flows.operations.services import ask, mlflow_url, prefect_url
 from flows.operations.state import ServiceState, State
+from flows.runtime.prefect_access import CLIENT, auth_file
 
 __all__ = ["links", "table"]
 
 
-def links(state: State) -> str:
+def links(state: State, output: Path) -> str:
     """Links, registered deployments, and environment variables for the prefect and mlflow commands."""
     lines = [f"{service.name:9}{service.url}" for service in state.services]
     if not any(service.name == "mlflow" for service in state.services):
@@ -22,6 +25,8 @@ def links(state: State) -> str:
     lines.append(
         f"  export PREFECT_API_URL={prefect_url(state.options)}/api MLFLOW_TRACKING_URI={mlflow_url(state.options)}"
     )
+    lines.append(f'  export {CLIENT}="$(cat {shlex.quote(str(auth_file(output)))})"')
+    lines.append("Prefect's page asks once for that password")
     return "\n".join(lines)
 
 
@@ -41,7 +46,7 @@ def _registered(state: State) -> list[str]:
     return [*lines, *(f"note: {note}" for note in done.get("notes", []))]
 
 
-def table(state: State, now: float | None = None) -> str:
+def table(state: State, now: float | None = None, auth: str = "") -> str:
     """Table of `posttrain status`."""
     now = time.time() if now is None else now
     lines = [
@@ -49,7 +54,7 @@ def table(state: State, now: float | None = None) -> str:
         f"{'server':9}{'state':10}{'process':9}{'for':>8}  {'restarts':9}",
     ]
     lines += [_line(service, now) for service in state.services]
-    if problem := _pool_problem(state):
+    if problem := _pool_problem(state, auth):
         lines.append(problem)
     lines += _registered(state)
     if state.problem:
@@ -76,7 +81,7 @@ def _span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _pool_problem(state: State) -> str:
+def _pool_problem(state: State, auth: str) -> str:
     """Problem of a deleted or paused pool; "" = none."""
     import urllib.error
 
@@ -84,7 +89,7 @@ def _pool_problem(state: State) -> str:
     if not any(service.name == "prefect" and service.phase == "up" for service in state.services):
         return ""
     try:
-        found = ask(f"{prefect_url(state.options)}/api/work_pools/{pool}")
+        found = ask(f"{prefect_url(state.options)}/api/work_pools/{pool}", auth=auth)
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return f"work pool '{pool}' is gone, so no deployment can run; `posttrain up` makes it again"

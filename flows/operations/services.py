@@ -18,6 +18,7 @@ from flows.operations.database import Databases
 from flows.operations.ports import HOST
 from flows.operations.processes import MARK, mark_of
 from flows.operations.state import Options
+from flows.runtime.prefect_access import CLIENT, basic, loopback_origins, password, server_environment
 from flows.runtime.prefect_home import prefect_environment
 from tasks.mlflow_environment import default_uri, offline_environment
 from tasks.shipped import CHECKOUT
@@ -36,6 +37,8 @@ __all__ = [
 
 # Working directory of deployment runs and base of their outputs: the checkout, else that of `up`.
 ROOT = CHECKOUT or Path.cwd()
+
+ACCESS = "flows.runtime.prefect_access"  # Prefect's command line behind a check of hosts and origins
 
 GPU_LIMIT = "gpu"  # name of the global concurrency limit; stages take it in tasks/pipeline/gpu_slot.py
 
@@ -77,10 +80,13 @@ def mlflow_url(options: Options) -> str:
     return f"http://{HOST}:{options.mlflow_port}"
 
 
-def ask(url: str, body: Any = None, timeout: float = 5.0) -> Any:
-    """Response to a GET, or to a POST of JSON; parsed if it is JSON. Raises: OSError, ValueError."""
+def ask(url: str, body: Any = None, timeout: float = 5.0, auth: str = "") -> Any:
+    """Response to a GET, or to a POST of JSON; parsed if it is JSON. Raises: OSError, ValueError.
+
+    auth: user:password; "" = none.
+    """
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json", **basic(auth)})
     loopback = urlsplit(url).hostname in ("127.0.0.1", "localhost", "::1")  # bypasses proxies
     opener = urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if loopback else []))
     with opener.open(request, timeout=timeout) as response:
@@ -124,6 +130,7 @@ def client_environment(output: Path, name: str, options: Options, mlflow: str) -
     path = [str(ROOT), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment |= {
         "PREFECT_API_URL": f"{prefect_url(options)}/api",
+        CLIENT: password(output),
         "MLFLOW_TRACKING_URI": mlflow,
         "POSTTRAIN_GPU_LIMIT": GPU_LIMIT,
         # The worker's runs import from the checkout even if another version is installed.
@@ -147,7 +154,8 @@ def _mlflow(output: Path, options: Options, databases: Databases) -> ServiceSpec
     command = (
         sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port), "--workers", "1",
         "--default-artifact-root", (output / "mlflow" / "artifacts").as_uri(),
-        "--allowed-hosts", f"{HOST}:{port},localhost:{port}", "--uvicorn-opts", "--no-access-log",
+        "--allowed-hosts", f"{HOST}:{port},localhost:{port}", "--cors-allowed-origins", loopback_origins(port),
+        "--uvicorn-opts", "--no-access-log",
     )  # fmt: skip
     environment = base_environment(output, "mlflow") | {
         # Not on the command line, where every user of the machine could read the password.
@@ -162,10 +170,13 @@ def _mlflow(output: Path, options: Options, databases: Databases) -> ServiceSpec
 
 def _prefect(output: Path, options: Options, databases: Databases) -> ServiceSpec:
     url, port = prefect_url(options), options.prefect_port
-    environment = base_environment(output, "prefect") | {"PREFECT_UI_API_URL": f"{url}/api"}
+    environment = base_environment(output, "prefect") | {
+        "PREFECT_UI_API_URL": f"{url}/api",
+        **server_environment(output, port),
+    }
     if databases.prefect:
         environment["PREFECT_SERVER_DATABASE_CONNECTION_URL"] = databases.prefect
-    command = (sys.executable, "-m", "prefect", "server", "start", "--host", HOST, "--port", str(port))
+    command = (sys.executable, "-m", ACCESS, "server", "start", "--host", HOST, "--port", str(port))
     return ServiceSpec(
         "prefect", command, environment, output, url, lambda: _answers(f"{url}/api/health"), "--prefect-port", port
     )
@@ -187,7 +198,7 @@ def _worker(output: Path, options: Options, mlflow_elsewhere: str) -> ServiceSpe
 
     def works() -> bool:
         try:
-            found = ask(f"{api}/work_pools/{options.pool}/workers/filter", {})
+            found = ask(f"{api}/work_pools/{options.pool}/workers/filter", {}, auth=password(output))
         except (OSError, ValueError):
             return False
         return any(worker["name"] == worker_name() and worker["status"] == "ONLINE" for worker in found)

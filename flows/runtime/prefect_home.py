@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from flows.runtime import prefect_access
 from rl_core.errors import BackendError
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prefect_defaults", "prepare_prefect", "start_embedded_server"]
@@ -70,7 +71,7 @@ def prefect_defaults() -> Iterator[None]:
     given = get_current_settings().model_dump(exclude_unset=True)
     missing = {
         setting: value
-        for name, value in prefect_environment().items()
+        for name, value in {**prefect_environment(), **_embedded_access()}.items()
         if name not in os.environ and (setting := _setting(name)) is not None and not _is_given(setting, given)
     }
     if not missing:
@@ -83,6 +84,19 @@ def prefect_defaults() -> Iterator[None]:
         with patch.dict(os.environ, {**handlers, **os.environ}):  # no settings: read from the environment alone
             setup_logging()
         yield
+
+
+def _embedded_access() -> dict[str, str]:
+    """Password of the embedded server and its client, new with each run; {} where another server is configured."""
+    from prefect.settings import get_current_settings
+
+    settings = get_current_settings()
+    if settings.api.url is not None:
+        return {}
+    known = settings.server.api.auth_string or settings.api.auth_string
+    word = known.get_secret_value() if known is not None else prefect_access.new_password()
+    # No page belongs to it: an origin that nothing has.
+    return {prefect_access.SERVER: word, prefect_access.CLIENT: word, prefect_access.ORIGINS: "http://none.invalid"}
 
 
 def _setting(variable: str) -> Any:
@@ -129,8 +143,14 @@ def start_embedded_server() -> None:
 
     in_own_session = own_session()
     server = SubprocessASGIServer()
+
+    def checked(args: list[str], *, env: dict[str, str], **more: Any) -> subprocess.Popen[Any]:
+        """The server behind our check of hosts and origins, from wherever this project is imported."""
+        ours = [f"{prefect_access.__name__}:create_app" if part.endswith(":create_app") else part for part in args]
+        return in_own_session(ours, env={**env, "PYTHONPATH": prefect_access.own_path(env)}, **more)
+
     try:
-        with patch("prefect.server.api.server.subprocess.Popen", in_own_session):
+        with patch("prefect.server.api.server.subprocess.Popen", checked):
             server.start()
     except KeyboardInterrupt:  # or SIGTERM
         server.stop()

@@ -33,11 +33,12 @@ def repair(output: Path, uri: str | None = None) -> list[str]:
     lines = [_line(run, output) for run in found]
     dead = [run.flow_run_id for run in found if not run.elsewhere and run.flow_run_id]
     if dead:
-        from flows.runtime.prefect_home import prepare_prefect, start_embedded_server
+        from flows.runtime.prefect_home import prefect_defaults, prepare_prefect, start_embedded_server
 
         prepare_prefect(output)
-        start_embedded_server()
-        crashed = crash_flow_runs(dead)
+        with prefect_defaults():
+            start_embedded_server()
+            crashed = crash_flow_runs(dead)
         lines.append(f"marked {crashed} Prefect flow {'run' if crashed == 1 else 'runs'} as Crashed")
     if tracking.store.uri != local or Path(local.removeprefix("sqlite:///")).exists():
         for name in {request.name for request in requests(tracking) if request.is_waiting}:

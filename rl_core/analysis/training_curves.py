@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rl_core.errors import DataError
+from rl_core.storage.checked_lines import intact
 
 __all__ = ["Curve", "TrainingCurves", "read_training"]
 
@@ -98,6 +99,8 @@ def read_training(path: Path | str, wanted: frozenset[str], prefixes: tuple[str,
 
 
 def _row(line: bytes) -> tuple[float, dict[str, float]] | None:
+    if not intact(line):
+        return None
     try:
         row = json.loads(line)
         step, metrics = row["step"], row["metrics"]

@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 from transformers import PreTrainedModel
 
 from rl_core.api import recipes
-from rl_core.api.data import as_environment, conversations, preference_pairs
+from rl_core.api.data import as_environment, check_prompts, conversations, preference_pairs
 from rl_core.api.evaluation import validation
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name
 from rl_core.api.rewards import RewardParts, RewardSource, reward_parts, with_rewards
@@ -153,6 +153,7 @@ def policy_gradient(
     settings = with_rewards(settings, parts)
     functions = parts.functions if parts is not None else {}
     policy = load_policy(model, seed=seed)
+    check_prompts(acting, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = Path(output) if output is not None else None
     rewards = (
@@ -223,6 +224,7 @@ def distill(
     if isinstance(acting, Prompts) and settings.patience is not None:
         raise SettingsError("patience: prompts alone have no success to choose the best weights by; set it to None")
     policy = load_policy(model, seed=seed)
+    check_prompts(acting, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = _folder(output)
     recipe = recipes.distillation(

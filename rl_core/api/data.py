@@ -21,6 +21,7 @@ __all__ = [
     "Split",
     "Use",
     "as_environment",
+    "check_prompts",
     "conversations",
     "pair_of",
     "pairs_of_rows",
@@ -69,6 +70,32 @@ def as_environment(
     heldout = read_prompts(heldout_prompts) if heldout_prompts is not None else None
     digest = rows.digest + (heldout.digest if heldout is not None else "")
     return Prompts(rows.rows, heldout.rows if heldout is not None else (), system=system), digest
+
+
+def check_prompts(
+    environment: Environment, renderer: ChatRenderer, context: int, splits: Sequence[str] = ("train", "heldout")
+) -> None:
+    """Refuse prompts that leave no room for an answer, before anything is played; other environments pass.
+
+    Raises: DataError naming the first rows.
+    """
+    if not isinstance(environment, Prompts):
+        return
+    found, count = [], 0
+    for split in splits:
+        for level in environment.levels:
+            for seed in environment.seeds_of(split, level):
+                count += 1
+                length = len(renderer.prompt_ids(environment.episode(seed, level).reset()))
+                if length >= context:
+                    row = seed - environment.seeds(split).start
+                    found.append(f"{'prompts' if split == 'train' else 'heldout_prompts'}[{row}]: {length} tokens")
+    if found:
+        listed = "".join(f"\n  {line}" for line in found[:10]) + ("\n  ..." if len(found) > 10 else "")
+        raise DataError(
+            f"{len(found)} of {count} prompts leave no room for an answer in a context of {context} tokens:{listed}\n"
+            "Leave them out, or take a model with a longer context"
+        )
 
 
 def conversations(

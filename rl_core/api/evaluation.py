@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rl_core.api.data import as_environment
+from rl_core.api.data import as_environment, check_prompts
 from rl_core.api.policy import ModelSource, Policy, load_policy
 from rl_core.api.rewards import RewardSource, reward_parts
 from rl_core.data.records import RowSource, read_prompts
@@ -50,6 +50,7 @@ def evaluate(
     acting, _ = as_environment(environment, prompts, prompts, system)
     parts = reward_parts(reward) if reward is not None else None
     policy = load_policy(model)
+    check_prompts(acting, policy.renderer, policy.context, ["heldout"])
     given = resolve_defaults(given, policy.kind, policy.context)
     if isinstance(acting, Prompts):
         requests = [EpisodeRequest(level, row) for level, row in acting.heldout_levels()]

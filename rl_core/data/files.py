@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -183,8 +184,8 @@ def _parse(line: bytes) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise BadRow(next(name for name in names if names.count(name) > 1), "appears twice in one object")
+        counts = Counter(name for name, _ in pairs)
+        raise BadRow(next(name for name in counts if counts[name] > 1), "appears twice in one object")
     return value
 
 

@@ -28,7 +28,8 @@ def checked_messages(found: object, name: str) -> list[dict[str, Any]]:
     """Messages with role and content, and OpenAI's other fields where they say something.
 
     Content parts of type text are joined, arguments of calls become objects, the role developer is system, `train` is a
-    weight, and fields that are null are left out. Every other field is refused: nothing of a message is dropped.
+    weight, and fields that are null are left out, except within JSON text. Every other field is refused: nothing of a
+    message is dropped.
     Raises: BadRow naming the field.
     """
     if not isinstance(found, list):
@@ -51,7 +52,7 @@ def checked_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRow(f"{name}[{index}]", "must be {'type': 'function', 'function': {'name': ..., ...}}")
-        tools.append({"type": "function", **_without_nulls(tool)})
+        tools.append({"type": "function", **(tool if isinstance(found, str) else _without_nulls(tool))})
     return tools
 
 
@@ -130,7 +131,7 @@ def _calls(found: object, place: str) -> list[dict[str, Any]]:
         raise BadRow(place, f"must be a list of calls, found {describe(found)}")
     calls = []
     for index, call in enumerate(value):
-        where = f"{place}[{index}]"
+        where, is_text = f"{place}[{index}]", isinstance(found, str)
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise BadRow(where, "must be {'type': 'function', 'function': {'name': ..., 'arguments': {...}}}")
@@ -141,12 +142,13 @@ def _calls(found: object, place: str) -> list[dict[str, Any]]:
         name = read_text(function, "name", f"{where}.function.name")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = _from_json(arguments, f"{where}.function.arguments")
+            arguments, is_text = _from_json(arguments, f"{where}.function.arguments"), True
         if not isinstance(arguments, Mapping):
             raise BadRow(
                 f"{where}.function.arguments", f"must be an object or its JSON text, found {describe(arguments)}"
             )
-        kept = {"type": "function", "function": {"name": name, "arguments": _without_nulls(arguments)}}
+        arguments = arguments if is_text else _without_nulls(arguments)  # JSON text says what it means
+        kept = {"type": "function", "function": {"name": name, "arguments": arguments}}
         calls.append(kept | ({"id": str(call["id"])} if call.get("id") is not None else {}))
     return calls
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text
 from rl_core.data.messages import checked_messages, checked_tools
+from rl_core.data.repeats import Repeats, find_repeats
 from rl_core.errors import DataError, RecordsError, SettingsError
 
 __all__ = [
@@ -63,6 +64,8 @@ class Records:
     problems: list[RowProblem]
     digest: str  # SHA-256 of the whole file, regardless of max_rows
     lines: list[int] = field(default_factory=list)  # line or row number of each usable row
+    # Usable rows that copy or contradict an earlier one; of demonstrations and preferences only
+    repeats: Repeats = field(default_factory=Repeats)
 
 
 def read_demonstrations(
@@ -160,6 +163,10 @@ def _read(
 ) -> Records:
     records = _checked(source, columns, schema, on_bad_row, max_rows, token_length, context)
     records.digest = _digest(source, records.rows)
+    if schema in (_demonstration, _preference):
+        records.repeats = find_repeats(records.rows)
+        name = str(source) if isinstance(source, str | Path) else "data"
+        records.repeats.say(name, len(records.rows), records.lines)
     return records
 
 

@@ -14,7 +14,7 @@ from rl_core.environments.tools import Tool, Toolset
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings.values import fits, words
 
-__all__ = ["SHIPPED", "Demonstration", "Environment", "Episode", "Step", "Tool", "Toolset", "make"]
+__all__ = ["SHIPPED", "Demonstration", "Environment", "Episode", "Step", "Tool", "Toolset", "make", "named_code"]
 
 SHIPPED = {
     "pixel_grid": "rl_core.environments.pixel_grid:PixelGrid",
@@ -57,6 +57,13 @@ def make(name: str, options: Mapping[str, Any] | None = None, data: Path | None 
     environment = cls(**options, **({"data": data} if takes_data or takes_any else {}))
     _check_held_out(environment)
     return environment
+
+
+def named_code(name: str, options: Mapping[str, Any] | None = None) -> tuple[str, ...]:
+    """Import paths of code outside this project that `make` would run; nothing of it is imported here."""
+    if name not in SHIPPED:
+        return (name,) if ":" in name and name not in SHIPPED.values() else ()
+    return _find(name).named_code(options or {})
 
 
 def _check_held_out(environment: Environment) -> None:

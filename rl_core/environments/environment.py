@@ -11,7 +11,7 @@ An environment is a task family; an episode is one instance, determined by (envi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -119,6 +119,11 @@ class Environment(ABC):
     def __init__(self, data: Path | None = None) -> None:
         """`data`: folder prepared by the data stage; unused by environments that generate their episodes."""
         self.data = data
+
+    @classmethod
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """Import paths among the options whose code runs when the environment is made."""
+        return ()
 
     @property
     @abstractmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import re
 from collections.abc import Callable
 
 from rl_core.data.reasoning import after_thought
@@ -19,13 +18,20 @@ logger = logging.getLogger(__name__)
 
 NO_ANSWER = f"error: no answer; write <answer>...</answer> or end with the line '{ANSWER_WORD} ...'"
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 
 
 def read_tagged_answer(text: str) -> str | None:
     """Text of the last <answer>...</answer>, else the text after `answer` on the last line; None = neither."""
-    tagged = _TAGGED.findall(after_thought(text))
-    return tagged[-1].strip() if tagged else read_answer(text)
+    said = after_thought(text)
+    answer, start = None, said.find(_OPEN)
+    while start >= 0:  # a search by pattern would take the square of the length where tags are opened and not closed
+        end = said.find(_CLOSE, start)
+        if end < 0:
+            break
+        answer = said[start + len(_OPEN) : end].strip()
+        start = said.find(_OPEN, end)
+    return read_answer(text) if answer is None else answer
 
 
 @functools.lru_cache(maxsize=64)  # each message is logged once

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -182,6 +182,12 @@ class GymnasiumText(Environment):
             self._check_space(inner)
             inner.close()
 
+    @classmethod
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The id, where it is an import path."""
+        name = options.get("id")
+        return (name,) if isinstance(name, str) and ":" in name else ()
+
     @property
     def tools(self) -> Toolset:
         """No tools: an action is the word itself."""
@@ -224,8 +230,7 @@ class GymnasiumText(Environment):
             options["render_mode"] = "ansi"
         if ":" not in self._id:
             return self._gymnasium.make(self._id, **options)
-        module, _, name = self._id.partition(":")
-        return getattr(importlib.import_module(module), name)(**options)
+        return self._own_class()(**options)
 
     def task(self, inner: Any) -> str:
         """Task text and available actions."""
@@ -257,6 +262,14 @@ class GymnasiumText(Environment):
         if last not in names:
             return None
         return int(getattr(inner.action_space, "start", 0)) + names.index(last)
+
+    def _own_class(self) -> type[Any]:
+        """The class at the import path. Nothing else that lies there is called, whatever it could do."""
+        module, _, name = self._id.partition(":")
+        cls = getattr(importlib.import_module(module), name, None)
+        if not (isinstance(cls, type) and issubclass(cls, self._gymnasium.Env)):
+            raise SettingsError(f"options.id: '{self._id}' is not a subclass of gymnasium.Env")
+        return cls
 
     def _probe(self, level: str, observation: str) -> Any:
         """Construct one environment of a level to validate the options."""

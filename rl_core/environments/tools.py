@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from rl_core.data.model_text import printable
 from rl_core.data.reasoning import after_thought
 from rl_core.errors import SettingsError, ToolMisuse, nearest
 from rl_core.types import ToolCall
@@ -217,10 +218,10 @@ class Toolset:
             output = str(tool.function(*self._context, **arguments))
         except (Exception, SystemExit) as error:  # SystemExit: a tool must not end the run
             message = str(error) or type(error).__name__
-            return _printable(f"error: {message[: tool.max_output_chars]}"), True
+            return printable(f"error: {message[: tool.max_output_chars]}"), True
         if len(output) > tool.max_output_chars:
             return f"error: {tool.name} gave {len(output)} characters; at most {tool.max_output_chars} are shown", True
-        return _printable(output), False
+        return printable(output), False
 
     def _call_in_thread(self, tool: Tool, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
         with _hung_lock:
@@ -261,20 +262,28 @@ def _from_json(tool: Tool, name: str, kind: type, value: Any) -> Any:
         fits = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
     if fits:
         return kind(value)
-    raise ToolMisuse(f"{tool.name}: {name} must be {_WORDS[kind]}, not {json.dumps(value)[:40]}")
+    raise ToolMisuse(f"{tool.name}: {name} must be {_WORDS[kind]}, not {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    try:
+        return json.dumps(value)[:40]
+    except (ValueError, RecursionError):  # nested or long beyond what the encoder takes
+        return f"a {type(value).__name__}"
 
 
 def _read_json(text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant)
+        # A lone half of a surrogate pair (RFC 8259, section 8.2) could not be tokenised or stored.
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        return value
+    except UnicodeEncodeError:
+        raise ToolMisuse("the tool call is not valid JSON: it holds half of a surrogate pair") from None
     except (ValueError, RecursionError) as error:
         raise ToolMisuse(f"the tool call is not valid JSON: {str(error)[:100]}") from None
 
 
 def _refuse_constant(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
-
-
-def _printable(text: str) -> str:
-    """Text with lone surrogates replaced: they cannot be tokenized or encoded as UTF-8."""
-    return text.encode("utf-8", "replace").decode("utf-8")

@@ -19,10 +19,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rl_core.errors import CheckpointError, SettingsError
+from rl_core.errors import ModelError, SettingsError
 from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
+from rl_core.settings.presets import PRESETS
 
 __all__ = [
     "context_length",
@@ -39,19 +40,6 @@ __all__ = [
     "save",
     "use_own_template",
 ]
-
-# Llama shapes; parameter counts are for a vocabulary of 512 with tied embeddings.
-PRESETS: dict[str, dict[str, Any]] = {
-    "nano": dict(  # 0.04M, for tests
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
-    ),
-    "tiny": dict(  # 0.85M, learns the demo's environment in minutes on a CPU
-        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384
-    ),
-    "small": dict(  # 3.0M
-        hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=688
-    ),
-}
 
 
 def device_of(settings: ModelSettings) -> torch.device:
@@ -121,7 +109,7 @@ def load(
     Only safetensors weights are read. Adapters are added when `settings.lora` is given, drawn from `seed`. A tokenizer
     without a padding token pads with its end-of-sequence token.
 
-    Raises: CheckpointError when there is no such model, or its files cannot be used.
+    Raises: ModelError when there is no such model, or its files cannot be used.
     """
     tokenizer = load_tokenizer(path, settings)
     model: Any = load_pretrained(AutoModelForCausalLM, path, settings)
@@ -137,7 +125,7 @@ def load(
 def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     """The causal language model of a folder or hub name on the meta device, built from its config alone.
 
-    Adapters are added when `settings.lora` is given. Raises: CheckpointError as `load`.
+    Adapters are added when `settings.lora` is given. Raises: ModelError as `load`.
     """
     place = _checked_place(path)
     try:
@@ -159,7 +147,7 @@ def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTraine
 def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name, with a padding token and the settings' chat template.
 
-    Raises: CheckpointError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
+    Raises: ModelError when there is none, or it has neither a padding nor an end-of-sequence token; SettingsError
         for a chat template that cannot be read.
     """
     place = _checked_place(path)
@@ -168,7 +156,7 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
     except Exception as error:
         raise _unreadable(place, "tokenizer", error) from error
     if tokenizer.eos_token_id is None:
-        raise CheckpointError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
+        raise ModelError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     use_own_template(tokenizer, settings)
@@ -193,7 +181,7 @@ def use_own_template(tokenizer: PreTrainedTokenizerBase, settings: ModelSettings
 def context_length(path: str | Path, settings: ModelSettings) -> int:
     """Longest sequence, in tokens, of the model in a folder or under a hub name; 2^20 where its config names none.
 
-    Raises: CheckpointError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
+    Raises: ModelError when there is no such model; SettingsError when `settings.rope_context` does not fit it.
     """
     place = _checked_place(path)
     try:
@@ -227,7 +215,7 @@ def load_pretrained(
         raise _unreadable(place, "model", error) from error
     absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
     if absent:
-        raise CheckpointError(
+        raise ModelError(
             f"the weights in '{place}' do not fit {type(model).__name__}: {len(absent)} are missing, first {absent[0]}"
         )
     fix_frequencies(model, settings.rope_context)
@@ -250,15 +238,15 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
 
 
 def _checked_place(path: str | Path) -> str:
-    """`path` as text. Raises: CheckpointError when it can only be a folder and is none."""
+    """`path` as text. Raises: ModelError when it can only be a folder and is none."""
     place = str(path)
     local = Path(place).expanduser()
     if local.is_dir():
         if not (local / "config.json").is_file():
-            raise CheckpointError(f"'{place}' is a folder without a config.json, so it is no model folder")
+            raise ModelError(f"'{place}' is a folder without a config.json, so it is no model folder")
         return str(local)
     if isinstance(path, Path) or place.startswith((".", "/", "~")) or place.count("/") > 1 or local.exists():
-        raise CheckpointError(f"no model folder '{place}'" + (" (it is a file)" if local.exists() else ""))
+        raise ModelError(f"no model folder '{place}'" + (" (it is a file)" if local.exists() else ""))
     try:  # one small request (or look into the cache), before the many that loading makes
         hf_hub_download(place, "config.json")
     except Exception as error:
@@ -267,26 +255,26 @@ def _checked_place(path: str | Path) -> str:
 
 
 def _check_weights(folder: Path) -> None:
-    """CheckpointError when a folder holds no safetensors weights."""
+    """ModelError when a folder holds no safetensors weights."""
     if any(folder.glob("*.safetensors")):
         return
     pickles = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern))
     if pickles:
-        raise CheckpointError(
+        raise ModelError(
             f"'{folder}' has its weights in {pickles[0]}, a pickle, which can run code and is never read here; "
             "convert it to safetensors first"
         )
-    raise CheckpointError(f"'{folder}' holds no weights (*.safetensors)")
+    raise ModelError(f"'{folder}' holds no weights (*.safetensors)")
 
 
-def _unreadable(place: str, what: str, error: Exception) -> CheckpointError:
+def _unreadable(place: str, what: str, error: Exception) -> ModelError:
     """An error for people in place of one that transformers raised."""
     reason = " ".join(str(error).split())[:300]
     if Path(place).is_dir():
-        return CheckpointError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")
+        return ModelError(f"the {what} in '{place}' cannot be read: {type(error).__name__}: {reason}")
     if "trust_remote_code" in reason:
-        return CheckpointError(f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it")
-    return CheckpointError(
+        return ModelError(f"'{place}' needs Python code from the hub; set trust_remote_code: true if you trust it")
+    return ModelError(
         f"no model folder or cached hub model named '{place}' ({what}: {type(error).__name__}: {reason}); "
         "check the name, or download the model first where there is no network"
     )

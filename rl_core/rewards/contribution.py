@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from rl_core.losses.advantages import STD_FLOOR
 from rl_core.rewards.hacking_monitor import point_biserial
 from rl_core.rewards.orchestrator import WEIGHTED
 from rl_core.rewards.running_stats import RunningNorm
+from rl_core.storage.checked_lines import read_checked, report_damage
 
 __all__ = ["Contribution", "compared_groups", "contributions"]
 
@@ -105,17 +105,18 @@ def compared_groups(record: Path, *, by_iteration: bool = False) -> Iterator[lis
     """The rollouts of a reward record that were compared with each other, group by group, in order.
 
     Args:
-        record: a file of `rewards.record.RewardRecord`, read line by line.
+        record: a file of `rewards.record.RewardRecord`, read line by line; damaged lines are named and left out.
         by_iteration: one group an iteration, for algorithms that do not compare the rollouts of one prompt.
     """
     group: list[dict[str, Any]] = []
-    with record.open(encoding="utf-8") as file:
-        for line in file:
-            row = json.loads(line)
-            if group and _begins_group(group[-1], row, by_iteration):
-                yield group
-                group = []
-            group.append(row)
+    for line in read_checked(record):
+        if line.record is None:
+            report_damage(record, line, "the reward of one rollout is lost")
+            continue
+        if group and _begins_group(group[-1], line.record, by_iteration):
+            yield group
+            group = []
+        group.append(line.record)
     if group:
         yield group
 

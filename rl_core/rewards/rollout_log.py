@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.folders import write_text_unsynced
+from rl_core.storage.own_files import own_file
 from rl_core.types import Rollout
 
 __all__ = ["RecentRollouts", "RewardRecord", "record_all"]
@@ -28,24 +31,29 @@ class RewardRecord:
         if not self._opened:
             self._drop_from(iteration)
             self._opened = True
-        lines = [json.dumps(_row(iteration, rollout)) + "\n" for rollout in rollouts]
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write("".join(lines))
+        with open(self.path, "ab", opener=own_file) as file:
+            file.write(b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts))
 
     def _drop_from(self, iteration: int) -> None:
-        """Cut the file before the first line of that iteration, or before a line torn by a crash."""
+        """Cut the file before the first line of that iteration, or before a last line torn by a crash.
+
+        A damaged line in the middle is named and stays: readers leave it out, and the lines behind it are kept.
+        """
         if not self.path.is_file():
             return
         place = 0
-        with self.path.open("r+b") as file:
-            for line in file:
-                try:
-                    if not line.endswith(b"\n") or json.loads(line)["iteration"] >= iteration:
-                        break
-                except (ValueError, KeyError, TypeError):
-                    break
-                place += len(line)
+        for line in read_checked(self.path):
+            if line.record is None:
+                report_damage(self.path, line, "the reward of one rollout is lost")
+            elif _number(line.record.get("iteration")) >= iteration:
+                break
+            place = line.end
+        with open(self.path, "r+b", opener=own_file) as file:
             file.truncate(place)
+
+
+def _number(value: object) -> float:
+    return value if isinstance(value, int | float) else -math.inf
 
 
 def _row(iteration: int, rollout: Rollout) -> dict[str, object]:

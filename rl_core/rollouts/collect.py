@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rl_core.data.chat import ChatRenderer
+from rl_core.data.model_text import plain_json, printable
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import PendingTurn, StepPool, Turnover
@@ -168,6 +169,7 @@ class _EpisodeSequence:
         """Take the opening messages, of which a context of `max_length` tokens has to leave some room."""
         with span("environment"):
             self.messages = self._reset.result() if self._reset else self._guard(self._episode.reset)
+        self.messages = _plain(self.messages)
         if not self.messages:
             raise EnvironmentFault(f"{self.place}: the episode began without a message")
         self.prompt_ids = self._renderer.prompt_ids(self.messages)
@@ -200,12 +202,19 @@ class _EpisodeSequence:
         return any(stop in text for stop in self._stop)
 
     def _take(self, step: Step) -> list[int] | None:
-        """Observation tokens of a finished step; None = the episode is over."""
+        """Observation tokens of a finished step; None = the episode is over.
+
+        An environment may hand back what the policy wrote (in a message, an answer, a call): it is made plain here.
+        """
+        if isinstance(step.answer, str):
+            step.answer = printable(step.answer)
         self._last, turn = step, self._turns[-1]
         if not math.isfinite(step.reward):
             raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
         self._reward += step.reward
-        turn.tool_call, turn.is_error = step.tool_call, step.is_error
+        if step.tool_call is not None:
+            turn.tool_call = ToolCall(printable(step.tool_call.name), plain_json(step.tool_call.arguments))
+        turn.is_error = step.is_error
         if step.terminated or step.truncated:
             self._stop_reason = StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT
             return None
@@ -214,11 +223,12 @@ class _EpisodeSequence:
         if len(self._turns) >= self._max_turns:
             self._stop_reason = StopReason.MAX_TURNS
             return None
-        observation_ids = self._renderer.observation_ids(step.messages)
+        messages = _plain(step.messages)
+        observation_ids = self._renderer.observation_ids(messages)
         if len(self._completion_ids) + len(observation_ids) >= self._room:  # no room for a single token after it
             self._stop_reason = StopReason.MAX_TOKENS
             return None
-        turn.observation = "\n".join(message["content"] for message in step.messages)
+        turn.observation = "\n".join(message["content"] for message in messages)
         self._append(observation_ids, [0.0] * len(observation_ids), sampled=False)
         return observation_ids
 
@@ -271,3 +281,8 @@ class _EpisodeSequence:
             raise
         except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
             raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error
+
+
+def _plain(messages: Sequence[Message]) -> list[Message]:
+    """The messages with texts that a tokenizer takes."""
+    return [cast(Message, plain_json(message)) for message in messages]

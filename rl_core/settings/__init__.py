@@ -7,7 +7,7 @@ construction and used by the configuration loader for messages and forms.
 
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
-from rl_core.settings.distillation import DistillationSettings, DistilledPolicySettings, TeacherSettings
+from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.launch import LaunchSettings
 from rl_core.settings.parts import (
     AnalysisSettings,
@@ -53,7 +53,6 @@ __all__ = [
     "CurriculumStage",
     "DataSettings",
     "DistillationSettings",
-    "DistilledPolicySettings",
     "EnvironmentSettings",
     "EvaluationSettings",
     "ExitCondition",

@@ -73,6 +73,8 @@ class Settings:
             for number in value if isinstance(value, tuple) else (value,):
                 if isinstance(number, bool) or not isinstance(number, int | float):
                     continue
+                if isinstance(number, int) and not -(2**63) <= number < 2**63:
+                    raise SettingsError(f"{field.name}: a whole number of more than 64 bits")
                 if not math.isfinite(number):
                     raise SettingsError(f"{field.name}: {number} is not a finite number")
                 for name, limit in field.metadata.items():

@@ -20,7 +20,7 @@ class ExitCondition(Settings):
         "mean",
         doc="tested statistic; slope: least squares over the window, per iteration (plateau: <= a small value)",
     )
-    window: int = setting(10, ge=1, doc="iterations averaged, or fitted")
+    window: int = setting(10, ge=1, le=1_000_000, doc="iterations averaged, or fitted")
     comparison: Literal[">=", ">", "<=", "<"] = setting(">=", doc="mean or slope on the left, threshold on the right")
     threshold: float = setting(0.8, doc="threshold of the mean or slope")
     patience: int = setting(1, ge=1, doc="consecutive iterations for which it must hold")
@@ -40,7 +40,7 @@ class RollbackSettings(Settings):
     """
 
     metric: str = setting("success_rate", doc="monitored metric; higher must be better")
-    window: int = setting(10, ge=1, doc="iterations averaged for the reference and the current level")
+    window: int = setting(10, ge=1, le=1_000_000, doc="iterations averaged for the reference and the current level")
     level: Literal["first_window", "before"] = setting(
         "first_window",
         doc="reference level: mean over the first full window in the stage, or over the last one before it (comparable "
@@ -75,7 +75,7 @@ class CurriculumStage(Settings):
         {}, doc="reward component weights in this stage; others keep the policy stage's"
     )
     group_size: int | None = setting(
-        None, ge=1, doc="rollouts per prompt, prompts_per_iteration unchanged; default: the policy stage's"
+        None, ge=1, le=65_536, doc="rollouts per prompt, prompts_per_iteration unchanged; default: the policy stage's"
     )
     temperature: float | None = setting(
         None, gt=0, le=5, doc="sampling temperature in this stage; default: the policy stage's sampling.temperature"

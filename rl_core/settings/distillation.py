@@ -89,7 +89,7 @@ class DistillationSettings(OptimizerSettings, LoopSettings):
     weight_decay: float = _as_in_policy("weight_decay")
     iterations: int = _as_in_policy("iterations")
     prompts_per_iteration: int = _as_in_policy("prompts_per_iteration")
-    group_size: int = setting(1, ge=1, doc="G, rollouts per prompt")
+    group_size: int = setting(1, ge=1, le=65_536, doc="G, rollouts per prompt")
     epochs: int = _as_in_policy("epochs")
     minibatches: int = _as_in_policy("minibatches")
     clip_eps: float | None = _as_in_policy("clip_eps")

@@ -68,6 +68,8 @@ Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 # arXiv:2503.20783; arXiv:2507.18071, eq. 5; arXiv:2511.20347
 _AGGREGATIONS: dict[str, Aggregation] = {"dr_grpo": "constant", "gspo": "sequence_mean", "sapo": "sequence_mean"}
 
+MAX_ROLLOUTS = 2**20  # of one iteration, all in memory
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolicySettings(OptimizerSettings, LoopSettings):
@@ -77,10 +79,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
     algorithm: Algorithm = setting("grpo", doc="advantage estimator and loss")
     iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
-    prompts_per_iteration: int = setting(16, ge=1, doc="P")
-    group_size: int = setting(8, ge=1, doc="G, rollouts per prompt (arXiv:2402.03300)")
+    prompts_per_iteration: int = setting(16, ge=1, le=1_048_576, doc="P")
+    group_size: int = setting(8, ge=1, le=65_536, doc="G, rollouts per prompt (arXiv:2402.03300)")
     epochs: int = setting(1, ge=1, doc="passes over each iteration's rollouts")
-    minibatches: int = setting(1, ge=1, doc="optimizer steps per pass")
+    minibatches: int = setting(1, ge=1, le=1_048_576, doc="optimizer steps per pass")
     clip_eps: float | None = setting(
         None, gt=0, lt=1, doc="lower clip of the ratio; default: 0.2 (arXiv:1707.06347), gspo 3e-4"
     )
@@ -143,7 +145,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     importance_high: float = setting(2.0, gt=1, doc="upper limit of importance_mask; a geometric mean needs less room")
     replay: ReplaySettings | None = setting(None, doc="train on past rollouts too; needs importance weights")
     dynamic_sampling_tries: int | None = setting(
-        None, ge=0, doc="resampling rounds for groups of equal rewards (arXiv:2503.14476); default: dapo 2, others 0"
+        None,
+        ge=0,
+        le=1_000,
+        doc="resampling rounds for groups of equal rewards (arXiv:2503.14476); default: dapo 2, others 0",
     )
     overlong_buffer: int | None = setting(
         None, ge=0, doc="penalised tokens before the length limit; default: dapo a fifth of it, others 0"
@@ -162,7 +167,10 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None, doc="end the training when this holds in the last curriculum stage"
     )
     eval_episodes: int = setting(
-        100, ge=2, doc="validation episodes per evaluation (eval_every), disjoint from training and reported episodes"
+        100,
+        ge=2,
+        le=10_000_000,
+        doc="validation episodes per evaluation (eval_every), disjoint from training and reported episodes",
     )
 
     @property
@@ -232,7 +240,13 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
             )
-        if self.minibatches > self.prompts_per_iteration * self.group_size:
+        rollouts = self.prompts_per_iteration * self.group_size
+        if rollouts > MAX_ROLLOUTS:
+            raise SettingsError(
+                f"group_size: {self.prompts_per_iteration:,} prompts x {self.group_size:,} make {rollouts:,} rollouts "
+                f"in one iteration, and {MAX_ROLLOUTS:,} is the most; lower this or prompts_per_iteration"
+            )
+        if self.minibatches > rollouts:
             raise SettingsError(f"minibatches: {self.minibatches} is more than the rollouts of one iteration")
         if self.critic is not None and self.algorithm in GROUP_ALGORITHMS:
             raise SettingsError(
@@ -312,7 +326,7 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     eval_every: int = setting(20, ge=0, doc="iterations between validations; 0 = only at the end")
     patience: int | None = setting(5, ge=1, doc="validations without improvement before stopping; none = never stop")
     iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
-    episodes_per_iteration: int = setting(32, ge=1, doc="episodes of one round")
+    episodes_per_iteration: int = setting(32, ge=1, le=1_048_576, doc="episodes of one round")
     levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
     reward: Literal["logprob_gain", "correctness_gain"] = setting(
         "logprob_gain",
@@ -320,7 +334,10 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     )
     gain_clip: float = setting(3.0, gt=0, doc="gains are clipped to +-this; a turn without an answer gets minus this")
     max_thought_tokens: int = setting(
-        DEFAULTS["ThoughtsSettings.max_thought_tokens"], ge=1, doc="a longer thought counts as a turn without an answer"
+        DEFAULTS["ThoughtsSettings.max_thought_tokens"],
+        ge=1,
+        le=1_048_576,
+        doc="a longer thought counts as a turn without an answer",
     )
     gamma: float = setting(0.99, ge=0, le=1, doc="discount from one question of an episode to the next")
     gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE over an episode's questions (arXiv:1506.02438)")
@@ -331,15 +348,15 @@ class ThoughtsSettings(OptimizerSettings, LoopSettings):
     answer_coef: float = setting(
         1.0, ge=0, doc="weight of the right answers' negative log-likelihood, with and without the thought"
     )
-    validation_episodes: int = setting(100, ge=2, doc="held-out episodes per validation")
+    validation_episodes: int = setting(100, ge=2, le=10_000_000, doc="held-out episodes per validation")
     select_by: Literal["success_rate", "thought_gain"] = setting(
         "success_rate", doc="validation metric for model selection and patience"
     )
-    check_episodes: int = setting(200, ge=2, doc="held-out episodes of the test for genuine thoughts")
+    check_episodes: int = setting(200, ge=2, le=10_000_000, doc="held-out episodes of the test for genuine thoughts")
     min_dependence: float = setting(
         0.5, ge=0, le=1, doc="share of the gain that must vanish if thoughts are shuffled or replaced by filler"
     )
-    bootstrap_samples: int = setting(2000, ge=100, doc="bootstrap resamples of the test's intervals")
+    bootstrap_samples: int = setting(2000, ge=100, le=1_000_000, doc="bootstrap resamples of the test's intervals")
     require_genuine: bool = setting(True, doc="fail the stage if the test finds thoughts not genuine")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
+
+import regex
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
@@ -24,7 +25,7 @@ __all__ = [
 class CuriositySettings(Settings):
     """Curiosity reward: prediction error of a forward model over the policy's states."""
 
-    hidden: int = setting(64, ge=1, doc="width of the forward model's hidden layer")
+    hidden: int = setting(64, ge=1, le=65_536, doc="width of the forward model's hidden layer")
     learning_rate: float = setting(1e-3, gt=0, le=1, doc="constant Adam learning rate of the forward model")
     steps: int = setting(4, ge=1, doc="Adam steps per batch of transitions, after scoring it")
 
@@ -60,14 +61,16 @@ class FormatSettings(Settings):
     """Format reward: well-formed turns, beyond being parsed by the environment."""
 
     pattern: str | None = setting(
-        None, doc="regular expression for the full text of every action ('.' matches line breaks)"
+        None,
+        doc="regular expression for the full text of every action ('.' matches line breaks); a turn that takes longer "
+        "than a second of processor time to match counts as malformed",
     )
 
     def check(self) -> None:
         """The pattern must compile."""
         try:
-            re.compile(self.pattern or "")
-        except re.error as error:
+            regex.compile(self.pattern or "")
+        except regex.error as error:
             raise SettingsError(f"pattern: {self.pattern!r} is not a regular expression: {error}") from None
 
 
@@ -108,7 +111,7 @@ class RewardSettings(Settings):
     timeout_s: float | None = setting(
         120.0, gt=0, doc="timeout in seconds of one call of a user function; none: no limit, hangs go undetected"
     )
-    window: int = setting(20, ge=3, doc="iterations over which reward and true success are compared")
+    window: int = setting(20, ge=3, le=1_000_000, doc="iterations over which reward and true success are compared")
     alarm_margin: float = setting(
         0.05,
         gt=0,

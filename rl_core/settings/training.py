@@ -41,7 +41,7 @@ class OptimizerSettings(Settings):
         doc="evaluate and save a moving average of the weights, over about 1 / (1 - ema_decay) steps",
     )
     micro_batch_tokens: int = setting(
-        16384, ge=1, doc="padded tokens per forward pass; larger batches accumulate gradients"
+        16384, ge=1, le=1_073_741_824, doc="padded tokens per forward pass; larger batches accumulate gradients"
     )
     autocast: Literal["none", "bfloat16"] = setting(
         "none", doc="bfloat16: compute dtype of the model (faster, less memory); weights and losses keep theirs"
@@ -78,7 +78,7 @@ class SFTSettings(OptimizerSettings, LoopSettings):
     learning_rate: float = setting(DEFAULTS["SFTSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(3.0, gt=0, doc="passes over the demonstrations")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
-    batch_size: int = setting(64, ge=1, doc="demonstrations per optimizer step")
+    batch_size: int = setting(64, ge=1, le=1_048_576, doc="demonstrations per optimizer step")
     dropout: bool = setting(True, doc="the dropout that the model (and its adapter) is configured with, in updates")
     router_aux_loss_coef: float = setting(
         0.0, ge=0, doc="weight of the load-balancing loss of a mixture of experts' routers (arXiv:2101.03961)"
@@ -100,10 +100,12 @@ class RewardModelSettings(OptimizerSettings, LoopSettings):
     learning_rate: float = setting(DEFAULTS["RewardModelSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
     epochs: float = setting(DEFAULTS["RewardModelSettings.epochs"], gt=0, doc="passes over the pairs")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
-    batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
+    batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
     center_coef: float = setting(0.01, ge=0, doc="weight of mean((r_chosen + r_rejected)^2) (arXiv:2312.09244)")
-    num_pairs: int = setting(2000, ge=10, doc="pairs made from scored rollouts, when no preference file is given")
-    group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
+    num_pairs: int = setting(
+        2000, ge=10, le=10_000_000, doc="pairs made from scored rollouts, when no preference file is given"
+    )
+    group_size: int = setting(8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
     def check(self) -> None:
@@ -141,9 +143,11 @@ class PreferenceSettings(OptimizerSettings, LoopSettings):
     )
     epochs: float = setting(1.0, gt=0, doc="passes over the pairs; more than a few overfit")
     max_steps: int | None = setting(None, ge=1, doc="optimizer steps at most")
-    batch_size: int = setting(64, ge=1, doc="pairs of one optimizer step")
-    num_pairs: int = setting(2000, ge=10, doc="pairs made from scored rollouts, when no preference file is given")
-    group_size: int = setting(8, ge=2, doc="rollouts of one prompt from which pairs are made")
+    batch_size: int = setting(64, ge=1, le=1_048_576, doc="pairs of one optimizer step")
+    num_pairs: int = setting(
+        2000, ge=10, le=10_000_000, doc="pairs made from scored rollouts, when no preference file is given"
+    )
+    group_size: int = setting(8, ge=2, le=65_536, doc="rollouts of one prompt from which pairs are made")
     sampling: SamplingSettings = setting(SamplingSettings(), doc="how those rollouts are drawn")
 
     def check(self) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.storage.faults import fault
+from rl_core.storage.own_files import own_file
 
 __all__ = [
     "FORMAT_VERSION",
@@ -100,8 +101,9 @@ def sync(path: Path | str) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write and sync a file."""
-    with open(path, "wb") as file:
+    """Write and sync a file; one that lies there is replaced, never written through."""
+    path.unlink(missing_ok=True)
+    with open(path, "xb", opener=own_file) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -133,7 +135,9 @@ def write_text_unsynced(path: Path | str, text: str) -> bool:
     path = Path(path)
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
-        temporary.write_text(text)
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", opener=own_file) as file:
+            file.write(text)
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -219,7 +223,7 @@ def publish_folder(
             raise FolderBusy(f"{final}: another thread of this process publishes it")
         _publishing.add(temporary)
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a dead process that had our pid
+        _remove(temporary)  # of a dead process that had our pid
         temporary.mkdir(parents=True)
         fault("publish.begin")
         digests = write(temporary)
@@ -332,6 +336,14 @@ def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
             continue
         if match[1] and not locked and _alive(int(match[1])):
             continue
-        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        _remove(path)
         removed.append(path.name)
     return removed
+
+
+def _remove(path: Path) -> None:
+    """Delete a folder, a file, or a link (never its target)."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

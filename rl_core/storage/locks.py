@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rl_core.errors import CheckpointError, FolderBusy
+from rl_core.storage.own_files import own_file
 
 __all__ = ["FolderLock"]
 
@@ -46,7 +47,7 @@ class FolderLock:
     def _take(self) -> FolderLock:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            descriptor = own_file(self.path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be locked: {error.strerror or error}") from error
         try:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from rl_core.errors import DataError
+from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.folders import write_text_atomic
+from rl_core.storage.own_files import own_file
 from rl_core.trackers.base import SilentTracker
 
 __all__ = ["CsvTracker", "JsonlTracker"]
@@ -32,28 +33,27 @@ class JsonlTracker(SilentTracker):
             self._cut(step)
             self._is_cut = True
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
-        line = json.dumps({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
+        line = sealed({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        with open(self.path, "ab", opener=own_file) as file:
+            file.write(line)
 
     def begin(self, name: str, params: Mapping[str, object]) -> None:
         """Cut again before the next write: a run that goes on may start from an earlier step."""
         self._is_cut = not self._cuts
 
     def _cut(self, step: int) -> None:
-        """End the file before the first line of a later step, or one that a crash tore."""
+        """End the file before the first line of a later step, or a last one that a crash tore; damage is named."""
         if not self.path.is_file():
             return
         place = 0
-        with self.path.open("r+b") as file:
-            for line in file:
-                try:
-                    if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                        break
-                except (ValueError, KeyError, TypeError):
-                    break
-                place += len(line)
+        for line in read_checked(self.path):
+            if line.record is None:
+                report_damage(self.path, line, "the metrics of one step are lost")
+            elif isinstance(later := line.record.get("step"), int | float) and later > step:
+                break
+            place = line.end
+        with open(self.path, "r+b", opener=own_file) as file:
             file.truncate(place)
 
 
@@ -76,7 +76,7 @@ class CsvTracker(SilentTracker):
             self._columns = [*(self._columns or ["step", "time"]), *new]
             self._rewrite()
         row = {"step": step, "time": f"{time.time():.3f}", **{name: repr(float(v)) for name, v in metrics.items()}}
-        with self.path.open("a", encoding="utf-8", newline="") as file:
+        with open(self.path, "a", encoding="utf-8", newline="", opener=own_file) as file:
             csv.DictWriter(file, self._columns, restval="").writerow(row)
 
     def _header(self) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
-from tasks.config.cross_checks import check_combinations, find_waste
+from tasks.config.cross_checks import check_combinations, find_waste, named_code
 from tasks.config.files import context_of, replaced, resolve_files
 from tasks.config.overrides import apply_overrides
 from tasks.config.problems import ConfigError, KeyLocations, Problem, overlap
@@ -49,6 +49,7 @@ __all__ = [
     "evaluation_settings",
     "from_dict",
     "load",
+    "named_code",
     "pipeline_model",
     "resolve",
     "settings_digest",
@@ -60,6 +61,7 @@ def load(
     overrides: Iterable[str] = (),
     *,
     check_files: bool = True,
+    import_code: bool = True,
     warn: Callable[[str], object] | None = None,
 ) -> PipelineSettings:
     """Read a pipeline's YAML file and check all of it.
@@ -69,6 +71,7 @@ def load(
     Args:
         overrides: "key.path=value" each, applied in order; the value is YAML.
         check_files: False leaves out what depends on this machine (data and model files, output folder, devices).
+        import_code: False imports nothing that the settings name by import path, nor checks what rests on it.
         warn: is given a line (place, key's path, text) for each setting that works but wastes time.
     Raises: ConfigError with every problem: place, key's path, what was found, what is allowed.
     """
@@ -76,7 +79,8 @@ def load(
     document = read_yaml(path)
     places = KeyLocations(str(path), lines=document.lines)
     problems = document.problems + apply_overrides(document.data, overrides, places)
-    settings, found = _check_all(document.data, Path(path).parent if check_files else None, problems)
+    folder = Path(path).parent if check_files else None
+    settings, found = _check_all(document.data, folder, problems, import_code)
     if found or settings is None:
         raise ConfigError(found, places)
     if warn is not None:
@@ -85,19 +89,19 @@ def load(
     return settings
 
 
-def from_dict(values: Mapping[str, Any], *, check_files: bool = True) -> PipelineSettings:
+def from_dict(values: Mapping[str, Any], *, check_files: bool = True, import_code: bool = True) -> PipelineSettings:
     """The settings of a plain dict, as `resolve` gives it or Prefect passes it, with the same checks as a file.
 
     Raises: ConfigError.
     """
-    settings, problems = _check_all(values, Path() if check_files else None, [])
+    settings, problems = _check_all(values, Path() if check_files else None, [], import_code)
     if problems or settings is None:
         raise ConfigError(problems, KeyLocations("settings"))
     return settings
 
 
 def _check_all(
-    values: Any, folder: Path | None, problems: list[Problem]
+    values: Any, folder: Path | None, problems: list[Problem], import_code: bool = True
 ) -> tuple[PipelineSettings | None, list[Problem]]:
     """Types and ranges, files (unless folder is None), combinations; all problems, with those known before."""
     settings, found = read(PipelineSettings, values)
@@ -114,7 +118,8 @@ def _check_all(
         name, _, text = str(error).partition(": ")
         key = ("stages", *name.split("."))
         problems = problems + ([] if any(overlap(key, known.key) for known in problems) else [Problem(key, text)])
-    return settings, problems + check_combinations(settings, {problem.key for problem in problems})
+    broken = {problem.key for problem in problems}
+    return settings, problems + check_combinations(settings, broken, import_code=import_code)
 
 
 def evaluation_settings(settings: PipelineSettings) -> EvaluationSettings:

@@ -12,11 +12,12 @@ from rl_core.errors import PosttrainError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
 from tasks.config.files import context_of
+from tasks.config.memory_checks import memory_problems
 from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
 from tasks.stage_registry import policy_stages
 
-__all__ = ["METRICS", "check_combinations", "find_waste"]
+__all__ = ["METRICS", "check_combinations", "find_waste", "named_code"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,20 +28,24 @@ class _Finding:
     about: tuple[Key, ...]
 
 
-def check_combinations(settings: PipelineSettings, broken: Collection[Key] = ()) -> list[Problem]:
+def check_combinations(
+    settings: PipelineSettings, broken: Collection[Key] = (), *, import_code: bool = True
+) -> list[Problem]:
     """Problems of combinations of settings.
 
     Args:
         broken: keys that have a problem already; their defaults stand in, so nothing that rests on them is reported.
+        import_code: False: no code that the settings name by import path is imported, nor what rests on it checked.
     """
     findings = [
         *_model(settings),
         *_stages(settings),
         *_sampling(settings),
         *_loops(settings),
-        *_environment(settings),
-        *_rewards(settings),
+        *_environment(settings, import_code),
+        *_rewards(settings, import_code),
         *(_Finding(problem, about) for problem, about in curriculum_problems(settings.stages.policy)),
+        *(_Finding(problem, (problem.key[:-1],)) for problem in memory_problems(settings)),
     ]
     return [
         finding.problem
@@ -180,10 +185,22 @@ def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
             )
 
 
-def _environment(settings: PipelineSettings) -> Iterator[_Finding]:
+def named_code(settings: PipelineSettings) -> tuple[str, ...]:
+    """Import paths of the code outside this project that the settings name: environments and reward functions."""
+    from rl_core.environments import named_code as of_environment  # imports torch
+
+    policy = settings.stages.policy
+    rewards = [name for name in policy.rewards if ":" in name] if policy is not None else []
+    return (*of_environment(settings.environment.name, settings.environment.options), *rewards)
+
+
+def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     """The environment exists, takes its options, and has the levels that are named."""
     from rl_core.environments import make  # imports torch
+    from rl_core.environments import named_code as of_environment
 
+    if not import_code and of_environment(settings.environment.name, settings.environment.options):
+        return
     options = dict(settings.environment.options)
     path = options.get("path")
     if isinstance(path, str) and not Path(path).is_file():
@@ -226,7 +243,7 @@ def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[
             yield ("stages", name, "curriculum", index, "levels"), part.levels
 
 
-def _rewards(settings: PipelineSettings) -> Iterator[_Finding]:
+def _rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
     policy = settings.stages.policy
@@ -234,7 +251,7 @@ def _rewards(settings: PipelineSettings) -> Iterator[_Finding]:
         return
     key: Key = (*POLICY, "rewards")
     for name, weight in policy.rewards.items():
-        if name == "learned":
+        if name == "learned" or (":" in name and not import_code):
             continue
         try:
             RewardOrchestrator({name: weight})

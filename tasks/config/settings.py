@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 else:
     StageName = Literal[STAGES]  # a choice in Prefect's form
 
+# Folders that servers and logs have in the output folder, beside those of pipelines.
+_RESERVED = ("logs", "mlflow", "operations", "prefect")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
@@ -66,7 +68,7 @@ class TrackingSettings(Settings):
     )
     experiment: str | None = setting(None, doc="MLflow experiment; left out: the pipeline's name")
     registered_model: str | None = setting(None, doc="name in the model registry; left out: the pipeline's name")
-    traces: int = setting(20, ge=0, doc="evaluation episodes logged as MLflow traces, per evaluated model")
+    traces: int = setting(20, ge=0, le=10_000, doc="evaluation episodes logged as MLflow traces, per evaluated model")
     system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
 
     def check(self) -> None:
@@ -113,7 +115,7 @@ class PromotionSettings(Settings):
     min_discordant: int = setting(
         10, ge=0, doc="episodes with different outcomes that a promotion needs (not with a min_gain below 0)"
     )
-    bootstrap_samples: int = setting(2000, ge=100, doc="resamples of the paired difference")
+    bootstrap_samples: int = setting(2000, ge=100, le=1_000_000, doc="resamples of the paired difference")
     confidence: float = setting(0.95, gt=0.5, lt=1, doc="of the interval")
     approve: Literal["auto", "manual"] = setting("auto", doc="manual: what passes the gate waits for a person")
     approval_timeout_seconds: float = setting(
@@ -208,6 +210,11 @@ class PipelineSettings(Settings):
     def check(self) -> None:
         """The name is one path component; there is something to do."""
         _check_name("name", self.name)
+        if self.name.casefold() in _RESERVED:
+            raise SettingsError(
+                f"name: {self.name!r} is reserved: that folder of the output holds files of another kind (reserved are "
+                f"{', '.join(_RESERVED)}); choose another name"
+            )
         if not self.output.strip() or "\0" in self.output:
             raise SettingsError(f"output: {self.output!r} must name a folder")
         if not self.stages.active:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tasks.config import PipelineSettings, resolve, settings_digest
+from tasks.config.masking import masked
 from tasks.pipeline.key import code_version
 from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
@@ -67,7 +68,7 @@ class PipelineTracker:
                 "kind": "stage" if options.only else "pipeline",
                 **({"resumed": "true"} if resumed else {}),
             },
-            params=resolve(settings),
+            params=masked(resolve(settings)),
             description="The pipeline is running; its result will stand here.",
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
         )
@@ -75,7 +76,7 @@ class PipelineTracker:
     def log_settings(self, threads: int) -> None:
         """Leave the resolved settings, the number of threads and the environment with the parent run."""
         self.parent.set_tag("threads", str(threads))
-        self.parent.log_dict(resolve(self._settings), "config.json")
+        self.parent.log_dict(masked(resolve(self._settings)), "config.json")
         self.parent.log_environment()
 
     def open_stage(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped
+from rl_core.storage.checked_lines import copy_intact, read_checked
 from rl_core.storage.folders import seal_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
@@ -228,6 +229,9 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(time.monotonic() - started, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
+        if damaged := _damaged_lines(stage):
+            summary["damaged_lines"] = damaged
+            tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
         tracker.log_dict(summary, "summary.json")
         if summary.get("note"):
             tracker.set_tag("result", str(summary["note"])[:250])
@@ -287,13 +291,27 @@ def _closed_by_outcome(tracker: RunTracker, folder: Path) -> Iterator[None]:
 
 
 def _seal(stage: _Stage) -> str:
-    """Move the folder to its final name, with its metrics and a manifest; returns the digest of its content."""
-    if (stage.journal / "metrics.jsonl").is_file():
-        shutil.copyfile(stage.journal / "metrics.jsonl", stage.folder / "metrics.jsonl")
+    """Move the folder to its final name, with its metrics and a manifest; returns the digest of its content.
+
+    Damaged lines of what grew with the run are not sealed in; `damaged_lines` of the summary counts them.
+    """
+    for path in _grown(stage):
+        copy_intact(path, stage.folder / path.name)
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
     facts = {"stage": stage.name, "key": stage.key, "settings": resolve(stage.settings)}
     return content_digest(seal_folder(stage.folder, stage.final, extra=facts))
+
+
+def _grown(stage: _Stage) -> list[Path]:
+    """Files of lines that were written all along the run, and may have been damaged since."""
+    return [path for path in (stage.journal / "metrics.jsonl", stage.folder / REWARD_RECORD) if path.is_file()]
+
+
+def _damaged_lines(stage: _Stage) -> dict[str, int]:
+    """Number of damaged lines by file, where there are any."""
+    counts = {path.name: sum(not line.is_intact for line in read_checked(path)) for path in _grown(stage)}
+    return {name: count for name, count in counts.items() if count}
 
 
 def tokens_per_second(journal: Path) -> float | None:

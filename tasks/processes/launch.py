@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
+from rl_core.storage.own_files import own_file
 from rl_core.tracking import Tracker
 from rl_core.training.signals import GRACE_SECONDS, GivenUp, StopRequests
 from tasks.config import PipelineSettings, resolve
@@ -191,7 +192,7 @@ def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.P
         logger.warning(
             "waiting for %d more nodes; run there, in this project's folder: %s", settings.nodes - 1, elsewhere
         )
-    with (folder / "agent.log").open("wb") as log:
+    with open(folder / "agent.log", "wb", opener=own_file) as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tasks.processes.torchrun", str(os.getpid()), str(folder / "report.json"), *command],
             stdin=subprocess.DEVNULL,

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.storage.own_files import own_file
 from rl_core.tracking import Tracker
 
 __all__ = ["EventTracker", "Events", "EventLogHandler"]
@@ -22,7 +23,7 @@ class EventTracker:
     """A Tracker that writes lines; every line is handed to the kernel before the call returns."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self._file = own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def send(self, op: str, **fields: Any) -> None:
         """One line."""

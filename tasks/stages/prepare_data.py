@@ -153,14 +153,18 @@ def _read(context: StageContext, name: str, path: str, reader: Callable[..., rec
     settings: DataSettings = context.settings
     found, rows, skipped = _Found(source=path), 0, 0
     digests: list[str] = []
+    copies = contradictions = 0
     for file in data_files(Path(path)):
         read = reader(file, on_bad_row=settings.on_bad_row, max_rows=settings.max_rows)
         context.tracker.log_dataset(file, read.digest, name, "training")
         rows, skipped, digests = rows + read.num_rows, skipped + read.num_skipped, [*digests, read.digest]
+        copies, contradictions = copies + len(read.repeats.copies), contradictions + len(read.repeats.contradictions)
         found.rows += read.rows
         found.places += [(str(file), line) for line in read.lines]
     digest = digests[0] if len(digests) == 1 else digest_bytes("\n".join(digests).encode())
-    summary[f"{name}_file"] = {"rows": rows, "skipped": skipped, "sha256": digest}
+    summary[f"{name}_file"] = {
+        "rows": rows, "skipped": skipped, "copies": copies, "contradictions": contradictions, "sha256": digest,
+    }  # fmt: skip
     return found
 
 

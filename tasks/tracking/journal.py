@@ -7,7 +7,8 @@
     <folder>/.tracking/progress.json   how far the work is: {"done": 3, "total": 10, "message": "...", "time": <ms>}
 
 A line is appended with one write and never changed, its time stamp included: delivering it twice stores it once. The
-process may die at any byte; a torn last line is cut off at the next start, and was never sent.
+process may die at any byte; a torn last line is cut off at the next start, and was never sent. Each line of the first
+two has a checksum (`rl_core.storage.checked_lines`): one that a disk or a hand changed is named, counted and left out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError, FolderBusy
+from rl_core.storage.checked_lines import read_checked, report_damage, sealed
+from rl_core.storage.own_files import own_file
 
 __all__ = [
     "Journal",
@@ -68,7 +71,7 @@ class LineLog:
         """Open for appending and cut off a torn last line. Raises: FolderBusy while another process has it open."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -102,7 +105,7 @@ class LineLog:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one record. A disk that refuses it is warned about; the line is kept and tried again later."""
-        line = json.dumps(record, ensure_ascii=True, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        line = sealed(record)
         with self._lock:
             self._pending.append(line)
             self._write_pending()
@@ -146,23 +149,11 @@ class LineLog:
 
 
 def read_lines(path: Path, offset: int = 0, end: int | None = None) -> Iterator[tuple[dict[str, Any], int]]:
-    """Complete JSON lines of `path`, each with the byte offset behind it; an unreadable one gives {} and a warning."""
-    if not path.exists():
-        return
-    with path.open("rb") as file:
-        file.seek(offset)
-        for line in file:
-            offset += len(line)
-            if not line.endswith(b"\n") or (end is not None and offset > end):
-                return  # torn, or being written
-            try:
-                record = json.loads(line)
-                if not isinstance(record, dict):
-                    raise ValueError("not an object")
-            except ValueError as error:
-                log.warning("%s: a line that ends at byte %d is unreadable (%s) and was left out", path, offset, error)
-                record = {}
-            yield record, offset
+    """Complete JSON lines of `path`, each with the byte offset behind it; a damaged one gives {} and a warning."""
+    for line in read_checked(path, offset, end):
+        if line.record is None:
+            report_damage(path, line)
+        yield line.record or {}, line.end
 
 
 class Journal:
@@ -238,6 +229,7 @@ class DeliveryCursor:
     metrics_offset: int = 0
     events_offset: int = 0
     num_failed: int = 0  # records that the store refused for good
+    num_damaged: int = 0  # lines whose checksum does not match: what they recorded is lost
     identity: str = ""  # of the store's experiment; another one under the same address has lost the run
     versions: dict[str, int] = field(default_factory=dict)  # of models, by the key of their record
 
@@ -256,7 +248,8 @@ class DeliveryCursor:
         """Replace the folder's record atomically."""
         path = cursor_path(folder)
         temporary = path.with_suffix(f".tmp-{os.getpid()}")
-        with temporary.open("w") as file:
+        temporary.unlink(missing_ok=True)
+        with open(temporary, "x", opener=own_file) as file:
             json.dump(asdict(self), file)
             file.flush()
             os.fsync(file.fileno())

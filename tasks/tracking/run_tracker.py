@@ -311,6 +311,10 @@ class RunTracker:
             )  # fmt: skip
         if self.num_failed:
             log.warning("tracking: the store refused %d records of %s", self.num_failed, self.folder)
+        if damaged := self._shipper.state.num_damaged:
+            log.warning(
+                "tracking: %d damaged lines of %s were left out: what they recorded is lost", damaged, self.folder
+            )
         self.journal.close()
         self._events.close()
         return delivered

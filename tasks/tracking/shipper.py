@@ -6,6 +6,7 @@ once. A store that is down costs nothing but waiting: the offset stays, the thre
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import time
@@ -197,7 +198,7 @@ class Shipper:
         self._start_attempts += 1
         # A run may exist although no answer came back, here or in a process that was killed.
         retried = self._start_attempts > 1 or self._resumed
-        run_id, experiment_id = sink.start(first[0], retried=retried)
+        run_id, experiment_id = sink.start(first[0] or _lost_start(self.folder), retried=retried)
         self.state = DeliveryCursor(sink.store, run_id, experiment_id, identity=sink.identity)
         self.state.save(self.folder)
         self._checked = True
@@ -205,22 +206,24 @@ class Shipper:
 
     def _ship_metrics(self, sink: Sink) -> None:
         rows: list[tuple[str, float, int, int]] = []
-        offset = self.state.metrics_offset
+        offset, damaged = self.state.metrics_offset, 0
         for record, end in self._journal.lines.read(offset):
             values = record.get("metrics", {})
             new = [(name, float(value), record["time"], record["step"]) for name, value in values.items()]
             if rows and len(rows) + len(new) > BATCH:
-                self._send_metrics(sink, rows, offset)
-                rows = []
+                self._send_metrics(sink, rows, offset, damaged)
+                rows, damaged = [], 0
             rows += new
+            damaged += not record
             offset = end
-        self._send_metrics(sink, rows, offset)
+        self._send_metrics(sink, rows, offset, damaged)
 
-    def _send_metrics(self, sink: Sink, rows: list[tuple[str, float, int, int]], offset: int) -> None:
+    def _send_metrics(self, sink: Sink, rows: list[tuple[str, float, int, int]], offset: int, damaged: int) -> None:
         for start in range(0, len(rows), BATCH):
             self._send_or_split(sink, rows[start : start + BATCH])
         if offset > self.state.metrics_offset:
             self.state.metrics_offset = offset
+            self.state.num_damaged += damaged
             self.state.save(self.folder)
 
     def _send_or_split(self, sink: Sink, rows: list[tuple[str, float, int, int]]) -> None:
@@ -240,7 +243,7 @@ class Shipper:
     def _ship_events(self, sink: Sink) -> None:
         assert self.state.run_id is not None
         for event, end in self._events.read(self.state.events_offset):
-            for attempt in range(1, ATTEMPTS + 1):
+            for attempt in range(1, ATTEMPTS + 1) if event else ():  # a damaged line says nothing
                 try:
                     version = sink.event(self.state.run_id, event)
                     if version is not None:
@@ -257,8 +260,17 @@ class Shipper:
                     else:
                         time.sleep(0.05 * attempt)
             self.state.events_offset = end
+            self.state.num_damaged += not event
             self.state.save(self.folder)
 
     def _count_failure(self, what: str, error: Exception) -> None:
         self.state.num_failed += 1
         log.warning("tracking: %s was refused and left out (%d so far): %s", what, self.state.num_failed, error)
+
+
+def _lost_start(folder: Path) -> dict[str, Any]:
+    """Record with which a run begins, made up where its line is damaged: name and time of its folder."""
+    digest = hashlib.sha256(str(folder).encode()).hexdigest()[:32]
+    name = folder.name.removesuffix(".tracking")
+    time_ms = int(events_path(folder).stat().st_mtime * 1000)
+    return {"op": "start", "key": digest, "name": name, "time": time_ms}

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rl_core.data.model_text import plain_json
 from rl_core.types import Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def send_traces(store: Store, run_id: str, rows: list[dict[str, Any]], *, time_m
     experiment_id = store.client.get_run(run_id).info.experiment_id
     spans: list[Span] = []
     for index, row in enumerate(rows):
-        trajectory = Trajectory.from_json(row)
+        trajectory = Trajectory.from_json(plain_json(row))
         episode = _Episode(trajectory, run_id, model, index, time_ms + index)
         client.start_trace(episode.info(experiment_id))
         spans += episode.spans()

@@ -206,7 +206,7 @@ def test_generated_pages_are_current(monkeypatch):
 def test_the_configuration_page_names_every_setting():
     text = (DOCS / "configuration.md").read_text()
     assert "| `clip_eps_high` | float or null | `null` | upper clip of the ratio" in text
-    assert "| `sampling` | [block](#stagespreferencesampling) | its defaults |" in text
+    assert "| `sampling` | [block](#stagesdistillsampling) | its defaults |" in text
     assert "; at least 0 and at most 5 |" in text  # temperature
     assert len(re.findall(r"^\| `\w+` \|", text, re.MULTILINE)) > 250
 

@@ -496,7 +496,11 @@ def test_a_store_that_stays_away_ends_no_run_and_gets_everything_later(prefect_a
     from flows.cli.main import main
     from tasks.tracking import Tracking
 
-    settings = ["stages.sft.max_steps=2", "stages.evaluate.episodes=4", "stages.promote={min_success: 0.0}"]
+    settings = [
+        "stages.sft.max_steps=2",
+        "stages.evaluate.episodes=4",
+        "stages.promote={min_success: 0.0, min_episodes: 4}",
+    ]
     settings += [f"stages.{stage}=null" for stage in ("reward_model", "policy", "analyze")] + ["run.retries=0"]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     away = run(tmp_path, *settings)

@@ -58,6 +58,6 @@ def fake_spawn(command, environment, folder, log, **seconds):
 if __name__ == "__main__":
     spawn = supervisor.spawn
     supervisor.services, supervisor.spawn = fake_services, fake_spawn
-    report._pool_problem = lambda state: ""
+    report._pool_problem = lambda state, auth: ""
     commands.COMMAND = (sys.executable, __file__)  # what a start in the background runs
     sys.exit(cli.main(sys.argv[1:]))

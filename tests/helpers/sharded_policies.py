@@ -16,13 +16,13 @@ from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
     CriticSettings,
     CurriculumStage,
-    DistilledPolicySettings,
     LoraSettings,
     ModelSettings,
     ReplaySettings,
     RollbackSettings,
     SamplingSettings,
 )
+from rl_core.settings.distillation import DistilledPolicySettings
 
 # 5 groups for two processes: one of them plays three. Micro-batches hold a few rows.
 OPTIONS = {"iterations": 4, "prompts_per_iteration": 5, "group_size": 4, "micro_batch_tokens": 60, "eval_every": 2}
@@ -125,7 +125,7 @@ def scenarios(process_group, folder, numbers):
     }  # fmt: skip
 
     def long(iterations, place=None):
-        trainer = of(reference=model_of(1), rewards=inner_rewards(), **stateful)
+        trainer = of(reference=model_of(2), rewards=inner_rewards(), **stateful)
         return numbers(trainer, process_group, folder=place, iterations=iterations)
 
     yield "cut policy", lambda: long(3, ours / "policy")

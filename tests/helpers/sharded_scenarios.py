@@ -100,8 +100,8 @@ def refusing(trainer):
     loss = trainer._loss
     trainer._train[trainer.order._rows[7]].completion_ids[-1] = 10
 
-    def refuse(batch, count):
-        result = loss(batch, count)
+    def refuse(batch, *counts):
+        result = loss(batch, *counts)
         if trainer.optimizer_step.num_steps == 1 and bool((batch.input_ids_BS == 10).any()) and torch.is_grad_enabled():
             raise NonFiniteTensor("logprobs: NaN")
         return result

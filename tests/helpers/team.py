@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flows.operations.processes import leftovers, mark_of
 from flows.operations.services import ask
+from flows.runtime.prefect_access import password
 from helpers import ROOT, waiting
 
 FLOW = """
@@ -91,7 +92,7 @@ class Team:
     def api(self, path: str, body=None):
         for _ in range(20):
             try:
-                return ask(f"http://127.0.0.1:{self.prefect}/api{path}", body, timeout=60)
+                return ask(f"http://127.0.0.1:{self.prefect}/api{path}", body, timeout=60, auth=password(self.output))
             except urllib.error.HTTPError as error:
                 if error.code != 503:  # its sqlite file is busy; Prefect's own client tries again, too
                     raise

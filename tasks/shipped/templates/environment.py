@@ -2,7 +2,7 @@
 
 An environment is a family of episodes; (level, seed) determines one of them. Test yours before training:
 
-    posttrain validate FOLDER/config.yaml
+    posttrain validate FOLDER/config.yaml --import-code
 """
 
 import random

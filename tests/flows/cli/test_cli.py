@@ -12,10 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT
+from helpers.adapters import fakes
 
 from flows.cli import main as cli
 from flows.cli.parser import build_parser
-from rl_core.errors import BackendError, DataError, SettingsError, Stopped
+from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
 from tasks.config import from_dict
 from tasks.tracking import Tracking
 
@@ -156,6 +157,62 @@ def test_validate_reads_rows_and_says_what_it_did_not_check(tmp_path, monkeypatc
     assert "acts in" not in out
     assert cli.main(["validate", "own.yaml", "-s", "stages.evaluate={}"]) == 0
     assert "acts in   pixel_grid" in capsys.readouterr().out
+
+
+OWN_CODE = """
+import pathlib
+pathlib.Path("ran").touch()
+from rl_core.environments.arithmetic import Arithmetic
+def brief(trajectories): return [0.0] * len(trajectories)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "rewards", "named"),
+    [
+        ("{name: 'own_code:Arithmetic'}", "{task: 1.0}", "own_code:Arithmetic"),
+        ("{name: arithmetic}", "{'own_code:brief': 1.0}", "own_code:brief"),
+    ],
+)
+def test_validate_imports_code_only_when_told(tmp_path, monkeypatch, capsys, environment, rewards, named):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_code", raising=False)
+    (tmp_path / "own_code.py").write_text(OWN_CODE)
+    text = f"name: own\nenvironment: {environment}\nstages: {{sft: {{}}, policy: {{rewards: {rewards}}}}}\n"
+    (tmp_path / "own.yaml").write_text(text)
+    assert cli.main(["validate", "own.yaml"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("own.yaml: fine, but for code that was not imported\n") and f"code      {named} (" in out
+    assert not (tmp_path / "ran").exists()
+    missing = text.replace("own_code:", "no_code:")
+    (tmp_path / "own.yaml").write_text(missing)
+    assert cli.main(["validate", "own.yaml"]) == 2
+    assert "needs the module 'no_code', which cannot be found" in capsys.readouterr().err
+    (tmp_path / "own.yaml").write_text(text)
+    assert cli.main(["validate", "own.yaml", "--import-code"]) == 0
+    assert f"code      {named} (imported)" in capsys.readouterr().out and (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("command", [[], ["--import-code"]])
+def test_validate_runs_no_command_that_stands_for_an_environment(tmp_path, monkeypatch, capsys, command):
+    monkeypatch.chdir(tmp_path)
+    with fakes("gymnasium"):
+        options = {"id": "os:system", "options": {"command": "touch ran"}}
+        values = {"name": "x", "environment": {"name": "gymnasium", "options": options}, "stages": {"sft": {}}}
+        (tmp_path / "x.yaml").write_text(json.dumps(values))
+        assert cli.main(["validate", "x.yaml", *command]) == (2 if command else 0)
+    assert not (tmp_path / "ran").exists()
+    assert not command or "'os:system' is not a subclass of gymnasium.Env" in capsys.readouterr().err
+
+
+def test_a_bad_model_folder_exits_with_2(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{}")
+    assert cli.main(["doctor", "--model", str(tmp_path / "broken")]) == 2
+    assert "broken" in capsys.readouterr().err
+    assert issubclass(ModelError, CheckpointError)  # what caught it before does so still
 
 
 def test_validate_refuses_a_bad_row(tmp_path, monkeypatch, capsys):

@@ -6,6 +6,7 @@ import json
 import os
 
 import pytest
+from helpers.adapters import fakes
 from helpers.monitor_runs import EPISODES, START, make_run, write_lines
 
 from flows.monitor.charts import Drawn, marks, unit_of
@@ -197,6 +198,15 @@ def test_the_picture_is_that_of_the_episode_and_only_of_shipped_environments():
                                ({"name": "pixel_grid", "options": {"no": 1}}, "easy"),
                                ({"name": "pixel_grid"}, "none")):  # fmt: skip
         assert images.png(environment, level, 7) is None
+
+
+def test_looking_at_a_run_runs_no_code_that_its_settings_name(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "looked_at.py").write_text(f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
+    with fakes("gymnasium"):
+        for environment in ({"name": "gymnasium", "options": {"id": "looked_at:Env"}}, {"name": "looked_at:Env"}):
+            assert Images().png(environment, "default", 1) is None
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_view_keeps_its_version_until_something_changes(tmp_path):

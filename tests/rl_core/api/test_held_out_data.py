@@ -3,6 +3,7 @@
 import pytest
 from helpers.library import small_policy
 
+import rl_core
 from rl_core.api.data import conversations, preference_pairs
 from rl_core.api.policy import load_policy
 
@@ -21,6 +22,18 @@ def chat(question, follow_up):
         {"role": "user", "content": question}, {"role": "assistant", "content": "1"},
         {"role": "user", "content": follow_up}, {"role": "assistant", "content": "2"},
     ]}  # fmt: skip
+
+
+def test_prompts_longer_than_the_context_are_found_before_anything_is_played(policy):
+    """They ended training at the iteration that drew them."""
+    fits, long = "2 + 2 = ?", "word " * 3000
+    with pytest.raises(
+        rl_core.DataError, match=r"2 of 4 prompts leave no room[\s\S]*  prompts\[1\]: \d+ tokens\n"
+    ) as said:
+        rl_core.policy_gradient(policy, prompts=[fits, long, fits], heldout_prompts=[long], reward=lambda rows: [0.0])
+    assert "heldout_prompts[0]: " in str(said.value) and str(said.value).count(" tokens\n") == 2
+    with pytest.raises(rl_core.DataError, match="1 of 2 prompts leave no room"):
+        rl_core.evaluate(policy, prompts=[fits, long])
 
 
 def test_conversations_with_the_same_question_stay_together(policy):

@@ -300,6 +300,22 @@ def test_nulls_of_a_parquet_file_are_not_fields(tmp_path: Path) -> None:
     assert [row["messages"] for row in read_demonstrations(path).rows] == [row["messages"] for row in rows]
 
 
+def test_nulls_within_json_text_are_kept() -> None:
+    text = {"name": "zoom", "arguments": '{"row": null, "in": {"cell": null}}'}
+    schema = '{"name": "zoom", "parameters": {"properties": {"row": {"default": null}}}}'
+    row = read(
+        user("u"),
+        assistant("", tool_calls=[{"type": "function", "function": text}]),
+        {"role": "tool", "content": "t"},
+        assistant("", tool_calls='[{"function": {"name": "zoom", "arguments": {"row": null}}}]'),
+        tools=f'[{{"type": "function", "function": {schema}}}]',
+    )
+    first, second = (message["tool_calls"][0]["function"] for message in row["messages"][1::2])
+    assert first["arguments"] == {"row": None, "in": {"cell": None}}
+    assert second["arguments"] == {"row": None}
+    assert row["tools"][0]["function"]["parameters"] == {"properties": {"row": {"default": None}}}
+
+
 def test_prompts_take_the_same_messages() -> None:
     history = [user("u"), assistant("", tool_calls=[call(2)]), {"role": "tool", "content": "t", "tool_call_id": "1"}]
     (row,) = read_prompts([{"prompt": history}]).rows

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rl_core.data.files import data_files
+from rl_core.data.files import BadRow, _object, data_files
 from rl_core.data.records import Records, RowProblem, read_demonstrations, read_preferences, read_questions, report
 from rl_core.errors import DataError, RecordsError, SettingsError
 
@@ -316,3 +316,45 @@ def test_a_folder_stands_for_its_data_files_by_name(tmp_path):
         "a.parquet", "b.jsonl", "inner/c.jsonl",
     ]  # fmt: skip
     assert data_files(tmp_path / "b.jsonl") == [tmp_path / "b.jsonl"]
+
+
+def test_copies_and_contradictions_are_counted_and_named(tmp_path, caplog):
+    rows = [
+        {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "c"},
+        {"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "b", "rejected": "a"},
+        {"prompt": "q", "chosen": "b", "rejected": "a"}, {"prompt": "p", "completion": "x", "label": True},
+        {"prompt": "p", "completion": "x", "label": False}, {"prompt": "p", "completion": "y", "label": False},
+    ]  # fmt: skip
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n" + "".join(json.dumps(row) + "\n" for row in rows))
+    found = read_preferences(path)
+    assert found.repeats.copies == [(2, 0)] and found.repeats.contradictions == [(3, 0), (6, 5)]
+    assert f"{path}: 1 of 8 rows are exact copies of earlier ones and count more than once" in caplog.text
+    assert "(line 4 and line 2)" in caplog.text
+    assert (
+        "2 of 8 rows contradict earlier ones" in caplog.text and "(line 5 and line 2; line 8 and line 7)" in caplog.text
+    )
+    caplog.clear()
+    same = [{"prompt": "p", "completion": "x"}, {"prompt": "p", "completion": "y"}]  # two right answers are no conflict
+    assert read_demonstrations(same).repeats.contradictions == [] and caplog.text == ""
+    assert read_demonstrations([*same, same[0]]).repeats.copies == [(2, 0)] and "(row 2 and row 0)" in caplog.text
+
+
+class CountedName(str):
+    """A name that counts its comparisons."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other):
+        CountedName.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_a_doubled_key_among_thousands_is_found_in_one_pass():
+    """16,000 keys took 10.7 s, each compared with every other."""
+    names = [CountedName(f"key {number}") for number in range(2000)]
+    CountedName.compared = 0
+    with pytest.raises(BadRow, match="key 1999: appears twice in one object"):
+        _object([(name, 0) for name in [*names, CountedName("key 1999")]])
+    assert CountedName.compared < 20 * len(names)

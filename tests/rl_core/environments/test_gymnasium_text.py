@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from helpers.adapters import stand_in
 
-from rl_core.environments import make
+from rl_core.environments import make, named_code
 from rl_core.environments.gymnasium_text import plain
 from rl_core.errors import EnvironmentFault, SettingsError
 
@@ -111,12 +113,28 @@ def test_a_class_by_import_path_may_wait(fake: None) -> None:
     assert environment.blocking is True
 
 
+@pytest.mark.parametrize("id", ["os:mkdir", "pathlib:Path", "gymnasium:make"])
+def test_nothing_but_an_environment_class_is_called(fake: None, tmp_path: Path, id: str) -> None:
+    made = tmp_path / "made"
+    with pytest.raises(SettingsError, match=f"options.id: '{id}' is not a subclass of gymnasium.Env"):
+        make("gymnasium", {"id": id, "options": {"path": str(made)}})
+    assert not made.exists()
+
+
+def test_code_that_a_config_names_is_told_without_importing_it() -> None:
+    assert named_code("gymnasium", {"id": "some.module:Class"}) == ("some.module:Class",)
+    assert named_code("some.module:Own", {}) == ("some.module:Own",)
+    for name, options in (("gymnasium", {"id": "FrozenLake-v1"}), ("gymnasium", None), ("arithmetic", {"id": "a:b"})):
+        assert named_code(name, options) == ()
+    assert named_code("rl_core.environments.maze:Maze") == ()
+
+
 @pytest.mark.parametrize(
     ("options", "part"),
     [
         ({"id": "Lime-v0"}, "options.id: 'Lime-v0' cannot be made for level 'default': no environment Lime-v0"),
         ({"id": "no.such:Class"}, "cannot be made"),
-        ({"id": "gymnasium:Lime"}, "cannot be made"),
+        ({"id": "gymnasium:Lime"}, "is not a subclass of gymnasium.Env"),
         ({"id": "Line-v0", "options": {"size": 3}}, "cannot be made"),
         ({"id": "Line-v0", "actions": ["on"]}, "options.actions: 1 words for 2 actions"),
         ({"id": "Arm-v0"}, "it must be Discrete or Text"),

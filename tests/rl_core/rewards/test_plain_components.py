@@ -62,6 +62,17 @@ def test_format_pattern_takes_the_whole_action():
     assert reward([rollout([fits]), rollout([fits, lacks])]) == [1.0, 0.5]
 
 
+def test_a_pattern_that_blows_up_costs_a_second_and_is_counted(caplog, monkeypatch):
+    """26 letters took `re` half a minute, and each further one doubled it; no signal stops such a match."""
+    monkeypatch.setattr("rl_core.rewards.format.MATCH_S", 0.05)
+    reward = FormatReward(FormatSettings(pattern="(a|a)*b"))
+    fits, endless = say("aab"), say("a" * 60 + "bc")
+    assert reward([rollout([fits]), rollout([fits, endless])]) == [1.0, 0.5]
+    assert reward.metrics == {"malformed_turns": 0.5, "perfect": 0.5, "timed_out": 1.0}
+    assert "pattern '(a|a)*b'" in caplog.text and "malformed" in caplog.text
+    assert reward([rollout([fits])]) == [1.0] and reward.metrics["timed_out"] == 0  # of each batch
+
+
 def test_length_by_hand():
     reward = LengthReward(LengthSettings(free=2, limit=6))
     sampled = [0, 2, 3, 4, 6, 9]

@@ -211,7 +211,7 @@ def test_a_reward_model_trains_without_dropout_unless_asked():
         torch.manual_seed(5)
         model = gpt2(GPT2ForSequenceClassification, num_labels=1)
         trainer = RewardModelTrainer(model, PAD, pairs, [], RewardModelSettings(batch_size=8, **options), 7)
-        expected = trainer._evaluate(pairs)["loss"]
+        expected = trainer._evaluate(trainer._train)["loss"]
         return trainer.step()["train/loss"], expected
 
     found, expected = first_loss()

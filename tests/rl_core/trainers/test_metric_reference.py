@@ -14,6 +14,7 @@ from transformers import LlamaForSequenceClassification
 from rl_core.analysis.metric_reference import GROUPS, Metric, find_metric
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.data.tokenizer import train_tokenizer
+from rl_core.inference.teacher import LocalTeacher
 from rl_core.rewards.orchestrator import COMPONENTS, RewardOrchestrator
 from rl_core.settings import (
     CriticSettings,
@@ -26,6 +27,7 @@ from rl_core.settings import (
     RollbackSettings,
     SFTSettings,
 )
+from rl_core.settings.distillation import DistilledPolicySettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.preference import PreferenceTrainer
@@ -77,7 +79,8 @@ def policy(tokenizer, folder):
     )  # fmt: skip
     frozen = make_trainer(tokenizer).policy
     group = make_trainer(tokenizer, algorithm="dapo", kl_coef=0.1, reference=frozen, prompts_per_iteration=2)
-    return logged(every, 4, checkpoints=CheckpointStore(folder)) | logged(group, 2)
+    taught = make_trainer(tokenizer, kind=DistilledPolicySettings, teacher=LocalTeacher(frozen), gamma=0.0)
+    return logged(every, 4, checkpoints=CheckpointStore(folder)) | logged(group, 2) | logged(taught, 1)
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,45 @@ def condition(**more):
     return {"metric": "success_rate", "window": 2, "threshold": 0.8, **more}
 
 
+# What no machine has room for
+
+
+def test_sizes_beyond_reason_are_refused_by_their_range():
+    assert "at most 65536" in policy_problems(group_size=1_000_000_000)["group_size"]
+    assert "at most 1048576" in problems_of(model={"vocab_size": 1_000_000_000}, stages={"sft": {}})["model.vocab_size"]
+    assert "more than 64 bits" in policy_problems(iterations=10**400)["iterations"]
+    found = policy_problems(group_size=65_536, prompts_per_iteration=1024)["group_size"]
+    assert "67,108,864 rollouts in one iteration, and 1,048,576 is the most" in found
+    found = problems_of(stages={"sft": {}, "distill": {"group_size": 65_536, "prompts_per_iteration": 1024}})
+    assert any("67,108,864 rollouts" in text for text in found.values())
+
+
+def test_memory_is_estimated_before_anything_is_allocated(monkeypatch):
+    monkeypatch.setattr("tasks.config.memory_checks.machine_memory", lambda: 8 * 2**30)
+    # 4096 bytes of an episode, and 76 of each of its 512 tokens: 43,008 x 256 x 1024 = 10.5 GiB
+    many = {"group_size": 1024, "prompts_per_iteration": 256, "sampling": {"max_completion_tokens": 512}}
+    found = problems_of(model={"context": 1024}, stages={"sft": {}, "policy": many})
+    assert list(found) == ["stages.policy.group_size"]
+    assert "256 x 1,024 rollouts of one iteration of up to 512 tokens take up to 10.5 GiB" in next(iter(found.values()))
+    assert "this machine has 8.0 GiB; lower this, or sampling.max_completion_tokens" in next(iter(found.values()))
+    many["group_size"] = 512
+    assert problems_of(model={"context": 1024}, stages={"sft": {}, "policy": many}) == {}
+    # 2**20 tokens x 256 x 16 bytes = 4 GiB; 65,536 slots x 2**20 tokens x 4 layers x 2 x 128 x 4 bytes = 256 TiB
+    large = {"preset": "small", "vocab_size": 2**20, "context": 2**20}
+    wide = {"sft": {}, "policy": {"sampling": {"slots": 65_536, "max_completion_tokens": 64}}}
+    monkeypatch.setattr("tasks.config.memory_checks.machine_memory", lambda: 2 * 2**30)
+    found = problems_of(model=large, stages=wide)
+    assert sorted(found) == ["model.context", "model.vocab_size"]
+    assert "4.0 GiB" in found["model.vocab_size"] and "262,144.0 GiB" in found["model.context"]
+
+
+@pytest.mark.parametrize("name", ["logs", "mlflow", "operations", "Prefect"])
+def test_a_name_of_another_folder_of_the_output_is_reserved(name):
+    found = problems_of(name=name, stages={"sft": {}})
+    assert found["name"].startswith(f"'{name}' is reserved") and found["name"].endswith("choose another name")
+    assert problems_of(name=f"{name}2", stages={"sft": {}}) == {}
+
+
 # What each stage needs
 
 

@@ -11,6 +11,7 @@ import torch
 from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
+from rl_core.storage.checked_lines import sealed
 from rl_core.training import loop
 from tasks.config import from_dict
 from tasks.pipeline import key as keys
@@ -209,6 +210,28 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     assert play(pipeline_run, body).digest == first.digest and len(seen) == 2
     assert [path.name.partition(".")[2][:7] for path in (tmp_path / "sft").glob("*.corrupt-*")] == ["corrupt"]
     assert play(pipeline_run, body, number=2).key != first.key and len(seen) == 3
+
+
+def test_damaged_lines_are_counted_and_not_sealed_in(tmp_path):
+    lines = [sealed({"step": step, "metrics": {"train/loss": 0.5}, "iteration": step}) for step in range(4)]
+
+    def damaged(bad):
+        return b"".join(line.replace(b"0.5", b"0.7") if step in bad else line for step, line in enumerate(lines))
+
+    def body(context):
+        (context.folder / "rewards.jsonl").write_bytes(damaged([1]))
+        (context.folder.parent / f"{context.fingerprint['stage key']}.tracking/metrics.jsonl").write_bytes(
+            damaged([0, 2])
+        )
+        return {}
+
+    pipeline_run = PipelineRun(tmp_path)
+    result = play(pipeline_run, body)
+    assert (result.path / "rewards.jsonl").read_bytes() == lines[0] + lines[2] + lines[3]
+    assert (result.path / "metrics.jsonl").read_bytes() == lines[1] + lines[3]
+    assert result.summary["damaged_lines"] == {"metrics.jsonl": 2, "rewards.jsonl": 1}
+    assert pipeline_run.trackers[0].tags["damaged_lines"] == "metrics.jsonl: 2, rewards.jsonl: 1"
+    assert sorted(path.name for path in result.path.iterdir())[1:] == ["metrics.jsonl", "rewards.jsonl", "summary.json"]
 
 
 def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):

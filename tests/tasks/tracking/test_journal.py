@@ -122,6 +122,31 @@ def test_an_unreadable_line_in_the_middle_is_stepped_over(tmp_path, caplog):
     assert [end for _, end in read_lines(path)][-1] == path.stat().st_size
 
 
+def test_changed_digits_are_left_out_and_logged_again(tmp_path, caplog):
+    journal = Journal(tmp_path)
+    for step in range(3):
+        journal.append({"train/loss": 0.125 + step}, step)
+    journal.close()
+    path = metrics_path(tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"1.125", b"1.999"))
+    assert read_metrics(tmp_path) == [(0, {"train/loss": 0.125}), (2, {"train/loss": 2.125})]
+    assert "its checksum does not match" in caplog.text and caplog.text.count(str(path)) == 1
+    again = Journal(tmp_path)
+    again.append({"train/loss": 1.125}, 1)  # a run that resumes from step 0 measures it again
+    again.append({"train/loss": 2.125}, 2)
+    again.close()
+    assert [step for step, _ in read_metrics(tmp_path)] == [0, 2, 1] and again.num_repeated == 1
+
+
+def test_a_journal_of_an_older_version_goes_on(tmp_path):
+    path = metrics_path(tmp_path)
+    path.write_text('{"step":0,"time":1,"metrics":{"a":0.5}}\n')
+    journal = Journal(tmp_path)
+    journal.append({"a": 0.5, "b": 1.0}, 0)
+    journal.close()
+    assert read_metrics(tmp_path) == [(0, {"a": 0.5}), (0, {"b": 1.0})]
+
+
 def test_what_was_shipped_is_replaced_whole(tmp_path):
     cursor_path(tmp_path).parent.mkdir()
     DeliveryCursor("store", "run", "1", 10, 20, 1).save(tmp_path)

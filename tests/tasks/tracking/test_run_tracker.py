@@ -224,6 +224,18 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
     assert [trace.info.trace_id for trace in hard] == [wrong.info.trace_id]
 
 
+def test_what_a_policy_wrote_arrives_as_a_trace(tracking, tmp_path):
+    """Files of older versions, and of other programs, may hold halves of surrogate pairs and NUL."""
+    evil = "\ud800\0</script>"
+    turns = [Turn(evil, ToolCall("zoom", {"why": evil, evil: [evil]}), evil, True, 2), Turn(evil)]
+    row = Trajectory("pixel_grid", "easy", "colour", 3, evil, evil, turns, evil, False, 0.0)
+    with tracking.start_run("hostile-traces", tmp_path) as run:
+        assert run.log_traces([row], model="policy") == 1
+    (found,) = tracking.store.client.search_traces(locations=[tracking.experiment_id], run_id=run.run_id)
+    assert found.info.request_preview == "?\ufffd</script>"
+    assert found.data.spans[1].outputs == {"action": "?\ufffd</script>", "observation": "?\ufffd</script>"}
+
+
 def test_the_list_of_runs(tracking, output, tmp_path):
     with tracking.start_run("outer-listed", tmp_path) as outer:
         outer.set_tag("result", "94% success")

@@ -104,6 +104,32 @@ def stored(store: FakeStore, run_id: str = "run0") -> Counter:
     return Counter((name, step) for name, _, _, step in store.runs[run_id]["metrics"])
 
 
+def test_damaged_lines_do_not_reach_the_store_and_are_counted(tmp_path):
+    """Three changed digits were sent as if the run had measured them; a damaged first record stopped all delivery."""
+    store, run = FakeStore(), Run(tmp_path, FakeStore())
+    for step in range(4):
+        run.log(step, loss=0.125 + step)
+    run.events.append({"op": "tag", "name": "good"})
+    run.events.append({"op": "tag", "name": "lost"})
+    run.kill()
+    for path, old, new in (
+        (run.journal.lines.path, b"2.125", b"7.777"), (events_path(tmp_path), b'"lost"', b'"most"'),
+        (events_path(tmp_path), b'"start"', b'"stark"'),
+    ):  # fmt: skip
+        assert path.read_bytes().count(old) == 1
+        path.write_bytes(path.read_bytes().replace(old, new))
+    again = Run(tmp_path, store)
+    again.shipper._connect = lambda: store
+    store.fail_at_call = 1
+    with pytest.raises(BackendError):
+        again.shipper.ship()
+    again.shipper.ship()
+    assert sorted(value for _, value, _, _ in store.runs["run0"]["metrics"]) == [0.125, 1.125, 3.125]
+    assert store.runs["run0"]["events"] == ["tag"] and again.shipper.drained
+    assert DeliveryCursor.load(tmp_path).num_damaged == 3
+    again.kill()
+
+
 def test_batches_are_full_and_within_the_limit(tmp_path):
     store, run = FakeStore(), Run(tmp_path, FakeStore())
     run.shipper._connect = lambda: store

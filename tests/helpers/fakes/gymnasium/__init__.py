@@ -17,7 +17,11 @@ class Box:
     pass
 
 
-class Line:
+class Env:
+    pass
+
+
+class Line(Env):
     """Walk from 0 to the goal; renders in colour. A seed moves the goal."""
 
     metadata: ClassVar = {"render_modes": ["ansi"]}

@@ -20,13 +20,13 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import (
     DistillationSettings,
-    DistilledPolicySettings,
     ModelSettings,
     PolicySettings,
     ReplaySettings,
     SamplingSettings,
     TeacherSettings,
 )
+from rl_core.settings.distillation import DistilledPolicySettings
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
 from rl_core.trainers.policy_gradient.update import PolicyUpdate

@@ -29,7 +29,7 @@ def sample(number=0, temperature=1.0, **values):
 def test_values_of_cut_and_finished_rows_by_hand():
     """Loss tokens at 2 and 4 with values 1 and 2; 4 after the row; gamma 1/2, lambda 1/4; reward 8 at its end."""
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
-    actor_critic = SimpleNamespace(device=torch.device("cpu"))
+    actor_critic = SimpleNamespace(device=torch.device("cpu"), teacher=None)
     buffer = RolloutBuffer(actor_critic, settings, [[sample(is_truncated=True), sample()]])
     buffer.values_RS = torch.tensor([[0.0, 0.0, 1.0, 0.0, 2.0]] * 2)
     buffer.value_after_R = torch.tensor([4.0, 4.0])
@@ -49,7 +49,7 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
         [sample(reward=9.0, advantage=0.75, is_replayed=True)],
         [sample(reward=4.0, is_masked=True), sample(reward=1.0), sample(reward=3.0)],
     ]
-    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, groups)
+    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu"), teacher=None), settings, groups)
     buffer.estimate_advantages()
     # r - mean: of 1/2, of 1, replayed as it was; masked: none, the others against their own mean of 2
     expected = [0.5, -0.5, 2.0, -1.0, -1.0, 0.75, 0.0, -1.0, 1.0]
@@ -62,7 +62,7 @@ def test_groups_of_unequal_size_are_compared_each_within_itself():
 
 def test_a_penalty_in_the_reward_is_taken_off_where_it_stands():
     settings = PolicySettings(algorithm="ppo", gamma=0.5, gae_lambda=0.25, whiten_advantages=False)
-    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu")), settings, [[sample()]])
+    buffer = RolloutBuffer(SimpleNamespace(device=torch.device("cpu"), teacher=None), settings, [[sample()]])
     buffer.values_RS, buffer.value_after_R = torch.zeros(1, 5), torch.zeros(1)
     buffer.old_logprobs_RS = torch.tensor([[0.0, 0.0, -1.0, 0.0, -2.0]])
     buffer.ref_logprobs_RS = torch.tensor([[0.0, 0.0, -3.0, 0.0, -1.0]])  # k1 is 2 at the first, -1 at the second

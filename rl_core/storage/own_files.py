@@ -1,0 +1,56 @@
+"""Opening files for writing in folders that others may write into: no links are followed, owners are checked.
+
+with open(path, "a", opener=own_file) as file: ...
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from rl_core.errors import CheckpointError
+
+__all__ = ["own_file"]
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+
+
+def own_file(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int:
+    """Descriptor of a regular file, as `os.open` gives it; the `opener` of the built-in `open`.
+
+    A symbolic link, device or pipe under that name is refused before anything is cut off or written. Where others may
+    write into the folder, so is a file that belongs neither to this user nor to the folder's owner.
+    Raises: CheckpointError for those; OSError as `os.open`.
+    """
+    path = os.fspath(path)
+    careful = (flags & ~os.O_TRUNC) | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe would wait for a reader
+    try:
+        descriptor = os.open(path, careful, mode)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CheckpointError(
+                f"{path}: is a symbolic link, and nothing is written through links; remove it"
+            ) from None
+        if error.errno == errno.ENXIO:
+            raise CheckpointError(f"{path}: is no regular file; remove it") from None
+        raise
+    try:
+        _check(path, os.fstat(descriptor))
+        if flags & os.O_TRUNC:
+            os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check(path: str, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise CheckpointError(f"{path}: is no regular file; remove it")
+    folder = os.stat(os.path.dirname(path) or ".")
+    if folder.st_mode & _OTHERS_WRITE and found.st_uid not in (os.geteuid(), folder.st_uid):
+        raise CheckpointError(
+            f"{path}: belongs to user {found.st_uid}, in a folder that others may write into; remove it, or use "
+            "another folder"
+        )

@@ -1,0 +1,95 @@
+"""Memory that settings ask for at least, estimated before anything is allocated, against what the machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rl_core.settings.presets import PRESETS
+from tasks.config.problems import Key, Problem
+from tasks.config.settings import PipelineSettings
+
+__all__ = ["machine_memory", "memory_problems"]
+
+GIB = 2**30
+# Of a rollout in Python's lists: a reference and an object for its id and log-probability, a reference for its mask.
+TOKEN_BYTES = 8 + 28 + 8 + 24 + 8
+EPISODE_BYTES = 4096  # of an episode with its trajectory, before its first token
+TRAINED_WEIGHT_BYTES = 16  # float32 weight, gradient and the two moments of Adam
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")  # of a container, v2 and v1
+
+
+def machine_memory() -> int:
+    """Bytes of main memory, or of the container's limit where that is less."""
+    total = int(psutil.virtual_memory().total)
+    for path in map(Path, _LIMITS):
+        try:
+            total = min(total, int(path.read_text()))
+        except (OSError, ValueError):  # no such limit, or "max"
+            continue
+    return total
+
+
+def memory_problems(settings: PipelineSettings) -> Iterator[Problem]:
+    """Settings whose rollouts of one iteration, or whose model from a preset, cannot fit into this machine."""
+    memory = machine_memory()
+    for key, count, words, sampling in _rollouts(settings):
+        tokens = sampling.max_completion_tokens
+        need = count * (EPISODE_BYTES + tokens * TOKEN_BYTES)
+        if need > memory:
+            yield Problem(
+                key,
+                f"{words} of up to {tokens:,} tokens take up to {_gib(need)}, and this machine has {_gib(memory)}; "
+                "lower this, or sampling.max_completion_tokens",
+            )
+    if settings.model.path is None:
+        yield from _preset(settings, memory)
+
+
+def _rollouts(settings: PipelineSettings) -> Iterator[tuple[Key, int, str, Any]]:
+    """(key, rollouts held at once, their words, sampling) of every stage that keeps rollouts in memory."""
+    stages = settings.stages
+    for name in ("policy", "distill"):
+        block = getattr(stages, name)
+        if block is not None:
+            count = block.prompts_per_iteration * block.group_size
+            words = f"{block.prompts_per_iteration:,} x {block.group_size:,} rollouts of one iteration"
+            yield ("stages", name, "group_size"), count, words, block.sampling
+    if stages.evaluate is not None:
+        count = stages.evaluate.episodes * stages.evaluate.samples
+        words = f"{stages.evaluate.episodes:,} x {stages.evaluate.samples:,} rollouts of one model"
+        yield ("stages", "evaluate", "episodes"), count, words, stages.evaluate.sampling
+
+
+def _preset(settings: PipelineSettings, memory: int) -> Iterator[Problem]:
+    model, shape = settings.model, PRESETS[settings.model.preset]
+    embeddings = model.vocab_size * shape["hidden_size"] * TRAINED_WEIGHT_BYTES
+    if embeddings > memory:
+        yield Problem(
+            ("model", "vocab_size"),
+            f"embeddings of {model.vocab_size:,} tokens x {shape['hidden_size']} take {_gib(embeddings)} with "
+            f"gradients and optimizer state, and this machine has {_gib(memory)}; lower this (the demo has 512)",
+        )
+    heads = shape["num_key_value_heads"] * shape["hidden_size"] // shape["num_attention_heads"]
+    slots = max((block.sampling.slots for block in _sampled(settings)), default=0)
+    cache = slots * model.context * shape["num_hidden_layers"] * 2 * heads * 4
+    if cache > memory:
+        yield Problem(
+            ("model", "context"),
+            f"keys and values of {slots:,} slots x {model.context:,} tokens take {_gib(cache)}, and this machine has "
+            f"{_gib(memory)}; lower this, or sampling.slots",
+        )
+
+
+def _sampled(settings: PipelineSettings) -> Iterator[Any]:
+    for name in settings.stages.active:
+        block = getattr(settings.stages, name)
+        if hasattr(block, "sampling"):
+            yield block
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB"

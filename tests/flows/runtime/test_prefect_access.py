@@ -1,0 +1,164 @@
+"""Access to the Prefect servers that are started here: password, hosts, origins."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+from flows.cli.ui import PageServers
+from flows.operations.database import Databases
+from flows.operations.services import client_environment, services
+from flows.operations.state import Options
+from flows.runtime import prefect_access
+from flows.runtime.prefect_access import OnlyFromHere, password
+from tasks.tracking import offline_environment
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in (prefect_access.SERVER, prefect_access.CLIENT, "PREFECT_API_URL", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_password_is_made_once_and_kept_for_its_owner_alone(tmp_path, monkeypatch):
+    first = password(tmp_path)
+    user, _, secret = first.partition(":")
+    assert user == "posttrain" and len(secret) == 32 and password(tmp_path) == first
+    assert os.listdir(tmp_path / "prefect") == ["password"]
+    assert stat.S_IMODE((tmp_path / "prefect" / "password").stat().st_mode) == 0o600
+    assert password(tmp_path / "other") != first
+    monkeypatch.setenv(prefect_access.SERVER, "me:mine")
+    assert password(tmp_path) == "me:mine"
+
+
+def status_of(headers: list[tuple[str, str]], kind: str = "http") -> int:
+    """Answer to one request: what the application behind the check says (200), or the refusal."""
+    sent = []
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def receive():
+        return {"type": "websocket.connect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": kind, "headers": [(name.encode(), value.encode()) for name, value in headers]}
+    asyncio.run(OnlyFromHere(app)(scope, receive, send))
+    return sent[0].get("status") or sent[0]["code"]
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "status"),
+    [
+        ("127.0.0.1:4200", None, 200),
+        ("localhost:4200", None, 200),
+        ("[::1]:4200", None, 200),
+        ("127.0.0.1:4200", "http://127.0.0.1:4200", 200),
+        ("127.0.0.1:4200", "http://localhost:4200", 200),  # the page was opened under the other name
+        ("127.0.0.1", "http://localhost", 200),  # port 80
+        ("127.0.0.1:4200", "http://localhost:8888", 403),  # a page of another local server
+        ("127.0.0.1:4200", "http://evil.example", 403),
+        ("127.0.0.1:4200", "http://evil.example:4200", 403),
+        ("127.0.0.1:4200", "https://127.0.0.1:4200", 403),
+        ("127.0.0.1:4200", "null", 403),
+        ("127.0.0.1:4200", "", 403),
+        ("127.0.0.1:4200", "http://localhost:4200@evil.example", 403),
+        ("127.0.0.1:4200", "http://localhost:x", 403),
+        ("evil.example:4200", None, 403),  # DNS rebinding
+        ("evil.example:4200", "http://evil.example:4200", 403),
+        ("localhost.evil.example", None, 403),
+        ("localhost/x", None, 403),
+        ("", None, 403),
+    ],
+)
+def test_only_own_hosts_and_origins_are_answered(host, origin, status):
+    headers = [("host", host), *([("origin", origin)] if origin is not None else [])]
+    assert status_of(headers) == status
+    assert status_of(headers, "websocket") == (200 if status == 200 else 1008)
+
+
+def test_two_hosts_or_none_are_refused():
+    assert status_of([]) == 403
+    assert status_of([("host", "127.0.0.1:4200"), ("host", "evil.example")]) == 403
+    twice = [("origin", "http://localhost:1"), ("origin", "http://evil.example")]
+    assert status_of([("host", "localhost:1"), *twice]) == 403
+
+
+def test_the_servers_of_up_get_a_password_and_no_command_shows_it(tmp_path):
+    options = Options(prefect_port=4567, mlflow_port=5678)
+    mlflow, prefect, worker = services(tmp_path, options, Databases("", ""))
+    word = password(tmp_path)
+    assert prefect.environment["PREFECT_SERVER_API_AUTH_STRING"] == word
+    origins = "http://127.0.0.1:4567,http://localhost:4567,http://[::1]:4567"
+    assert prefect.environment["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"] == origins
+    assert prefect.command[1:5] == ("-m", "flows.runtime.prefect_access", "server", "start")
+    place = mlflow.command.index("--cors-allowed-origins")
+    assert mlflow.command[place + 1] == origins.replace("4567", "5678")
+    assert worker.environment["PREFECT_API_AUTH_STRING"] == word
+    assert client_environment(tmp_path, "x", options, "")["PREFECT_API_AUTH_STRING"] == word
+    assert not [name for name in mlflow.environment if name.endswith("AUTH_STRING")]
+    assert not [part for spec in (mlflow, prefect, worker) for part in spec.command if word in part]
+
+
+def test_the_pages_of_ui_are_started_with_it(tmp_path, monkeypatch):
+    started = {}
+    monkeypatch.setattr(PageServers, "_start", lambda self, service, arguments, environment: started.update(
+        {service.name: (arguments, environment, service)}
+    ))  # fmt: skip
+    pages = PageServers(tmp_path, mlflow_port=0, prefect_port=0)
+    pages._ports = {"MLflow": 5678, "Prefect": 4567}
+    monkeypatch.setattr(pages, "_free_port", lambda wanted: wanted)
+    pages._mlflow(), pages._prefect()
+    arguments, environment, service = started["Prefect"]
+    assert environment["PREFECT_SERVER_API_AUTH_STRING"] == password(tmp_path)
+    assert arguments[0] == "flows.runtime.prefect_access"
+    assert environment["PREFECT_SERVER_CORS_ALLOWED_ORIGINS"].startswith("http://127.0.0.1:4567,")
+    assert service.notes == [f"(asks once for the password: cat {tmp_path / 'prefect' / 'password'})"]
+    assert "http://127.0.0.1:5678,http://localhost:5678,http://[::1]:5678" in started["MLflow"][0]
+
+
+EMBEDDED = """
+import json, urllib.error, urllib.request
+from flows.runtime.prefect_home import prefect_defaults, start_embedded_server
+
+def answer(path, **headers):
+    request = urllib.request.Request(server.api_url + path, headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+with prefect_defaults():
+    start_embedded_server()
+    from prefect.client.orchestration import get_client
+    from prefect.server.api.server import SubprocessASGIServer
+    server = SubprocessASGIServer()
+    with get_client(sync_client=True) as client:
+        mine = len(client.read_flows())
+    found = [answer("/health"), answer("/admin/version"), answer("/health", Origin="http://evil.example"),
+             answer("/health", Host="evil.example")]
+    server.stop()
+print(json.dumps([mine, *found]))
+"""
+
+
+def test_the_embedded_server_of_a_run_answers_its_client_alone(tmp_path):
+    elsewhere = ("PREFECT_API_URL", "PREFECT_PROFILE", prefect_access.SERVER, prefect_access.CLIENT)
+    environment = {name: value for name, value in os.environ.items() if name not in elsewhere} | offline_environment()
+    environment |= {"PREFECT_HOME": str(tmp_path / "home"), "PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    environment |= {"PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true"}
+    done = subprocess.run(
+        [sys.executable, "-c", EMBEDDED], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [0, 200, 401, 403, 403]

@@ -1,0 +1,109 @@
+"""Files that lie in the way of ours: links, pipes, somebody else's; nothing behind them is touched."""
+
+import os
+
+import pytest
+
+from rl_core.errors import CheckpointError
+from rl_core.rewards.rollout_log import RewardRecord
+from rl_core.storage.folders import clear_leftovers, publish_folder, write_text_atomic, write_text_unsynced
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.own_files import own_file
+from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
+from tasks.tracking.journal import DeliveryCursor, LineLog
+
+PRECIOUS = "step,time\nprecious\n"
+
+
+@pytest.fixture
+def victim(tmp_path):
+    """A file outside the folder that is written into."""
+    path = tmp_path / "elsewhere" / "victim"
+    path.parent.mkdir()
+    path.write_text(PRECIOUS)
+    return path
+
+
+def _lock(folder):
+    with FolderLock(folder):
+        pass
+
+
+APPENDED = {
+    ".lock": _lock,
+    "metrics.jsonl": lambda folder: JsonlTracker(folder / "metrics.jsonl").log_metrics({"x": 1.0}, 1),
+    "cut.jsonl": lambda folder: JsonlTracker(folder / "cut.jsonl", cut=True).log_metrics({"x": 1.0}, 1),
+    "metrics.csv": lambda folder: CsvTracker(folder / "metrics.csv").log_metrics({}, 1),
+    "rewards.jsonl": lambda folder: RewardRecord(folder / "rewards.jsonl")(0, []),
+    "events.jsonl": lambda folder: LineLog(folder / "events.jsonl"),
+}
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_what_is_appended_to_follows_no_link(tmp_path, victim, name):
+    folder = tmp_path / "output"
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    with pytest.raises(CheckpointError, match=rf"{name}: is a symbolic link, and nothing is written through links"):
+        APPENDED[name](folder)
+    assert victim.read_text() == PRECIOUS
+    (folder / name).unlink()
+    (folder / name).symlink_to(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match="is a symbolic link"):
+        APPENDED[name](folder)
+    assert not (tmp_path / "absent").exists()
+
+
+REPLACED = {
+    ".tmp-state.json-PID": lambda folder: write_text_atomic(folder / "state.json", "new"),
+    ".tmp-page-PID": lambda folder: write_text_unsynced(folder / "page", "new"),
+    ".tracking/shipped.tmp-PID": lambda folder: DeliveryCursor().save(folder),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_link_under_the_name_of_a_temporary_is_replaced(tmp_path, victim, name):
+    folder = tmp_path / "output"
+    (folder / ".tracking").mkdir(parents=True)
+    (folder / name.replace("PID", str(os.getpid()))).symlink_to(victim)
+    REPLACED[name](folder)
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert victim.read_text() == PRECIOUS and len(written) == 1 and not written[0].is_symlink()
+
+
+def test_a_link_under_the_name_of_a_temporary_folder_is_replaced(tmp_path, victim):
+    (tmp_path / f".tmp-v1-{os.getpid()}").symlink_to(victim.parent)
+    publish_folder(tmp_path / "v1", lambda folder: (folder / "a").write_text("a") and None)
+    assert os.listdir(victim.parent) == ["victim"] and (tmp_path / "v1" / "a").read_text() == "a"
+    (tmp_path / ".trash-old").symlink_to(victim.parent)
+    assert clear_leftovers(tmp_path) == [".trash-old"] and victim.exists() and ".trash-old" not in os.listdir(tmp_path)
+
+
+def test_pipes_and_folders_are_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for flags in (os.O_WRONLY | os.O_APPEND, os.O_RDWR):
+        with pytest.raises(CheckpointError, match="is no regular file"):
+            own_file(tmp_path / "pipe", flags)
+    with pytest.raises(OSError, match="directory"):
+        own_file(tmp_path, os.O_RDWR)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_a_file_of_somebody_else_is_refused_where_others_may_write(tmp_path):
+    path = tmp_path / "shared" / "log"
+    path.parent.mkdir()
+    path.write_text("theirs")
+    os.chown(path, 12345, -1)
+    os.chmod(path.parent, 0o1777)
+    with pytest.raises(CheckpointError, match="belongs to user 12345, in a folder that others may write into"):
+        own_file(path, os.O_WRONLY | os.O_TRUNC)
+    assert path.read_text() == "theirs"
+    os.chmod(path.parent, 0o755)  # nobody else could have put it there
+    with open(path, "w", opener=own_file) as file:
+        file.write("ours")
+    assert path.read_text() == "ours"
+    os.chown(path.parent, 12345, -1)  # the folder's owner shares it
+    os.chmod(path.parent, 0o777)
+    with open(path, "a", opener=own_file) as file:
+        file.write("!")
+    assert path.read_text() == "ours!"

@@ -1,0 +1,77 @@
+"""Secrets among an environment's options: masked where settings are stored, whole where they are used."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from flows.cli import resume
+from flows.parameters import passed_on, read_settings
+from rl_core.errors import SettingsError
+from tasks.config import PipelineSettings, from_dict, resolve
+from tasks.config.masking import masked, masked_keys
+from tasks.pipeline.pipeline_tracker import PipelineTracker
+from tasks.pipeline.run_options import RunOptions
+from tasks.tracking import Tracking
+
+SECRETS = {
+    "api_key": "one-1", "hf_token": "two-2", "judgePassword": "three-3", "API-Keys": ["four-4", {"x": "five-5"}],
+    "client": {"secret": "six-6"}, "CREDENTIALS": {"user": "seven-7"},
+}  # fmt: skip
+PLAIN = {
+    "max_tokens": 64,
+    "tokenizer": "bytes",
+    "keyboard": "qwerty",
+    "author": "me",
+    "tokens": 3,
+    "path": "rows",
+    "key": None,
+}
+
+
+@pytest.fixture
+def settings(tmp_path) -> PipelineSettings:
+    values = {"name": "secretive", "output": str(tmp_path), "stages": {"sft": {}}}
+    values["environment"] = {"name": "my_tasks:Env", "options": {**SECRETS, **PLAIN}}
+    return from_dict(values, check_files=False, import_code=False)
+
+
+def test_texts_of_secret_options_are_masked_and_nothing_else(settings):
+    whole = resolve(settings)
+    hidden = masked(whole)
+    assert hidden["environment"]["options"] == {
+        "api_key": "***", "hf_token": "***", "judgePassword": "***", "API-Keys": ["***", {"x": "***"}],
+        "client": {"secret": "***"}, "CREDENTIALS": {"user": "***"}, **PLAIN,
+    }  # fmt: skip
+    assert {**hidden, "environment": None} == {**whole, "environment": None} and whole == resolve(settings)
+    assert masked_keys(hidden)[:2] == ["environment.options.api_key", "environment.options.hf_token"]
+    assert len(masked_keys(hidden)) == 7 and masked_keys(whole) == []
+
+
+def test_no_secret_is_written_by_a_run(settings, tmp_path):
+    tracker = PipelineTracker(
+        Tracking(None, tmp_path), settings, RunOptions(), started="2026-11-22 10:00:00", resumed=False,
+        on_progress=lambda *_: None,
+    )  # fmt: skip
+    tracker.log_settings()
+    tracker.close("FINISHED")
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"qwerty" in written and b"***" in written
+    values = ["one-1", "two-2", "three-3", "four-4", "five-5", "six-6", "seven-7"]
+    assert [value for value in values if value.encode() in written] == []
+
+
+def test_a_flow_called_here_gets_them_though_its_parameter_has_none(settings, monkeypatch):
+    got = []
+    monkeypatch.setattr("flows.parameters.from_dict", lambda values, **_: got.append(values))
+    with passed_on(settings) as stored:
+        assert "one-1" not in json.dumps(stored)
+        read_settings({**stored, "seed": 5})
+    read_settings(stored)
+    assert got == [{**resolve(settings), "seed": 5}, stored]
+
+
+def test_a_run_whose_secrets_were_not_stored_is_not_resumed_without_them(settings, tmp_path):
+    record = SimpleNamespace(name="secretive", settings=masked(resolve(settings)))
+    with pytest.raises(SettingsError, match=r"environment\.options\.api_key, .*posttrain run CONFIG"):
+        resume.settings_of(record, tmp_path)
