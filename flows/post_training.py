@@ -135,6 +135,8 @@ def execute(
         stopping.last_words(pipeline_run.abandon),
     ):
         crash_flow_runs(run.flow_run_id for run in pipeline_run.dead_runs)
+        if pipeline_run.threads_note:
+            say(pipeline_run.threads_note)
         _run_stages(pipeline_run, models or {})
         rows = result_rows(pipeline_run)
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rl_core.api.policy import ModelSource, Policy, create_policy, load_policy
     from rl_core.api.rewards import RewardSource
     from rl_core.api.training import Training
+    from rl_core.cpu.waiting import free_processors
     from rl_core.data.records import RowSource
     from rl_core.environments import Demonstration, Environment, Episode, Step, Tool, Toolset
     from rl_core.environments import make as make_environment
@@ -195,6 +196,7 @@ __all__ = [
     "distill",
     "dpo",
     "evaluate",
+    "free_processors",
     "generate",
     "grpo",
     "iter_metrics",
@@ -220,6 +222,7 @@ _HOME = {
     "rl_core.api.policy": "ModelSource Policy create_policy load_policy",
     "rl_core.api.rewards": "RewardSource",
     "rl_core.api.training": "Training",
+    "rl_core.cpu.waiting": "free_processors",
     "rl_core.data.records": "RowSource",
     "rl_core.environments": "Demonstration Environment Episode Step Tool Toolset make:make_environment",
     "rl_core.environments.prompts": "Prompts",

@@ -98,7 +98,8 @@ def _remedy(value: Any, hint: Any) -> str:
     named = [
         name for choice in choices if typing.get_origin(choice) is typing.Literal for name in typing.get_args(choice)
     ]
-    if isinstance(value, str) and named:
+    is_number = isinstance(value, str) and value.strip().lstrip("+-")[:1].isdigit()
+    if isinstance(value, str) and named and not is_number:
         return f"; {nearest(value, map(str, named))}"
     if isinstance(value, str) and {int, float} & set(choices):
         return "; it is text, leave out the quotes"

@@ -37,7 +37,8 @@ def fits(value: Any, hint: Any) -> bool:
 def words(hint: Any) -> str:
     """Description of a type hint, for messages."""
     if typing.get_origin(hint) is typing.Literal:
-        return "one of " + ", ".join(repr(choice) for choice in typing.get_args(hint))
+        choices = [repr(choice) for choice in typing.get_args(hint)]
+        return ("one of " if len(choices) > 1 else "") + ", ".join(choices)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join(words(argument) for argument in typing.get_args(hint))
     if hint is type(None):

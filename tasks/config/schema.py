@@ -126,9 +126,12 @@ def read(cls: type[S], values: Any) -> tuple[S | None, list[Problem]]:
         except pydantic.ValidationError as error:
             errors = error.errors(include_url=False, include_context=True)
         known = {problem.key for problem in problems}  # what was dropped for its own problem is not missing
-        problems += [problem for problem in (_problem(cls, item) for item in errors) if problem.key not in known]
+        for problem in (_problem(cls, item) for item in errors):
+            if problem.key not in known:
+                problems.append(problem)
+                known.add(problem.key)  # a number or a word: one error for each kind that it could have been
         for item in sorted(errors, key=lambda item: len(item["loc"]), reverse=True):
-            if not _drop(values, item):
+            if not _drop(values, _key(cls, item), item["type"]):
                 return None, problems
     found: list[Problem] = []
     settings = _build(cls, checked.model_dump(), (), found)
@@ -137,10 +140,9 @@ def read(cls: type[S], values: Any) -> tuple[S | None, list[Problem]]:
     return typing.cast(S, settings), problems + found
 
 
-def _drop(values: Any, error: Any) -> bool:
-    """Remove what an error points at, so that the rest can be read; False when nothing is left to read."""
-    key = _key(error)
-    if error["type"] == "missing":
+def _drop(values: Any, key: Key, kind: str) -> bool:
+    """Remove what an error of this kind points at, so that the rest can be read; False when nothing is left to read."""
+    if kind == "missing":
         if key == ("name",):  # the one required text at the root
             values["name"] = "unnamed"
             return True
@@ -154,8 +156,23 @@ def _drop(values: Any, error: Any) -> bool:
     return False
 
 
-def _key(error: Any) -> Key:
-    return tuple(part for part in error["loc"] if part != "[key]")
+def _key(cls: type[Settings], error: Any) -> Key:
+    """Path of the value that an error is about."""
+    key: Key = ()
+    for part in error["loc"]:
+        if part == "[key]":
+            continue
+        if len(_kinds(_hint_at(cls, key))) > 1:
+            break  # a number or a word: what follows names one of the kinds
+        key = (*key, part)
+    return key
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """X and Y of `X | Y | None`; otherwise the hint itself."""
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return [item for item in typing.get_args(hint) if item is not type(None)]
+    return [hint]
 
 
 def _at(values: Any, key: Key) -> Any:
@@ -173,7 +190,7 @@ def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
     if value is None:
         return None
     if origin in (Union, types.UnionType):
-        return _build(next(item for item in arguments if item is not type(None)), value, key, problems)
+        return _build(_plain_hint(hint), value, key, problems)
     if origin is tuple:
         kinds = [arguments[0]] * len(value) if arguments[-1] is ... else arguments
         return tuple(
@@ -202,7 +219,7 @@ def _build(hint: Any, value: Any, key: Key, problems: list[Problem]) -> Any:
 
 def _problem(cls: type[Settings], error: Any) -> Problem:
     """A message with the found value, the allowed ones and a remedy, from pydantic's error."""
-    key = _key(error)
+    key = _key(cls, error)
     kind, found = error["type"], error.get("input")
     if kind == "extra_forbidden":
         return Problem(key, f"unknown key; {_suggestion(cls, key)}")
@@ -236,10 +253,8 @@ def _blocks_with(cls: type[Settings], name: str, prefix: str) -> Iterable[str]:
 
 
 def _plain_hint(hint: Any) -> Any:
-    """X of `X | None`; otherwise the hint itself."""
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return next(item for item in typing.get_args(hint) if item is not type(None))
-    return hint
+    """X of `X | None`, the first of several kinds; otherwise the hint itself."""
+    return _kinds(hint)[0]
 
 
 def _hint_at(cls: Any, key: Key) -> Any:
@@ -271,28 +286,28 @@ def _field(cls: type[Settings], key: Key) -> dataclasses.Field[Any]:
 
 def _expected(cls: type[Settings], key: Key) -> str:
     field = _field(cls, key)
-    words = _type_words(_hint_at(cls, key))
     limits = [f"{_WORDS[name]} {limit}" for name, limit in field.metadata.items() if name in _WORDS]
-    if limits:
-        words, null, _ = words.partition(" or null")
-        words += f" {' and '.join(limits)}{null}"
-    return f"{words} [{field.metadata['doc']}]"
+    return f"{_type_words(_hint_at(cls, key), ' and '.join(limits))} [{field.metadata['doc']}]"
 
 
-def _type_words(hint: Any) -> str:
+def _type_words(hint: Any, limits: str = "") -> str:
+    """Description of a type, with the limits of the numbers in it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
-        return f"{_type_words(_plain_hint(hint))} or null"
+        named = [_type_words(kind, limits) for kind in _kinds(hint)] + ["null"] * (type(None) in arguments)
+        return f"{', '.join(named[:-1])} or {named[-1]}"
     if origin is Literal:
-        return "one of " + ", ".join(str(argument) for argument in arguments)
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(argument) for argument in arguments)
     if origin is tuple:
         if arguments[-1] is ...:
-            return f"a list, each item {_type_words(arguments[0])}"
-        return f"a list of exactly {len(arguments)}, each {_type_words(arguments[0])}"
+            return f"a list, each item {_type_words(arguments[0], limits)}"
+        return f"a list of exactly {len(arguments)}, each {_type_words(arguments[0], limits)}"
     if origin is dict:
         return "a block of `name: value`" + ("" if arguments[1] is Any else f", each value {_type_words(arguments[1])}")
     if isinstance(hint, type) and issubclass(hint, Settings):
         return "a block of keys ({} = its defaults)"
+    if hint in (int, float) and limits:
+        return f"{_type_words(hint)} {limits}"
     return {int: "a whole number", float: "a number", str: "text", bool: "true or false"}.get(hint, "a value")
 
 

@@ -196,7 +196,10 @@ class PipelineSettings(Settings):
     name: str = setting(doc="of the pipeline; names its folder, experiment and model")
     seed: int = setting(0, ge=0, lt=2**31, doc="all randomness of the run comes from it")
     output: str = setting("outputs", doc="folder that everything is written into")
-    threads: int | None = setting(None, ge=1, le=1024, doc="CPU threads of torch; left out: torch decides")
+    threads: int | Literal["auto"] | None = setting(
+        None, ge=1, le=1024,
+        doc="CPU threads of torch; left out: torch decides; auto: as many as processors are free at the run's start",
+    )  # fmt: skip
     environment: EnvironmentSettings = setting(EnvironmentSettings(), doc="where the policy acts")
     model: ModelSettings = setting(ModelSettings(), doc="where the policy starts")
     tracking: TrackingSettings = setting(TrackingSettings(), doc="where results go")

@@ -73,8 +73,9 @@ class PipelineTracker:
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
         )
 
-    def log_settings(self) -> None:
-        """Leave the resolved settings and the environment with the parent run."""
+    def log_settings(self, threads: int) -> None:
+        """Leave the resolved settings, the number of threads and the environment with the parent run."""
+        self.parent.set_tag("threads", str(threads))
         self.parent.log_dict(masked(resolve(self._settings)), "config.json")
         self.parent.log_environment()
 

@@ -13,10 +13,11 @@ from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.pipeline.run_options import RunOptions
 
-__all__ = ["PipelineRecord"]
+__all__ = ["RUN_RECORD", "PipelineRecord"]
 
 logger = logging.getLogger(__name__)
 
+RUN_RECORD = "run.json"
 _INTERRUPTED = ("running", "stopped", "waiting", "postponed")  # states that a run with equal settings goes on from
 
 
@@ -52,7 +53,7 @@ class PipelineRecord:
             logger.info("going on with the run of %s", self._options.started)
             return self._options.started
         try:
-            record = json.loads((self.home / "run.json").read_text())
+            record = json.loads((self.home / RUN_RECORD).read_text())
         except (OSError, ValueError):
             return ""
         same = record.get("config_digest") == digest and record.get("only") == self._options.only
@@ -61,7 +62,7 @@ class PipelineRecord:
         logger.info("going on with the interrupted run of %s", record.get("started"))
         return str(record.get("started") or "")
 
-    def begin(self, folder: Path, *, started: str, digest: str) -> None:
+    def begin(self, folder: Path, *, started: str, digest: str, threads: int) -> None:
         """Write the record of a run that begins, into its own folder too: before anything else of it exists.
 
         Else one that is killed in its first seconds would not be found again.
@@ -72,6 +73,7 @@ class PipelineRecord:
             "started": started,
             "run_id": None,
             "config_digest": digest,
+            "threads": threads,
             "only": self._options.only,
             "given": dict(self._options.given),
             "status": "running",
@@ -92,4 +94,4 @@ class PipelineRecord:
 
     def _write(self) -> None:
         for folder in self._folders:
-            write_json_atomic(folder / "run.json", self._values)
+            write_json_atomic(folder / RUN_RECORD, self._values)

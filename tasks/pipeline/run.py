@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -25,9 +24,10 @@ from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
 from tasks.pipeline.pipeline_tracker import PipelineTracker, run_folder
-from tasks.pipeline.record import PipelineRecord
+from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.threads import choose_threads, recorded_threads
 from tasks.tracking import RunTracker, Tracking, Waiting
 
 __all__ = ["PipelineRun", "ProgressCallback"]
@@ -63,7 +63,7 @@ class PipelineRun:
         self.output = Path(settings.output).resolve()
         self.home = self.output / settings.name
         self.stages_folder = self.home / "stages"
-        self.threads = settings.threads or os.cpu_count() or 1
+        self.threads, self.threads_note = 1, ""  # chosen when the run is entered; the note is for people
         self.stop = stop or threading.Event()
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
         self.dead_runs: tuple[DeadRun, ...] = ()  # earlier runs of this pipeline, found dead when this one began
@@ -90,14 +90,16 @@ class PipelineRun:
         return self
 
     def _open(self) -> None:
-        _prepare_libraries(self.threads)
         digest = settings_digest(self.settings)
         previous = self._record.interrupted(digest)
+        earlier = recorded_threads(run_folder(self.home, previous) / RUN_RECORD) if previous else None
+        self.threads, self.threads_note = choose_threads(self.settings.threads, earlier)
+        _prepare_libraries(self.threads)
         self._settle_earlier_runs(previous)
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         data_record = record_sources(self.settings)
         started = previous or time.strftime("%Y-%m-%d %H:%M:%S")
-        self._record.begin(run_folder(self.home, started), started=started, digest=digest)
+        self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
         self.tracker = PipelineTracker(
             self.tracking,
             self.settings,
@@ -115,7 +117,7 @@ class PipelineRun:
             deliver=lambda: self.tracking.replay_all(self.home),
         )
         self._record.note_run(self.parent.run_id)
-        self.tracker.log_settings()
+        self.tracker.log_settings(self.threads)
 
     def _settle_earlier_runs(self, previous: str) -> None:
         """Close runs of this pipeline that died, and deliver what is still in earlier runs' journals."""

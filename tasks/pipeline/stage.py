@@ -3,7 +3,7 @@
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
                           (after training also metrics_history.json, which is replaced every few seconds meanwhile)
-        <key>.open/       being written; checkpoints/ inside survive a kill and are resumed
+        <key>.open/       being written; checkpoints/ inside survive a kill and are resumed, with threads.json beside
         <key>.tracking/   the journal of metrics and what was shipped of it
         <key>.lock        held while the stage runs
 
@@ -42,6 +42,7 @@ from tasks.pipeline.result import (
     journal_of,
     load_finished,
 )
+from tasks.pipeline.threads import THREADS, note_threads, recorded_threads, torch_threads
 from tasks.processes.launch import WORKERS, recover_events, run_in_workers
 from tasks.stage_registry import entry
 from tasks.tracking import RunTracker, read_metrics
@@ -201,11 +202,13 @@ class _Stage:
 def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageContext], dict[str, Any]]) -> StageResult:
     """Open or reopen the stage's folder, run the body, and seal the folder under its final name."""
     _clear_leftovers(stage.folder)
+    threads = _threads(pipeline_run, stage)
     started = time.monotonic()
     tracker = pipeline_run.tracker.open_stage(
         stage.label, stage.name, stage.journal, stage.settings, stage.digests, stage.key,
         pipeline_run.models.parent_tags(stage.name),
     )  # fmt: skip
+    tracker.set_tag("threads", str(threads))
     context = StageContext(
         name=stage.name,
         folder=stage.folder,
@@ -214,18 +217,18 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
         inputs={k: v.path if isinstance(v, StageResult) else v for k, v in stage.inputs.items()},
         tracker=tracker,
         pipeline_run=pipeline_run,
-        threads=pipeline_run.threads,
+        threads=threads,
         seed=stage_seed(pipeline_run.settings.seed, stage.name),
-        fingerprint={"stage key": stage.key, "threads": str(pipeline_run.threads)},
+        fingerprint={"stage key": stage.key, "threads": str(threads)},
         stop=pipeline_run.stop,
     )
-    with _closed_by_outcome(tracker, stage.folder):
+    with _closed_by_outcome(tracker, stage.folder), torch_threads(threads):
         summary = _run_body(context, body)
         if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(time.monotonic() - started, 2)
-        summary |= {"seconds": seconds, "run_id": tracker.run_id or "", "key": stage.key}
+        summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
         if damaged := _damaged_lines(stage):
             summary["damaged_lines"] = damaged
             tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
@@ -243,6 +246,18 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
         run_id=tracker.run_id or "",
         summary=summary,
     )
+
+
+def _threads(pipeline_run: PipelineRun, stage: _Stage) -> int:
+    """The run's number of threads; with `threads: auto` the one that the stage's checkpoints were made with, if any."""
+    threads = pipeline_run.threads
+    if pipeline_run.settings.threads == "auto":
+        kept = recorded_threads(stage.folder / THREADS)
+        if kept is not None and kept != threads:
+            logger.info("%s: goes on with %d threads, as its checkpoints", stage.label, kept)
+            threads = kept
+    note_threads(stage.folder, threads)
+    return threads
 
 
 def _run_body(context: StageContext, body: Callable[[StageContext], dict[str, Any]]) -> dict[str, Any]:
@@ -283,6 +298,7 @@ def _seal(stage: _Stage) -> str:
     for path in _grown(stage):
         copy_intact(path, stage.folder / path.name)
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
+    (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
     facts = {"stage": stage.name, "key": stage.key, "settings": resolve(stage.settings)}
     return content_digest(seal_folder(stage.folder, stage.final, extra=facts))
 
@@ -311,8 +327,11 @@ def tokens_per_second(journal: Path) -> float | None:
 def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     folder.mkdir(parents=True, exist_ok=True)
+    kept = {"checkpoints", REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
+    if (folder / "checkpoints").is_dir():
+        kept.add(THREADS)
     for path in folder.iterdir():
-        if path.name in ("checkpoints", REWARD_RECORD, WORKERS):  # recover_events reads and removes the latter
+        if path.name in kept:
             continue
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -54,8 +54,16 @@ def test_a_whole_config_fits_the_form_and_bad_settings_do_not(name):
 
     deployment = DEPLOYMENTS[name]
     whole = json.loads(json.dumps(resolve(load(ROOT / "configs/test.yaml", check_files=False))))
-    check(deployment["entrypoint"], {**deployment["parameters"], "settings": whole})
-    for change in ({"seed": -1}, {"stagess": {}}, {"retrain": {"margin": 2.0}}, {"seed": "7"}):
+    for threads in (None, 3, "auto"):
+        check(deployment["entrypoint"], {**deployment["parameters"], "settings": {**whole, "threads": threads}})
+    for change in (
+        {"seed": -1},
+        {"threads": "all"},
+        {"threads": 0},
+        {"stagess": {}},
+        {"retrain": {"margin": 2.0}},
+        {"seed": "7"},
+    ):
         with pytest.raises(ValidationError):
             check(deployment["entrypoint"], {**deployment["parameters"], "settings": {**whole, **change}})
 

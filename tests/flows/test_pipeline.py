@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT
 from transformers import AutoModelForCausalLM
 
+from rl_core.cpu import waiting
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
 from rl_core.storage.folders import digest_file, digest_folder, verify_folder
 from tasks.config import load
@@ -330,6 +331,38 @@ def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, 
     assert any(move["kind"] == "rollback" for move in history) is (settings == BACK)
     shown = json.loads((whole.results["policy"].path / "metrics_history.json").read_text())
     assert len(shown["metrics"]["train/success_rate"]) == 6
+
+
+# The command line on a machine where two processors are free.
+TWO_FREE = """
+import sys
+from rl_core.cpu import waiting
+waiting.free_processors = lambda: 2
+from flows.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_threads_auto_killed_and_resumed_under_another_load_gives_the_same_bits(prefect_api, tmp_path, monkeypatch):
+    config, overrides = policy_only(tmp_path, "test")
+    overrides += ["threads=auto", "stages.policy.iterations=4", "stages.policy.curriculum=[]"]
+    monkeypatch.setattr(waiting, "free_processors", lambda: 2)
+    whole = run(tmp_path / "whole", *overrides, config=config)
+    command = [sys.executable, "-c", TWO_FREE, "run", str(config), "--quiet"]
+    for override in [*overrides, f"output={tmp_path / 'cut'}"]:
+        command += ["--set", override]
+    environment = {**os.environ, "POSTTRAIN_FAULT": "loop.stepped:3:kill", "PREFECT_API_URL": prefect_api}
+    killed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert "threads: 2, as 2 of " in killed.stdout
+    monkeypatch.setattr(waiting, "free_processors", lambda: 1)
+    resumed = run(tmp_path / "cut", *overrides, "run.retries=1", config=config)  # another run takes the stage up
+    assert json.loads((tmp_path / "cut/test/run.json").read_text())["threads"] == 1
+    policy = resumed.results["policy"]
+    assert not policy.cached and policy.summary["threads"] == whole.results["policy"].summary["threads"] == 2
+    assert tags_of(tmp_path / "cut", policy.run_id)["threads"] == "2"
+    assert digest_folder(policy.model) == digest_folder(whole.results["policy"].model)
+    assert metric_rows(policy.folder) == metric_rows(whole.results["policy"].folder)
 
 
 def test_sigterm_saves_and_the_next_run_goes_on(prefect_api, tmp_path):

@@ -87,6 +87,15 @@ def test_timeouts(tmp_path):
         ("run: {timeouts: {policy: 0}}", "run.timeouts.policy", "greater than 0"),
         ("run: {retries: -1}", "run.retries", "at least 0"),
         ("output: ''", "output", "must name a folder"),
+        (
+            "threads: 0",
+            "threads",
+            "found 0 (whole number); expected a whole number at least 1 and at most 1024, auto or",
+        ),
+        ("threads: atuo", "threads", "at most 1024, auto or null [CPU threads"),
+        ("threads: 2.0", "threads", "; write 2"),
+        ("threads: '2'", "threads", "write it without quotes"),
+        ("threads: true", "threads", "found true (true/false)"),
     ],
 )
 def test_one_bad_line(tmp_path, line, key, expected):
@@ -237,6 +246,20 @@ def test_schema_has_every_field_with_its_meaning_and_range():
     for name, block in schema["$defs"].items():
         for field, entry in block.get("properties", {}).items():
             assert entry.get("description"), f"{name}.{field} has no meaning"
+
+
+def test_a_number_or_a_word_or_null(tmp_path):
+    for text, value in (("4", 4), ("auto", "auto"), ("null", None)):
+        settings = load(write(tmp_path, SMALL), [f"threads={text}"])
+        assert settings.threads == value and resolve(settings)["threads"] == value
+        assert from_dict(resolve(settings), check_files=False) == settings
+    entry = pipeline_model().model_json_schema()["properties"]["threads"]
+    assert entry["anyOf"] == [
+        {"minimum": 1, "maximum": 1024, "type": "integer"}, {"const": "auto", "type": "string"}, {"type": "null"},
+    ]  # fmt: skip
+    for wrong, message in (("atuo", "did you mean 'auto'"), ("2", "leave out the quotes"), (0, "must be at least 1")):
+        with pytest.raises(SettingsError, match=f"threads: .*{message}"):
+            dataclasses.replace(settings, threads=wrong)
 
 
 def test_dataclass_checks_alone_too():

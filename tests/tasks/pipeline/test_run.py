@@ -1,11 +1,14 @@
 """A pipeline run: results, approval and progress are written by methods; the outcome goes to its record and tracker."""
 
+import contextlib
+import itertools
 import json
 from types import SimpleNamespace
 
 import pytest
 from prefect.exceptions import TerminationSignal
 
+from rl_core.cpu import waiting
 from rl_core.errors import FolderBusy, Stopped
 from tasks.config import from_dict
 from tasks.pipeline import run as runs
@@ -16,8 +19,9 @@ from tasks.pipeline.run_options import RunOptions
 RESULT = StageResult("sft", "f", "d", "k", False, 1.0, "r", {})
 
 
-def made(folder, options=None, **live):
-    settings = from_dict({"name": "t", "output": str(folder), "stages": {"sft": {}, "prepare_data": {}}})
+def made(folder, options=None, threads=None, **live):
+    stages = {"sft": {}, "prepare_data": {}}
+    settings = from_dict({"name": "t", "output": str(folder), "threads": threads, "stages": stages})
     return PipelineRun(settings, options, **live)
 
 
@@ -32,8 +36,8 @@ def without_store(monkeypatch):
             self.parent.folder.mkdir(parents=True, exist_ok=True)
             self.resumed = resumed
 
-        def log_settings(self):
-            pass
+        def log_settings(self, threads):
+            self.threads = threads
 
         def close(self, status, error=None):
             closed.append((status, error))
@@ -119,6 +123,29 @@ def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(tmp_path, with
     monkeypatch.setattr(runs, "PipelineTracker", tracker)
     with made(tmp_path) as again:
         assert again.tracker.resumed
+
+
+def test_a_run_keeps_the_threads_that_it_began_with(tmp_path, without_store, monkeypatch):
+    free = iter([5, 2])
+    monkeypatch.setattr(waiting, "free_processors", lambda: next(free))
+    monkeypatch.setattr(waiting, "usable_processors", lambda: 8)
+    starts = (f"start {number}" for number in itertools.count())  # not several in the same second
+    monkeypatch.setattr(runs.time, "strftime", lambda *arguments: next(starts))
+
+    def use(options=None, error=None):
+        with contextlib.suppress(KeyboardInterrupt), made(tmp_path, options, "auto") as run:
+            noted = json.loads((run.home / "run.json").read_text())["threads"]
+            assert run.threads == run.tracker.threads == noted
+            if error is not None:
+                raise error
+        return run.threads, run.threads_note
+
+    assert use(error=KeyboardInterrupt()) == (5, "threads: 5, as 5 of 8 processors are free")
+    started = json.loads((tmp_path / "t" / "run.json").read_text())["started"]
+    kept = (5, "threads: 5, the number that this run began with")
+    assert use() == kept  # nobody looked how many are free
+    assert use() == (2, "threads: 2, as 2 of 8 processors are free")  # that run has finished: another one
+    assert use(RunOptions(started=started)) == kept  # by name
 
 
 def test_a_run_that_is_stopped_while_it_opens_is_ended(tmp_path, without_store, monkeypatch):

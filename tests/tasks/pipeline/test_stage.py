@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
@@ -155,8 +156,8 @@ class PipelineRun:
 
     threads = 3
 
-    def __init__(self, folder, fresh=False):
-        self.settings, self.stages_folder, self.stop = pipeline(), folder, threading.Event()
+    def __init__(self, folder, fresh=False, **changes):
+        self.settings, self.stages_folder, self.stop = pipeline(**changes), folder, threading.Event()
         self.tracker = self.models = self
         self.cached, self.trackers, self.computed, self.fresh = [], [], set(), fresh
 
@@ -201,7 +202,7 @@ def test_a_stage_runs_once_and_hands_over_a_verified_folder(tmp_path):
     assert context.seed == stage_seed(0, "sft") and context.inputs == {"model": "org/name"}
     assert not first.cached and first.path == tmp_path / "sft" / first.key and (first.path / "words").read_text() == "w"
     assert pipeline_run.trackers[0].closed == ["FINISHED"]
-    assert pipeline_run.trackers[0].tags == {"parent_model_version": "org/name", "result": "said"}
+    assert pipeline_run.trackers[0].tags == {"threads": "3", "parent_model_version": "org/name", "result": "said"}
     again = play(pipeline_run, body)
     assert again.cached and len(seen) == 1 and pipeline_run.cached == [("first sft", "r")]
     assert (again.digest, again.summary["note"]) == (first.digest, "said")
@@ -256,7 +257,7 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "status", "kept"),
-    [(DataError("bad row"), "FAILED", []), (Stopped("asked", 15), "KILLED", ["checkpoints", "half"])],
+    [(DataError("bad row"), "FAILED", []), (Stopped("asked", 15), "KILLED", ["checkpoints", "half", "threads.json"])],
 )
 def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, status, kept):
     pipeline_run = PipelineRun(tmp_path)
@@ -273,3 +274,30 @@ def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, sta
     assert pipeline_run.trackers[0].tags.get("error") == ("DataError: bad row" if status == "FAILED" else None)
     opened = list((tmp_path / "sft").glob("*.open"))
     assert sorted(path.name for folder in opened for path in folder.iterdir()) == kept
+
+
+@pytest.mark.parametrize(
+    ("setting", "has_checkpoints", "second"),
+    [("auto", True, 3), ("auto", False, 2), (2, True, 2)],  # of a set number the checkpoint itself says that it differs
+)
+def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(tmp_path, setting, has_checkpoints, second):
+    before, seen = torch.get_num_threads(), []
+
+    def body(context):
+        seen.append((context.threads, torch.get_num_threads(), context.fingerprint["threads"]))
+        if has_checkpoints:
+            context.checkpoints.mkdir(exist_ok=True)
+        if len(seen) == 1:
+            raise Stopped("asked", 15)
+        return {}
+
+    with pytest.raises(Stopped):
+        play(PipelineRun(tmp_path, threads=setting), body)
+    later = PipelineRun(tmp_path, threads=setting)
+    later.threads = 2
+    done = play(later, body)
+    assert seen == [(3, 3, "3"), (second, second, str(second))]
+    assert (done.summary["threads"], later.trackers[0].tags["threads"]) == (second, str(second))
+    assert not (done.path / "threads.json").exists() and torch.get_num_threads() == before
+    other = PipelineRun(tmp_path / "elsewhere", threads=setting)
+    assert play(other, body).digest == done.digest  # the number is no content
