@@ -225,11 +225,12 @@ def _check_rows(settings: PipelineSettings) -> list[str]:
     from rl_core.data.records import check_first_rows
 
     data, lines = settings.stages.prepare_data, []
+    uses = settings.stages.preference_uses
     if data is None:
         return []
     for kind, place in (("demonstrations", data.demonstrations), ("preferences", data.preferences)):
         for path in data_files(Path(place)) if place else []:
-            rows = check_first_rows(kind, path, FIRST_ROWS, data.on_bad_row)
+            rows = check_first_rows(kind, path, FIRST_ROWS, data.on_bad_row, uses if kind == "preferences" else ())
             checked = f"first {rows} rows" if rows == FIRST_ROWS else f"all {rows} rows"
             lines.append(f"{path} ({kind}, {checked} checked)")
     return lines

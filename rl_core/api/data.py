@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
-from rl_core.data.records import Records, Row, RowSource, read_demonstrations, read_preferences, read_prompts
+from rl_core.data.records import Records, Row, RowSource, misfit, read_demonstrations, read_preferences, read_prompts
 from rl_core.data.splits import opening_text, overlap_report, prompt_key, split_by_prompt
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
@@ -156,14 +156,9 @@ def pairs_of_rows(
     """
     for name, rows in (("training", train), ("held-out", heldout)):
         for place, row in enumerate(rows):
-            if use != "kto" and "label" in row:
-                raise DataError(
-                    f"{name} row {place + 1}: has a label, which only the loss kto takes; {use} needs pairs"
-                )
-            if use != "reward_model" and "margin" in row:
-                raise DataError(
-                    f"{name} row {place + 1}: margin: only a reward model takes margins, not the loss {use}"
-                )
+            reason = misfit(row, use)
+            if reason:
+                raise DataError(f"{name} row {place + 1}: {reason}; its prompt is {row['prompt'][:80]!r}")
     if use != "kto":
         parts = [[pair_of(row, renderer) for row in rows] for rows in (train, heldout)]
         return parts[0], parts[1]

@@ -22,6 +22,7 @@ __all__ = [
     "Row",
     "RowSource",
     "check_first_rows",
+    "misfit",
     "read_demonstrations",
     "read_preferences",
     "read_prompts",
@@ -140,16 +141,34 @@ def read_questions(
     return _read(path, columns, question, on_bad_row, max_rows, token_length, context)
 
 
-def check_first_rows(kind: str, path: str | Path, max_rows: int, on_bad_row: str = "stop") -> int:
+def check_first_rows(
+    kind: str, path: str | Path, max_rows: int, on_bad_row: str = "stop", uses: Sequence[str] = ()
+) -> int:
     """Check of the first `max_rows` rows of a file of `kind` (demonstrations or preferences) without a tokenizer.
 
-    Returns: the number of rows checked. Raises: as `read_demonstrations`.
+    Args:
+        uses: what preferences are for, see `misfit`.
+    Returns: the number of rows checked. Raises: as `read_demonstrations`; DataError naming a row that does not fit.
     """
     columns, schema = {
         "demonstrations": (_DEMONSTRATION_COLUMNS, _demonstration),
         "preferences": (_PREFERENCE_COLUMNS, _preference),
     }[kind]
-    return _checked(path, columns, schema, on_bad_row, max_rows).num_rows
+    records = _checked(path, columns, schema, on_bad_row, max_rows)
+    for line, row in zip(records.lines, records.rows, strict=True):
+        reason = next(filter(None, (misfit(row, use) for use in uses)), "")
+        if reason:
+            raise DataError(f"{path}:{line}: {reason}")
+    return records.num_rows
+
+
+def misfit(row: Row, use: str) -> str:
+    """Reason why a preference row cannot be used by a loss ("dpo", ..., "reward_model"); "" = it can."""
+    if use != "kto" and "label" in row:
+        return f"has a label, which only the loss kto takes; {use} needs pairs"
+    if use != "reward_model" and "margin" in row:
+        return f"margin: only a reward model takes margins, not the loss {use}"
+    return ""
 
 
 def _read(

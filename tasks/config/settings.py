@@ -165,6 +165,12 @@ class StagesSettings(Settings):
         """The stages that run, in order."""
         return tuple(name for name in stage_registry.names() if getattr(self, name) is not None)
 
+    @property
+    def preference_uses(self) -> tuple[str, ...]:
+        """Uses of the preference rows: a loss, "reward_model", or both (see `rl_core.data.records.misfit`)."""
+        losses = (self.preference.loss,) if self.preference is not None else ()
+        return (*losses, "reward_model") if self.reward_model is not None else losses
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(Settings):

@@ -92,7 +92,7 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     seeds = {level: environment.seeds_of("train", level) for level in environment.levels}
     levels = [level for level in environment.levels if len(seeds[level])]
     by_question: list[tuple[str, list[Pair]]] = []  # an episode may be drawn twice, and two may ask the same
-    count = groups_played = successes = 0
+    count = groups_played = successes = guesses = 0
     most_groups = GROUPS_AT_MOST * -(-settings.num_pairs // PAIRS_PER_GROUP)
     while count < settings.num_pairs and groups_played < most_groups:
         requests = []
@@ -109,7 +109,9 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
             seed=context.seed + groups_played,
         )
         groups_played += len(groups)
-        successes += sum(rollout.success for group in groups for rollout in group.rollouts)
+        right = [rollout for group in groups for rollout in group.rollouts if rollout.success]
+        successes += len(right)
+        guesses += sum(rollout.trajectory.is_grounded is False for rollout in right)
         for request, group in zip(requests, groups, strict=True):
             pairs = pairs_from_groups([group], PAIRS_PER_GROUP, context.seed)
             if pairs:
@@ -123,11 +125,13 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     if _use(context) == "kto" and all(sides):
         labelled = [labelled_sides(part) for part in sides]
         sides = [mismatched_pairs(part, context.seed, labelled[0]) for part in labelled]
+    rollouts = groups_played * settings.group_size
+    lucky = f", {guesses / rollouts:.1%} by guesses, which make no pair" if guesses else ""
     return StagePairs(
         train=sides[0],
         heldout=sides[1],
         note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
-        f"{successes / (groups_played * settings.group_size):.1%} succeeded",
+        f"{successes / rollouts:.1%} succeeded{lucky}",
     )
 
 

@@ -30,6 +30,7 @@ from rl_core.storage.folders import digest_bytes, digest_file
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import make_environment
+from tasks.stages.sft import read_jsonl
 
 __all__ = ["prepare_data"]
 
@@ -45,7 +46,19 @@ def prepare_data(pipeline_run: PipelineRun, base: Path | str | None) -> StageRes
     inputs: dict[str, Path | str] = {name: Path(path) for name, path in named.items() if path}
     if base is not None:
         inputs["base"] = base
-    return run_stage(pipeline_run, "prepare_data", _body, settings=settings, inputs=inputs)
+    result = run_stage(pipeline_run, "prepare_data", _body, settings=settings, inputs=inputs)
+    if settings.preferences:
+        _check_uses(settings.preferences, result.path, pipeline_run.settings.stages.preference_uses)
+    return result
+
+
+def _check_uses(source: str, folder: Path, uses: Iterable[str]) -> None:
+    """Refuse rows that a later stage cannot use, before anything is trained; their losses are no part of the key."""
+    for split in ("train", "heldout"):
+        for row in read_jsonl(folder / f"preferences_{split}.jsonl"):
+            reason = next(filter(None, (records.misfit(row, use) for use in uses)), "")
+            if reason:
+                raise DataError(f"{source}: the row with the prompt {row['prompt'][:80]!r}: {reason}")
 
 
 def _body(context: StageContext) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def collected(environment, backend, renderer, requests, *, group_size, sampling,
 
 @pytest.fixture
 def pairs_of(monkeypatch, tmp_path):
-    def pairs(environment, num_pairs, seed=0, loss="dpo"):
+    def pairs(environment, num_pairs, seed=0, loss="dpo", collect=collected):
         monkeypatch.setattr(preference_pairs, "make_environment", lambda pipeline, data: environment)
         policy = SimpleNamespace(backend=lambda: None, renderer=None)
         monkeypatch.setattr(preference_pairs, "load_policy", lambda model, pipeline: policy)
-        monkeypatch.setattr(preference_pairs, "collect", collected)
+        monkeypatch.setattr(preference_pairs, "collect", collect)
         context = SimpleNamespace(
             name="preference", inputs={"model": tmp_path}, pipeline=None, seed=seed,
             settings=PreferenceSettings(num_pairs=num_pairs, group_size=4, loss=loss),
@@ -80,6 +80,22 @@ def test_rows_that_are_drawn_again_stay_on_their_side(pairs_of):
 def test_a_single_question_leaves_nothing_to_hold_out(pairs_of):
     with pytest.raises(DataError, match="there is no heldout pair"):
         pairs_of(Prompts([{"prompt": "only"}]), 16)
+
+
+def test_successes_by_guesses_that_make_no_pair_are_counted(pairs_of):
+    """Before: `no train pair ... of which 50.0% succeeded`, without a reason."""
+
+    def guessed(*arguments, **options):
+        groups = collected(*arguments, **options)
+        for group in groups:
+            for each in group.rollouts:
+                each.trajectory.is_grounded = False
+        return groups
+
+    pairs = pairs_of(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10)
+    assert "50.0% succeeded" in pairs.note and "guesses" not in pairs.note
+    with pytest.raises(DataError, match=r"50\.0% succeeded, 50\.0% by guesses, which make no pair"):
+        pairs_of(Prompts([{"prompt": f"row {n}"} for n in range(40)]), 10, collect=guessed)
 
 
 def test_kto_takes_both_sides_once_beside_the_completion_of_another_prompt(pairs_of):
