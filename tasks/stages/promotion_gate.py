@@ -79,7 +79,8 @@ def decide(
     test = gain_test(
         differences, margin=settings.min_gain, bounded=settings.metric == "success", level=level.level, seed=seed
     )
-    few = too_few(test.episodes, settings) or _too_alike(test, settings)
+    uncounted = too_few(test.episodes, settings)  # such a comparison claims no attempt
+    few = uncounted or _too_alike(test, settings)
     above, passed = gain.low > settings.min_gain, test.p_value <= level.level
     amount = _points if settings.metric == "success" else _plain
     text = (
@@ -87,7 +88,7 @@ def decide(
         f"{' points' if settings.metric == 'success' else ' in reward'} [{amount(gain.low)}, {amount(gain.high)}] on "
         f"{paired.episodes} shared episodes; the lower bound is {'above' if above else 'not above'} "
         f"{amount(settings.min_gain)}; {test.name} p = {test.p_value:.3g}, "
-        f"{'at most' if passed else 'above'} {level.level:.2g} ({level})"
+        f"{'at most' if passed else 'above'} {level.level:.2g} ({'not counted as an attempt' if uncounted else level})"
     )
     promoted = above and passed and not few
     if few:
@@ -103,7 +104,7 @@ def decide(
         "p_value": test.p_value,
         "alpha": level.level,
         "alpha_left": level.left,
-        "attempt": float(attempt),
+        "attempt": 0.0 if uncounted else float(attempt),
         "episodes": float(test.episodes),
         "discordant": float(test.discordant),
     }

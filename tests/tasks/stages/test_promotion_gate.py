@@ -89,6 +89,7 @@ def test_two_of_two_and_three_of_three_are_no_evidence(episodes):
     assert not promoted and numbers["gain_low"] == 1.0
     assert numbers["p_value"] == pytest.approx(0.5**episodes)
     assert f"{episodes} held-out episodes are too few to promote on, 50 are needed: raise evaluate.episodes" in reason
+    assert "(not counted as an attempt)" in reason
     lenient = PromotionSettings(min_episodes=1, min_discordant=0)
     promoted, reason, _ = decide(*pair(episodes, 0), lenient, 1, seed=0)
     assert not promoted and f"sign test p = {0.5**episodes:.3g}, above 0.025" in reason
