@@ -7,10 +7,9 @@ the run, `{component}` for a component of the reward (of an import path with `.`
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-__all__ = ["GROUPS", "Metric", "MetricGroup", "find_metric"]
+__all__ = ["GROUPS", "Metric", "MetricGroup"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +21,6 @@ class Metric:
     meaning: str
     worry: str = ""
 
-    def matches(self, name: str) -> bool:
-        """True for a logged name that this row describes."""
-        parts = re.split(r"(\{\w+\})", self.name)
-        patterns = (
-            ".+" if part == "{metric}" else "[^/]+" if part.startswith("{") else re.escape(part) for part in parts
-        )
-        return re.fullmatch("".join(patterns), name) is not None
-
 
 @dataclass(frozen=True, slots=True)
 class MetricGroup:
@@ -38,12 +29,6 @@ class MetricGroup:
     title: str
     about: str
     metrics: tuple[Metric, ...]
-
-
-def find_metric(name: str) -> Metric | None:
-    """The row of a logged name: an exact one first, else the one with the longest text outside its fields."""
-    rows = [metric for group in GROUPS for metric in group.metrics if metric.matches(name)]
-    return max(rows, key=lambda row: len(re.sub(r"\{\w+\}", "", row.name)), default=None)
 
 
 # One row a metric, so the formatter leaves the table alone.

@@ -6,7 +6,6 @@ Suffixes: B rows, T tokens. A mask is True where a token counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 
@@ -16,10 +15,8 @@ __all__ = [
     "check_count",
     "check_finite",
     "check_inputs",
-    "count_loss_tokens",
     "fill_masked",
     "masked_max",
-    "masked_mean",
     "masked_sum",
     "masked_whiten",
 ]
@@ -62,14 +59,6 @@ def check_count(name: str, count: float) -> float:
     return float(count)
 
 
-def count_loss_tokens(loss_masks: Iterable[torch.Tensor]) -> int:
-    """Number of True entries over all masks: the denominator of an optimizer step.
-
-    Raises: DataError if there is none.
-    """
-    return int(check_count("num_loss_tokens", sum(int(mask.sum()) for mask in loss_masks)))
-
-
 def fill_masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Values with 0 where the mask is False; masked entries, NaN included, affect neither value nor gradient."""
     return torch.where(mask_BT, values_BT, values_BT.new_zeros(()))
@@ -78,17 +67,6 @@ def fill_masked(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
 def masked_sum(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
     """Scalar sum over True entries."""
     return fill_masked(values_BT, mask_BT).sum()
-
-
-def masked_mean(
-    values_BT: torch.Tensor, mask_BT: torch.Tensor, *, num_loss_tokens: float | None = None
-) -> torch.Tensor:
-    """Sum over True entries divided by `num_loss_tokens`, by default their own count.
-
-    Raises: DataError if the denominator is 0.
-    """
-    count = num_loss_tokens if num_loss_tokens is not None else int(mask_BT.sum())
-    return masked_sum(values_BT, mask_BT) / check_count("num_loss_tokens", count)
 
 
 def masked_max(values_BT: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,13 @@ Suffixes: B rows, T tokens, N positions, V vocabulary, C positions of one chunk.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch.autograd.function import once_differentiable
 
 from rl_core.errors import DataError
 from rl_core.losses.aggregation import aggregate
 from rl_core.losses.masking import check_count, check_inputs, masked_sum
 
-__all__ = ["entropy_bonus", "entropy_coef_at", "entropy_from_logits", "supervised_loss", "token_entropy"]
+__all__ = ["entropy_bonus", "entropy_coef_at", "supervised_loss", "token_entropy"]
 
 
 def supervised_loss(
@@ -75,44 +72,3 @@ def token_entropy(log_p_NV: torch.Tensor) -> torch.Tensor:
 def _finite(log_p_NV: torch.Tensor) -> torch.Tensor:
     """Log-probabilities as factors of p: 0 in place of -inf, as p log p -> 0, where the product would be NaN."""
     return log_p_NV.masked_fill(log_p_NV == float("-inf"), 0.0)
-
-
-def entropy_from_logits(logits_NV: torch.Tensor, *, chunk_tokens: int = 1024) -> torch.Tensor:
-    """Entropy logsumexp(z) - sum p z at every position, nats, at least float32, differentiable.
-
-    At most one chunk [chunk_tokens, V] is held in float32, in backward too, where softmax is recomputed.
-
-    Args:
-        logits_NV: float [N, V]; -inf = token cannot be sampled.
-    Returns: float [N], at least float32.
-    """
-    if logits_NV.ndim != 2 or chunk_tokens < 1:
-        raise DataError(f"logits: shape {tuple(logits_NV.shape)}, expected [N, V]; chunk_tokens {chunk_tokens} >= 1")
-    entropy_N: torch.Tensor = _ChunkedEntropy.apply(logits_NV, chunk_tokens)
-    return entropy_N
-
-
-class _ChunkedEntropy(torch.autograd.Function):
-    """dS/dz_v = -p_v (log p_v + S)."""
-
-    @staticmethod
-    def forward(ctx: Any, logits_NV: torch.Tensor, chunk: int) -> torch.Tensor:
-        dtype = torch.promote_types(logits_NV.dtype, torch.float32)
-        entropy_N = logits_NV.new_empty(logits_NV.shape[0], dtype=dtype)
-        for start in range(0, logits_NV.shape[0], chunk):
-            log_p_CV = torch.log_softmax(logits_NV[start : start + chunk], dim=-1, dtype=dtype)
-            entropy_N[start : start + chunk] = token_entropy(log_p_CV)
-        ctx.save_for_backward(logits_NV, entropy_N)
-        ctx.chunk = chunk
-        return entropy_N
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_N: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits_NV, entropy_N = ctx.saved_tensors
-        grad_NV = torch.empty_like(logits_NV)
-        for start in range(0, logits_NV.shape[0], ctx.chunk):
-            part = slice(start, start + ctx.chunk)
-            log_p_CV = torch.log_softmax(logits_NV[part], dim=-1, dtype=entropy_N.dtype)
-            grad_NV[part] = -log_p_CV.exp() * (_finite(log_p_CV) + entropy_N[part, None]) * grad_N[part, None]
-        return grad_NV, None

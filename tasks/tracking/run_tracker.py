@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
-from rl_core.errors import BackendError, SettingsError, Stopped
+from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.folders import write_text_unsynced
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
@@ -251,16 +251,6 @@ class RunTracker:
     def run_id(self) -> str | None:
         """The MLflow run's id; None until the store has answered."""
         return self._shipper.state.run_id
-
-    def require_run_id(self, timeout_s: float = 20.0) -> str:
-        """The id, waiting for the store. Raises: BackendError when it does not come."""
-        deadline = time.monotonic() + timeout_s
-        while self.run_id is None and time.monotonic() < deadline:
-            self._shipper.kick()
-            time.sleep(0.05)
-        if self.run_id is None:
-            raise BackendError(f"the tracking store {self.store.label} has not answered for {timeout_s:.0f} s")
-        return self.run_id
 
     @property
     def url(self) -> str | None:

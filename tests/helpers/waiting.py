@@ -24,3 +24,9 @@ def wait_for(condition: Callable[[], Any], what: str = "it", seconds: float = 60
             return value
         time.sleep(every)
     raise AssertionError(f"{what}: did not come about")
+
+
+def delivered_run_id(run: Any) -> str:
+    """The MLflow id of a run, as soon as the store has given it one."""
+    run._shipper.kick()
+    return str(wait_for(lambda: run.run_id, "the run's id"))

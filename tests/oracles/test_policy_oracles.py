@@ -10,7 +10,7 @@ from oracles import policy_oracles as oracle
 from rl_core.losses.advantages import distillation_advantages, gae, returns, vtrace
 from rl_core.losses.importance import importance_ratios
 from rl_core.losses.kl import kl_penalty
-from rl_core.losses.supervised import entropy_bonus, entropy_from_logits
+from rl_core.losses.supervised import entropy_bonus, token_entropy
 from rl_core.settings import CriticSettings, PolicySettings, SamplingSettings
 from rl_core.trainers.policy_gradient.losses import StepCounts, importance_weights, policy_loss, token_weights_of
 
@@ -105,7 +105,7 @@ def test_kl_and_entropy_terms_have_the_weights_of_the_policy_loss(cases):
                 tensor(case.new)[rows], tensor(case.reference)[rows], mask, estimator=estimator, **arguments
             )
             kl, kl_mean = kl + float(part), kl_mean + float(metrics["ref_kl"])
-            entropy = entropy_from_logits(tensor(logits)[rows].reshape(-1, 7)).reshape(mask.shape)
+            entropy = token_entropy(torch.log_softmax(tensor(logits)[rows], dim=-1))
             part, metrics = entropy_bonus(entropy, mask, **arguments)
             bonus, entropy_mean = bonus + float(part), entropy_mean + float(metrics["entropy"])
         assert kl == pytest.approx(oracle.kl(case, estimator, weight), rel=1e-9, abs=1e-9)

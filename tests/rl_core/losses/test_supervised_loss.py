@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from rl_core.errors import DataError
-from rl_core.losses.supervised import entropy_bonus, entropy_coef_at, entropy_from_logits, supervised_loss
+from rl_core.losses.supervised import entropy_bonus, entropy_coef_at, supervised_loss, token_entropy
 
 MASK = torch.tensor([[False, True, True], [False, True, False]])
+
+
+def entropy_of(logits):
+    return token_entropy(torch.log_softmax(logits, dim=-1))
 
 
 def test_supervised_loss_by_hand():
@@ -44,38 +48,31 @@ def test_entropy_bonus_lowers_the_loss_where_entropy_is_high():
     assert metrics["entropy"].item() == pytest.approx(1.0)
 
 
-def test_entropy_by_hand_and_in_chunks():
+def test_entropy_by_hand():
     logits = torch.tensor([[0.0, 0.0, 0.0, 0.0], [math.log(3), 0.0, -1e9, -1e9], [50.0, 0.0, 0.0, 0.0]])
     quarter = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
-    for chunk in (1, 2, 3, 100):
-        entropy = entropy_from_logits(logits, chunk_tokens=chunk)
-        assert entropy.tolist() == pytest.approx([math.log(4), quarter, 0.0], abs=1e-6)
+    assert entropy_of(logits).tolist() == pytest.approx([math.log(4), quarter, 0.0], abs=1e-6)
 
 
 def test_entropy_gradient():
     logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: entropy_from_logits(x, chunk_tokens=2), (logits,))
-    low = logits.detach().bfloat16().requires_grad_()
-    entropy_from_logits(low).sum().backward()
-    assert entropy_from_logits(low).dtype == torch.float32 and low.grad.dtype == torch.bfloat16
+    assert torch.autograd.gradcheck(entropy_of, (logits,))
 
 
 def test_impossible_tokens_have_no_part_in_the_entropy():
     """0 log 0 = 0: the entropy and its gradient are those of the possible tokens alone."""
     possible = torch.randn(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64, requires_grad=True)
-    entropy = entropy_from_logits(possible)
+    entropy = entropy_of(possible)
     entropy.sum().backward()
     whole = torch.full((3, 6), -math.inf, dtype=torch.float64)
     whole[:, [0, 2, 3, 5]] = possible.detach()
     whole.requires_grad_()
-    for chunk in (2, 100):
-        whole.grad = None
-        found = entropy_from_logits(whole, chunk_tokens=chunk)
-        found.sum().backward()
-        torch.testing.assert_close(found, entropy)
-        torch.testing.assert_close(whole.grad[:, [0, 2, 3, 5]], possible.grad)
-        assert whole.grad[:, [1, 4]].tolist() == [[0, 0]] * 3
-    assert entropy_from_logits(torch.tensor([[math.nan, 0.0]])).isnan().all()  # what is no logit stays visible
+    found = entropy_of(whole)
+    found.sum().backward()
+    torch.testing.assert_close(found, entropy)
+    torch.testing.assert_close(whole.grad[:, [0, 2, 3, 5]], possible.grad)
+    assert whole.grad[:, [1, 4]].tolist() == [[0, 0]] * 3
+    assert entropy_of(torch.tensor([[math.nan, 0.0]])).isnan().all()  # what is no logit stays visible
 
 
 def test_entropy_coefficient_decays_to_its_floor():

@@ -5,6 +5,7 @@ import json
 import time
 
 import pytest
+from helpers.waiting import delivered_run_id
 
 from rl_core.errors import DataError, SettingsError
 from tasks.lifecycle import approval
@@ -124,7 +125,7 @@ def test_asking_again_forgets_the_old_answer(tracking, model):
 
 def test_the_runs_that_asked_say_what_was_decided(tracking, model, tmp_path):
     with tracking.start_run("demo", tmp_path / "run") as run:
-        run_id = run.require_run_id()
+        run_id = delivered_run_id(run)
         record = tracking.output / model / "runs" / "1" / "run.json"
         record.parent.mkdir(parents=True)
         record.write_text(json.dumps({"run_id": run_id, "status": "waiting", "only": None}))
@@ -175,7 +176,7 @@ def test_what_cannot_be_decided_is_said(tracking, model, tmp_path):
     from flows.cli.approve import decide, find
 
     with tracking.start_run("plain · 1", tmp_path / "run") as run:
-        run.require_run_id()
+        delivered_run_id(run)
     with pytest.raises(SettingsError, match="'plain' asked for no approval"):
         find(tracking, [], "plain")
     request = asking(tracking, model, run=f"{model} · 2026", run_id="a" * 32)

@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
+from helpers.waiting import delivered_run_id
 
 from rl_core.errors import DataError
 from rl_core.storage.folders import read_manifest, seal_folder
@@ -41,7 +42,7 @@ class Pipeline:
         started = f"2026-01-{self.number:02d} 10:00:00"
         folder = self.home / "runs" / started.replace(" ", "-").replace(":", "-")
         parent = self.tracking.start_run(f"{self.name} · {started}", folder, tags={"pipeline": self.name})
-        run_id = parent.require_run_id()
+        run_id = delivered_run_id(parent)
         for name, key, inputs in stages:
             self.stage(parent, name, key, inputs)
         for name, value in cached:
@@ -61,7 +62,7 @@ class Pipeline:
         (work / "model").mkdir(parents=True)
         (work / "model" / "model.safetensors").write_bytes(key.encode() * (SIZE // 16) + b"x" * (SIZE % 16))
         if finish:
-            (work / "summary.json").write_text(json.dumps({"run_id": run.require_run_id()}))
+            (work / "summary.json").write_text(json.dumps({"run_id": delivered_run_id(run)}))
             seal_folder(work, folder)
         run.close("FINISHED" if finish else "KILLED")
         return run.run_id
@@ -206,7 +207,7 @@ def test_unfinished_stages_go_with_their_run(pipeline):
         started = f"2026-01-{pipeline.number:02d} 10:00:00"
         folder = pipeline.home / "runs" / started.replace(" ", "-").replace(":", "-")
         parent = pipeline.tracking.start_run(f"{pipeline.name} · {started}", folder, tags={"pipeline": pipeline.name})
-        parent.require_run_id()
+        delivered_run_id(parent)
         pipeline.stage(parent, "policy", letter, {}, finish=False)
         parent.close(status)
     plan, _, names, _ = pipeline.gone(keep=1)
