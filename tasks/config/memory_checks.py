@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 
 from rl_core.settings.presets import PRESETS
+from tasks import stage_registry
 from tasks.config.problems import Key, Problem
 from tasks.config.settings import PipelineSettings
 
@@ -52,9 +53,9 @@ def memory_problems(settings: PipelineSettings) -> Iterator[Problem]:
 def _rollouts(settings: PipelineSettings) -> Iterator[tuple[Key, int, str, Any]]:
     """(key, rollouts held at once, their words, sampling) of every stage that keeps rollouts in memory."""
     stages = settings.stages
-    for name in ("policy", "distill"):
-        block = getattr(stages, name)
-        if block is not None:
+    for name in stage_registry.policy_stages():
+        block = getattr(stages, name, None)
+        if hasattr(block, "prompts_per_iteration"):
             count = block.prompts_per_iteration * block.group_size
             words = f"{block.prompts_per_iteration:,} x {block.group_size:,} rollouts of one iteration"
             yield ("stages", name, "group_size"), count, words, block.sampling

@@ -210,7 +210,7 @@ def test_a_registered_model_is_looked_up_in_the_store_of_the_output_folder(tmp_p
 
 
 def test_a_model_that_is_not_there(tmp_path, capsys):
-    assert cli.main(["doctor", "--model", str(tmp_path / "nothing"), "--output", str(tmp_path)]) == 1
+    assert cli.main(["doctor", "--model", str(tmp_path / "nothing"), "--output", str(tmp_path)]) == 2
     assert f"no model folder '{tmp_path / 'nothing'}'" in capsys.readouterr().err
 
 
