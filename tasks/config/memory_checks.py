@@ -54,7 +54,7 @@ def _rollouts(settings: PipelineSettings) -> Iterator[tuple[Key, int, str, Any]]
     """(key, rollouts held at once, their words, sampling) of every stage that keeps rollouts in memory."""
     stages = settings.stages
     for name in stage_registry.policy_stages():
-        block = getattr(stages, name, None)
+        block: Any = getattr(stages, name, None)
         if hasattr(block, "prompts_per_iteration"):
             count = block.prompts_per_iteration * block.group_size
             words = f"{block.prompts_per_iteration:,} x {block.group_size:,} rollouts of one iteration"

@@ -53,7 +53,7 @@ def test_no_secret_is_written_by_a_run(settings, tmp_path):
         Tracking(None, tmp_path), settings, RunOptions(), started="2026-11-22 10:00:00", resumed=False,
         on_progress=lambda *_: None,
     )  # fmt: skip
-    tracker.log_settings()
+    tracker.log_settings(1)
     tracker.close("FINISHED")
     written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"qwerty" in written and b"***" in written
