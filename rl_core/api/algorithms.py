@@ -155,12 +155,10 @@ def policy_gradient(
     policy = load_policy(model, seed=seed)
     check_prompts(acting, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    folder = Path(output) if output is not None else None
-    rewards = (
-        RewardOrchestrator(settings.rewards, options=settings.reward_options, functions=functions)
-        if (functions)
-        else None
-    )
+    folder = _folder(output)
+    rewards = None
+    if functions:
+        rewards = RewardOrchestrator(settings.rewards, options=settings.reward_options, functions=functions)
     recipe = recipes.policy_gradient(
         policy,
         _reference(model, policy) if settings.kl_coef > 0 else None,
@@ -241,12 +239,22 @@ def distill(
         settings,
         seed,
         model=model_name(model),
+        chat=policy.renderer.digest,
         teacher=model_name(teacher) if teacher is not None else "",
         environment={"name": acting.name, "class": type(acting).__qualname__},
         prompts=digest,
     )
     return Training(
-        "distill", recipe, settings, policy.model, policy.tokenizer, fingerprint, folder, tracker, callbacks
+        "distill",
+        recipe,
+        settings,
+        policy.model,
+        policy.tokenizer,
+        fingerprint,
+        folder,
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
     )
 
 

@@ -114,6 +114,23 @@ def test_a_resumed_run_has_the_same_day_and_variables(tmp_path: Path) -> None:
         train(chat_template_kwargs={"date_string": "today"})
 
 
+def test_a_distilled_policy_keeps_its_template_settings_and_resumes_with_them_alone(tmp_path: Path) -> None:
+    def distilled(date: str) -> rl_core.Training:
+        return rl_core.distill(
+            policy(DATED, chat_template_date=date), policy(DATED), prompts=["a", "b"], output=tmp_path / "run",
+            settings=rl_core.DistillationSettings(
+                iterations=1, prompts_per_iteration=2, sampling=SamplingSettings(max_completion_tokens=2),
+                checkpoint_every=1,
+            ),
+        )  # fmt: skip
+
+    training = distilled("2025-01-01")
+    assert training.policy.renderer.settings.chat_template_date == "2025-01-01"
+    training.run()
+    with pytest.raises(rl_core.ResumeRefused, match="chat"):
+        distilled("2025-01-02").run()
+
+
 def test_a_trained_policy_keeps_its_template_settings() -> None:
     def nothing(trajectories: list[Trajectory]) -> list[float]:
         return [0.0 for _ in trajectories]
