@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
+from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
 from rl_core.errors import DataError, ModelError, PosttrainError, SettingsError, Stopped
@@ -35,6 +36,7 @@ __all__ = ["command", "main"]
 
 ELSEWHERE = "use a writable folder (--output, or output: in the configuration), or fix this one"
 ROOM = "make room, as with `posttrain gc`; the same command resumes from the last checkpoint"
+LONGEST_LINE = 2000  # characters of a line of a message; names and values in it may be of any length
 FIRST_ROWS = 1000  # rows of each data file that `validate` reads
 # File system errors that a user can fix; any other OSError is a bug and shown with its traceback.
 REFUSALS = {
@@ -112,7 +114,8 @@ def _with_advice(message: str) -> str:
 def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
     if arguments.debug:
         traceback.print_exc()
-    print(f"posttrain: {message}", file=sys.stderr)
+    lines = (line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ..." for line in message.splitlines())
+    print(f"posttrain: {visible(chr(10).join(lines))}", file=sys.stderr)
     return code
 
 
@@ -126,7 +129,7 @@ def _load(arguments: argparse.Namespace, import_code: bool = True) -> PipelineSe
 
 
 def _warn(text: str) -> None:
-    print(f"posttrain: warning: {text}", file=sys.stderr)
+    print(f"posttrain: warning: {visible(text)}", file=sys.stderr)
 
 
 def _optional(arguments: argparse.Namespace, import_code: bool = False) -> PipelineSettings | None:
@@ -202,7 +205,10 @@ def validate(arguments: argparse.Namespace) -> int:
     if code and not arguments.import_code:
         from tasks.pipeline.user_code import user_code_digests
 
-        user_code_digests(named_code(settings))  # each is found, none is run
+        try:
+            user_code_digests(named_code(settings))  # each is found, none is run
+        except SettingsError as error:
+            raise SettingsError(f"{arguments.config}: {error}") from error
     print(
         f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
     )
@@ -309,7 +315,7 @@ def analyze(arguments: argparse.Namespace) -> int:
         return _analyze_models(settings, models, Path(arguments.out), arguments.quiet)
     if settings:
         _connect_mlflow(settings.output)
-    from flows.single_stage import analyze as analyze_paths
+    from flows.cli.analyze_files import analyze as analyze_paths
 
     report = analyze_paths([Path(path) for path in arguments.paths], settings, Path(arguments.out))
     print(f"report: {report}")
@@ -508,7 +514,7 @@ def _exported(records: Sequence[dict[str, Any]], form: str) -> str:
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows with equal keys as an aligned text table."""
     head = list(rows[0])
-    cells = [head, *([str(row.get(name, "")) for name in head] for row in rows)]
+    cells = [head, *([visible(str(row.get(name, ""))) for name in head] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join(lines)
