@@ -13,8 +13,8 @@ from typing import Any
 from rl_core.errors import DataError
 
 __all__ = [
-    "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json", "read_rows", "read_text",
-    "refuse_unstorable",
+    "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json", "read_rows",
+    "read_text", "refuse_unstorable",
 ]  # fmt: skip
 
 PARQUET_SUFFIXES = (".parquet", ".pq")

@@ -336,7 +336,7 @@ def _margin(row: Row) -> Row:
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise BadRow("margin", f"must be a number, found {describe(margin)}")
     if not 0 <= margin <= sys.float_info.max:
-        raise BadRow("margin", f"must be finite and at least 0, found {describe(margin)}")
+        raise BadRow("margin", f"must be finite and at least 0, found {str(margin)[:40]}")
     return {"margin": float(margin)}
 
 

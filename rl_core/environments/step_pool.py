@@ -15,6 +15,7 @@ from typing import Any
 
 from rl_core.environments.environment import Step
 from rl_core.errors import EnvironmentFault
+from rl_core.time_limits import give_up
 from rl_core.timing import span
 
 __all__ = ["Call", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
@@ -46,11 +47,15 @@ class Call:
         """True once the call has finished. Raises: EnvironmentFault if it exceeded its time limit."""
         if self.future.done():
             return True
-        if self._left() <= 0:
+        if self.is_overdue():
             raise EnvironmentFault(
                 f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
             )
         return False
+
+    def is_overdue(self) -> bool:
+        """True = running for longer than its time limit."""
+        return not self.future.done() and self._left() <= 0
 
     def result(self) -> Any:
         """Return value of the call, or its exception re-raised; blocks until it has finished.
@@ -75,7 +80,7 @@ class StepPool:
     """Threads for the environment steps of one collection; a context manager.
 
     Daemon threads, because Python cannot kill a thread: a step that never returns is abandoned and delays neither its
-    error nor process exit.
+    error nor process exit; one that runs Python is made to end (`rl_core.time_limits`).
     """
 
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
@@ -84,13 +89,14 @@ class StepPool:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)  # idle threads not yet claimed by a queued call
         self._num_threads = 0
+        self._threads: list[threading.Thread] = []
         self._running: list[Call | None] = []  # by thread
 
     def __enter__(self) -> StepPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Drop queued calls; threads end after their current call."""
+        """Drop queued calls; threads end after their current call, and at once where it is overdue."""
         while True:
             try:
                 self._calls.get_nowait()
@@ -98,6 +104,9 @@ class StepPool:
                 break
         for _ in range(self._num_threads):
             self._calls.put(None)
+        for thread, call in zip(self._threads, self._running, strict=True):
+            if call is not None and call.is_overdue():
+                give_up(thread)
 
     def submit(self, what: str, function: Callable[..., Any], *args: Any) -> Call:
         """Queue `function` for a thread; `what` names the call in errors."""
@@ -108,6 +117,7 @@ class StepPool:
             thread = threading.Thread(target=self._work, args=(self._num_threads,), daemon=True)
             self._num_threads += 1
             thread.name = f"step {self._num_threads}"
+            self._threads.append(thread)
             thread.start()
         return call
 

@@ -211,6 +211,7 @@ def load_pretrained(
         model, report = auto_class.from_pretrained(
             place,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             dtype=dtype_of(settings),
             use_safetensors=True,
             trust_remote_code=settings.trust_remote_code,
@@ -218,6 +219,12 @@ def load_pretrained(
         )
     except Exception as error:
         raise _unreadable(place, "model", error) from error
+    if report["mismatched_keys"]:
+        name, found, needed = sorted(report["mismatched_keys"])[0]
+        raise ModelError(
+            f"the weights in '{place}' do not fit {type(model).__name__}: {name} is {list(found)} in the file, the "
+            f"config asks for {list(needed)}"
+        )
     absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
     if absent:
         raise ModelError(

@@ -29,7 +29,8 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str], places: KeyL
             problems.append(Problem((), "must be key.path=value, as in stages.policy.learning_rate=3e-4", source))
             continue
         if len(path) > MAX_KEYS:
-            problems.append(Problem(tuple(path[:3]), f"names {len(path)} keys, one in the other; that is too deep", "--set"))
+            text = f"names {len(path)} keys, one in the other; that is too deep"
+            problems.append(Problem(tuple(path[:3]), text, "--set"))
             continue
         try:
             made = _set(data, path, parse_value(text))

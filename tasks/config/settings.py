@@ -54,8 +54,8 @@ _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databrick
 def _check_name(field: str, name: str) -> None:
     if not _NAME.fullmatch(name) or ".." in name:
         raise SettingsError(
-            f"{field}: {name[:80]!r} must be 1 to 64 of letters, digits, '.', '_' and '-', starting with a letter or digit "
-            "(it names folders and models, so no path separators and no '..')"
+            f"{field}: {name[:80]!r} must be 1 to 64 of letters, digits, '.', '_' and '-', starting with a letter or "
+            "digit (it names folders and models, so no path separators and no '..')"
         )
 
 

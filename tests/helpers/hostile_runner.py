@@ -18,6 +18,7 @@ import resource
 import select
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -77,6 +78,8 @@ class _Watch:
                     self._written(event, arguments[place])
 
     def _written(self, event: str, path: Any) -> None:
+        if os.fsdecode(path).startswith(os.path.join(tempfile.gettempdir(), "posttrain-")):
+            return  # a folder of its own, for a model that has to be downloaded
         if event == "sqlite3.connect" and path in ("", ":memory:"):
             return
         real = os.path.realpath(os.fsdecode(path))

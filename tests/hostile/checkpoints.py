@@ -326,12 +326,12 @@ _CHECKPOINTS = [
     checkpoint({**_state(1), "model-0.safetensors": _length(2**63)}, "not a safetensors file", "a lying header"),
     checkpoint({**_state(1), "model-0.safetensors": GOOD[:-1]}, "not a safetensors file", "weights cut off"),
     checkpoint(
-        _state(1), "differs from the manifest", "state that is a link to /dev/zero",
+        _state(1), "is no regular file", "weights that are a link to /dev/zero",
         _with(files={"model-0.safetensors": {"size": 1, "sha256": ""}}),
         **{"outputs/checkpoints/checkpoint-00000001/model-0.safetensors": device("zero")},
     ),
     checkpoint(
-        _state(1), "model-0.safetensors", "a pipe in the place of weights",
+        _state(1), "is no regular file", "a pipe in the place of weights",
         _with(files={"model-0.safetensors": {"size": 1, "sha256": ""}}),
         **{"outputs/checkpoints/checkpoint-00000001/model-0.safetensors": fifo},
     ),
@@ -348,10 +348,10 @@ _NAMED = [
     _named("m", "holds no config.json", "folder without a config", **{"m/x": b""}),
     _named("m", "is a file", "a file", m=b""),
     _named("m", "is a file", "a pipe", m=fifo),
-    _named("m", "m", "a link to itself", m=link("m")),
+    _named("./m", "no model folder", "a link to itself", m=link("m")),
     _named("m/../../outside", "config.json", "folder outside"),
     Case("doctor: lying header", ("doctor", "--model", "m"), ("m", _NO), _model(model__safetensors=_length(2**60))),
-    Case("doctor: pickle", ("doctor", "--model", "m"), ("pickle",), _model(model__safetensors=None, a__bin=_PICKLE)),
+    Case("doctor: pickle", ("doctor", "--model", "m"), ("only the configuration was read",), _model(model__safetensors=None, a__bin=_PICKLE), 0),
     Case("doctor: config", ("doctor", "--model", "m"), ("m", _NO), _model(config__json="[" * 9999)),
 ]
 
