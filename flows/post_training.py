@@ -30,6 +30,7 @@ from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
 from tasks.config import PipelineSettings
+from tasks.config.data_checks import refuse_bad_rows
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run import PipelineRun
@@ -113,6 +114,7 @@ def execute(
     Args:
         fresh, only, models: see `post_training`. tags, lock: see `RunOptions` and `PipelineRun`.
     """
+    refuse_bad_rows(typed)
     with (
         PipelineRun(
             typed,

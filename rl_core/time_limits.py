@@ -84,7 +84,7 @@ def call_within(seconds: float, name: str, function: Callable[..., T], *args: An
     value, error = outcome[0]
     if error is not None:
         raise error
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _cpu_seconds(thread: threading.Thread) -> float:

@@ -37,7 +37,6 @@ __all__ = ["command", "main"]
 ELSEWHERE = "use a writable folder (--output, or output: in the configuration), or fix this one"
 ROOM = "make room, as with `posttrain gc`; the same command resumes from the last checkpoint"
 LONGEST_LINE = 2000  # characters of a line of a message; names and values in it may be of any length
-FIRST_ROWS = 1000  # rows of each data file that `validate` reads
 # File system errors that a user can fix; any other OSError is a bug and shown with its traceback.
 REFUSALS = {
     errno.EACCES: ELSEWHERE,
@@ -94,6 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except PosttrainError as error:
         return _failed(arguments, _with_advice(f"{type(error).__name__}: {error}"), 1)
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) and error.filename is not None:  # of an argument
+            return _failed(arguments, f"{os.fsdecode(error.filename)[:200]}: {os.strerror(error.errno)}", 2)
         if error.errno not in REFUSALS or (error.filename is None and error.errno not in FULL):
             raise
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
@@ -148,6 +149,13 @@ def _prepare(settings: PipelineSettings) -> None:
     connect(Path(settings.output))
 
 
+def _refuse_bad_rows(settings: PipelineSettings) -> None:
+    """Before any server starts, and before a run of the refused data is recorded anywhere."""
+    from tasks.config.data_checks import refuse_bad_rows
+
+    refuse_bad_rows(settings)
+
+
 def _connect_mlflow(output: str | Path) -> Path:
     """Use the MLflow server of `posttrain up` if it runs; returns the folder."""
     from flows.operations.connect import connect
@@ -167,6 +175,7 @@ def init(arguments: argparse.Namespace) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
     settings = _load(arguments)
+    _refuse_bad_rows(settings)
     _prepare(settings)
     from flows.post_training import run_pipeline
 
@@ -178,6 +187,7 @@ def run(arguments: argparse.Namespace) -> int:
 def retrain(arguments: argparse.Namespace) -> int:
     """Retrain on new data, from the champion, with promotion through the gate."""
     settings = _load(arguments)
+    _refuse_bad_rows(settings)
     _prepare(settings)
     from flows.retrain import run_retraining
 
@@ -194,13 +204,14 @@ def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and print a summary of its pipeline."""
     settings = _load(arguments, import_code=arguments.import_code)
     from tasks.config import named_code, resolve, settings_digest
+    from tasks.config.data_checks import checked_files
 
     if arguments.show:
         import yaml
 
         print(yaml.safe_dump(resolve(settings), sort_keys=False, allow_unicode=True), end="")
         return 0
-    data = _check_rows(settings)
+    data = checked_files(settings)
     code = ", ".join(named_code(settings))
     if code and not arguments.import_code:
         from tasks.pipeline.user_code import user_code_digests
@@ -223,23 +234,6 @@ def validate(arguments: argparse.Namespace) -> int:
         print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
     print(f"  writes to {Path(settings.output).absolute() / settings.name}")
     return 0
-
-
-def _check_rows(settings: PipelineSettings) -> list[str]:
-    """One line per data file; raises for bad rows among its first FIRST_ROWS, which `run` would refuse as well."""
-    from rl_core.data.files import data_files
-    from rl_core.data.records import check_first_rows
-
-    data, lines = settings.stages.prepare_data, []
-    uses = settings.stages.preference_uses
-    if data is None:
-        return []
-    for kind, place in (("demonstrations", data.demonstrations), ("preferences", data.preferences)):
-        for path in data_files(Path(place)) if place else []:
-            rows = check_first_rows(kind, path, FIRST_ROWS, data.on_bad_row, uses if kind == "preferences" else ())
-            checked = f"first {rows} rows" if rows == FIRST_ROWS else f"all {rows} rows"
-            lines.append(f"{path} ({kind}, {checked} checked)")
-    return lines
 
 
 def _model_line(settings: PipelineSettings) -> str:
@@ -281,6 +275,7 @@ def stage(arguments: argparse.Namespace) -> int:
             f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; "
             f"add it with --set stages.{arguments.name}={{}}"
         )
+    _refuse_bad_rows(settings)
     _prepare(settings)
     from flows.single_stage import run_stage
 

@@ -163,7 +163,9 @@ def chat(data: bytes) -> None:
         found = _tried(lambda r=with_tools: r.conversation(messages))
         if found is not None:
             ids, mask = found
-            assert len(ids) == len(mask) and (any(mask) or all(m.get("weight") == 0 for m in messages if m["role"] == "assistant"))
+            assert len(ids) == len(mask) and (
+                any(mask) or all(m.get("weight") == 0 for m in messages if m["role"] == "assistant")
+            )
         for message in messages:
             ids = _tried(lambda r=with_tools, m=message: r.action_ids(m["content"]))
             assert ids is None or ids[-1] == with_tools.eos_id

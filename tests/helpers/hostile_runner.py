@@ -28,7 +28,7 @@ PRELOADED = (
     "torch", "transformers", "pyarrow.parquet", "re2", "mlflow", "tasks.config", "tasks.tracking", "tasks.pipeline.run",
     "tasks.stages.prepare_data", "tasks.lifecycle.dead_runs", "rl_core.models.causal_lm", "rl_core.data.records",
     "rl_core.storage.checkpoint", "rl_core.analysis.runner", "rl_core.readers", "flows.cli.main", "flows.cli.resume",
-    "flows.cli.model_capabilities", "hostile.calls", "rl_core.environments.gsm8k", "peft", "pandas",
+    "flows.cli.model_capabilities", "flows.cli.approve", "flows.monitor.server", "hostile.calls", "rl_core.environments.gsm8k", "peft", "pandas",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto",
 )  # fmt: skip
 STARTS = (  # audit events of a program being started, a connection being made, a pickle being read
@@ -70,7 +70,11 @@ class _Watch:
             self.seen.append(f"import {arguments[0]}")
         elif event == "open" and isinstance(arguments[2], int):
             flags = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-            if not isinstance(arguments[0], int) and arguments[2] & flags and arguments[2] & os.O_TMPFILE != os.O_TMPFILE:
+            if (
+                not isinstance(arguments[0], int)
+                and arguments[2] & flags
+                and arguments[2] & os.O_TMPFILE != os.O_TMPFILE
+            ):
                 self._written(event, arguments[0])
         elif event in WRITES:
             for place in WRITES[event]:

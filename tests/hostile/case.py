@@ -8,7 +8,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["BASE", "CONFIG", "Case", "Content", "bound_socket", "config", "device", "fifo", "link", "repeated", "sparse"]
+__all__ = [
+    "BASE",
+    "CONFIG",
+    "Case",
+    "Content",
+    "bound_socket",
+    "config",
+    "device",
+    "fifo",
+    "link",
+    "repeated",
+    "sparse",
+]
 
 Content = bytes | str | Callable[[Path], None]  # what a file holds, or what makes it
 CONFIG = "config.yaml"
@@ -33,6 +45,7 @@ class Case:
     says: tuple[str, ...]  # every one has to stand in the message
     files: Mapping[str, Content] = field(default_factory=dict)
     code: int = 2
+    writes: bool = False  # True = it may write into its output folder
 
 
 def config(text: bytes | str, says: str | tuple[str, ...], name: str, **files: Content) -> Case:

@@ -125,11 +125,14 @@ _MODELS = [
     model(_model(model__safetensors=GOOD + b"x" * 1000), _NO, "data behind the last tensor"),
     model(_model(model__safetensors=safetensors({})), "are missing", "no weight at all"),
     model(
-        _model(model__safetensors=safetensors({**_SHAPES, "model.norm.weight": [99]})), "norm", "a weight of another shape"
+        _model(model__safetensors=safetensors({**_SHAPES, "model.norm.weight": [99]})),
+        "norm",
+        "a weight of another shape",
     ),
     model(
         _model(model__safetensors=safetensors({n: s for n, s in _SHAPES.items() if "norm" not in n})),
-        "3 are missing", "weights missing",
+        "3 are missing",
+        "weights missing",
     ),  # fmt: skip
     model(_model(model__safetensors=sparse(2**29, GOOD)), _NO, "zeros behind the weights"),
     model(_model(model__safetensors=_PICKLE), _NO, "a pickle by the name of safetensors"),
@@ -141,10 +144,15 @@ _MODELS = [
     model(_model(model__safetensors=device("zero")), "m", "weights are /dev/zero"),
     model(_model(model__safetensors=link("nowhere")), "m", "weights are a broken link"),
     model(
-        {**_model(model__safetensors=None), "m/model.safetensors.index.json": _index}, "m", "index that names a file outside"
+        {**_model(model__safetensors=None), "m/model.safetensors.index.json": _index},
+        "m",
+        "index that names a file outside",
     ),
     model(
-        {**_model(model__safetensors=GOOD), "m/model.safetensors.index.json": "[" * 5000}, "loaded", "index that is not used", 0
+        {**_model(model__safetensors=GOOD), "m/model.safetensors.index.json": "[" * 5000},
+        "loaded",
+        "index that is not used",
+        0,
     ),
     model(_model(config__json="{"), _NO, "config no JSON"),
     model(_model(config__json=""), _NO, "config empty"),
@@ -172,14 +180,16 @@ _MODELS = [
             **_model(config__json=_config(model_type="own", auto_map={"AutoConfig": "canary_model.C"})),
             "m/canary_model.py": _CODE,
         },
-        _NO, "code of the folder",
+        _NO,
+        "code of the folder",
     ),  # fmt: skip
     model(
         {
             **_model(config__json=_config(model_type="own", auto_map={"AutoConfig": "../outside--canary_model.C"})),
             "m/canary_model.py": _CODE,
         },
-        _NO, "code of another folder",
+        _NO,
+        "code of another folder",
     ),  # fmt: skip
     model(_model(tokenizer__json="{"), _NO, "tokenizer no JSON"),
     model(_model(tokenizer__json="{}"), _NO, "tokenizer empty object"),
@@ -193,12 +203,17 @@ _MODELS = [
         {
             **_model(
                 tokenizer_config__json=json.dumps(
-                    {**_TOKENIZER_CONFIG, "tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["canary_model.T", None]}}
+                    {
+                        **_TOKENIZER_CONFIG,
+                        "tokenizer_class": "X",
+                        "auto_map": {"AutoTokenizer": ["canary_model.T", None]},
+                    }
                 )
             ),
             "m/canary_model.py": _CODE,
         },
-        "m", "tokenizer's code",
+        "m",
+        "tokenizer's code",
     ),  # fmt: skip
     model(_model(tokenizer_config__json=json.dumps({"unk_token": "t2"})), "end-of-sequence", "tokenizer without end"),
 ]
@@ -262,7 +277,7 @@ def checkpoint(
             **{f"{folder}/{key}": data for key, data in files.items() if ".." not in key},
             f"{folder}/manifest.json": made if isinstance(made, bytes) else json.dumps(made), **more,
         },
-        code=1,
+        code=1, writes=True,
     )  # fmt: skip
 
 
@@ -351,7 +366,13 @@ _NAMED = [
     _named("./m", "no model folder", "a link to itself", m=link("m")),
     _named("m/../../outside", "config.json", "folder outside"),
     Case("doctor: lying header", ("doctor", "--model", "m"), ("m", _NO), _model(model__safetensors=_length(2**60))),
-    Case("doctor: pickle", ("doctor", "--model", "m"), ("only the configuration was read",), _model(model__safetensors=None, a__bin=_PICKLE), 0),
+    Case(
+        "doctor: pickle",
+        ("doctor", "--model", "m"),
+        ("only the configuration was read",),
+        _model(model__safetensors=None, a__bin=_PICKLE),
+        0,
+    ),
     Case("doctor: config", ("doctor", "--model", "m"), ("m", _NO), _model(config__json="[" * 9999)),
 ]
 

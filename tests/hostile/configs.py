@@ -171,13 +171,14 @@ _NUMBERS = [
     config(_change("num_demonstrations: 50", "num_demonstrations: 1000000000000"), "num_demonstrations", "1e12 rows"),
     config(
         _stage("policy: {iterations: 1, prompts_per_iteration: 1000000000, group_size: 1000000000}"),
-        "stages.policy", "groups of 1e9",
+        "stages.policy",
+        "groups of 1e9",
     ),  # fmt: skip
-    config(
-        _stage("evaluate: {episodes: 1000000000000}"), "stages.evaluate.episodes", "1e12 episodes"
-    ),
+    config(_stage("evaluate: {episodes: 1000000000000}"), "stages.evaluate.episodes", "1e12 episodes"),
     config(_stage("policy: {sampling: {temperature: 1e400}}"), "temperature", "temperature infinite"),
-    config(_stage("policy: {sampling: {max_completion_tokens: 1000000000000}}"), "max_completion_tokens", "1e12 tokens"),
+    config(
+        _stage("policy: {sampling: {max_completion_tokens: 1000000000000}}"), "max_completion_tokens", "1e12 tokens"
+    ),
     config(_stage("policy: {sampling: {stop: [" + "a, " * 5000 + "b]}}"), "stop", "5001 stop texts"),
     config(_with("run: {timeout_minutes: -5}"), "run.timeout_minutes", "negative timeout"),
 ]
@@ -203,7 +204,7 @@ _NAMES = [
     _name("operations", "operations"),
     _name("~root", "tilde"),
     _name("'a b'", "with blank"),
-    _name("\"a\\nb\"", "with line break"),
+    _name('"a\\nb"', "with line break"),
     _name("'$(touch ../canary-ran)'", "shell"),
     _name("a..b", "with two dots"),
     _name("''", "empty"),
@@ -214,7 +215,7 @@ _NAMES = [
     _name("con:aux", "with colon"),
     config(_with("tracking: {registered_model: '../x'}"), "tracking", "registered model with slash"),
     config(_change("{traces: 0,", "{registered_model: 'a/b',"), "registered_model", "model name with slash"),
-    config(_change("{traces: 0,", "{experiment: \"a\\nb\","), "experiment", "experiment with line break"),
+    config(_change("{traces: 0,", '{experiment: "a\\nb",'), "experiment", "experiment with line break"),
     config(_change("{traces: 0,", "{experiment: ' ',"), "experiment", "blank experiment"),
     config(_change("{traces: 0,", "{uri: 'file:///etc',"), "uri", "tracking store file:"),
     config(_change("{traces: 0,", "{uri: 'http://me:secret@host',"), "holds a password", "password in the store"),
@@ -242,13 +243,19 @@ def _imported(text: str, says: tuple[str, ...], name: str) -> Case:
 def _passed(text: str, name: str) -> Case:
     """Code that `validate` finds, and does not run."""
     return Case(
-        f"code that is found: {name}", ("validate", CONFIG), ("found, not imported",), {CONFIG: text, **_CODE_FILES}, code=0
+        f"code that is found: {name}",
+        ("validate", CONFIG),
+        ("found, not imported",),
+        {CONFIG: text, **_CODE_FILES},
+        code=0,
     )
 
 
 _ENVIRONMENT = "{name: pixel_grid}"
 _IMPORTS = [
-    _imported(_change(_ENVIRONMENT, "{name: 'os:system'}"), (":3: environment.name", "subclass"), "environment os:system"),
+    _imported(
+        _change(_ENVIRONMENT, "{name: 'os:system'}"), (":3: environment.name", "subclass"), "environment os:system"
+    ),
     _passed(_change(_ENVIRONMENT, "{name: 'canary_module:X'}"), "environment"),
     _passed(_change(_ENVIRONMENT, "{name: 'canary_package:X'}"), "package"),
     _passed(_stage("policy: {rewards: {'canary_module:f': 1.0}}"), "reward"),
@@ -261,12 +268,11 @@ _IMPORTS = [
     _code(_change(_ENVIRONMENT, "{name: 'nowhere.at.all:X'}"), "nowhere", "environment that is not there"),
     _code(_change(_ENVIRONMENT, "{name: 'pixelgrid'}"), "pixel_grid", "misspelt environment"),
     _code(_change(_ENVIRONMENT, "{name: pixel_grid, options: {x: 1}}"), "environment", "unknown option"),
-    _code(
-        _change(_ENVIRONMENT, "{name: pixel_grid, options: {__class__: 1}}"), "environment", "dunder option"
-    ),
+    _code(_change(_ENVIRONMENT, "{name: pixel_grid, options: {__class__: 1}}"), "environment", "dunder option"),
     _imported(
         _change(_ENVIRONMENT, "{name: gymnasium, options: {id: 'os:system', command: 'touch ../canary-ran'}}"),
-        ("environment",), "gymnasium os:system",
+        ("environment",),
+        "gymnasium os:system",
     ),  # fmt: skip
     _passed(_change(_ENVIRONMENT, "{name: gymnasium, options: {id: 'canary_module:X'}}"), "gymnasium"),
     _code(_change(_ENVIRONMENT, "{name: verifiers, options: {taskset: 'canary_module:X'}}"), "environment", "taskset"),
@@ -313,11 +319,15 @@ _PLACES = [
     config(_change("preset: nano", "preset: ../nano"), ":4: model.preset", "preset with dots"),
     config(_change("preset: nano", "preset: nano, chat_template: /etc"), "chat_template", "template is a folder"),
     config(
-        _change("preset: nano", "preset: nano, chat_template: t.jinja"), "chat_template", "template is a pipe",
+        _change("preset: nano", "preset: nano, chat_template: t.jinja"),
+        "chat_template",
+        "template is a pipe",
         **{"t.jinja": fifo},
     ),  # fmt: skip
     config(
-        _change("preset: nano", "preset: nano, chat_template: t.jinja"), "chat_template", "template is /dev/zero",
+        _change("preset: nano", "preset: nano, chat_template: t.jinja"),
+        "chat_template",
+        "template is /dev/zero",
         **{"t.jinja": device("zero")},
     ),  # fmt: skip
     config(_change("preset: nano", "preset: nano, chat_template_date: 9999-99-99"), "date", "date of no calendar"),

@@ -114,15 +114,14 @@ _ROWS = [
     rows(GOOD + b'{"messages": [], "messages": []}\n', (":2:", "appears twice"), "key twice"),
     rows(
         GOOD + b"{" + b",".join(b'"k%d": 1' % n for n in range(100_000)) + b', "k5": 2}\n',
-        (":2:", "k5: appears twice"), "100000 keys, one twice",
+        (":2:", "k5: appears twice"),
+        "100000 keys, one twice",
     ),  # fmt: skip
     rows(
         repeated(b"", b'{"role": "user", "content": "x"},', 1_200_000, b""), (":1:",), "list of a million messages, cut"
     ),
     rows(repeated(GOOD, b"x", 100 * 2**20, b"\n"), (":2:", "longer than"), "line of 100 MiB"),
-    rows(
-        repeated(GOOD + b'{"messages": "', b"x", 100 * 2**20, b'"}\n'), (":2:", "longer than"), "text of 100 MiB"
-    ),
+    rows(repeated(GOOD + b'{"messages": "', b"x", 100 * 2**20, b'"}\n'), (":2:", "longer than"), "text of 100 MiB"),
     rows(sparse(20 * 2**30, GOOD * 99), (":100:", "longer than"), "20 GiB of zeros"),
     rows(sparse(20 * 2**30), "NUL bytes", "20 GiB of nothing but zeros"),
     rows(repeated(GOOD, b"\n", 30 * 2**20, b"{\n"), (":31457282:",), "30 million empty lines"),
@@ -159,26 +158,32 @@ _ROWS = [
     rows(_message('"tool_calls": [{"function": {"name": 5}}]'), (":2:", "name"), "name of a call a number"),
     rows(
         _message('"tool_calls": [{"function": {"name": "f", "arguments": "{\\"a\\": NaN}"}}]'),
-        (":2:", "arguments"), "NaN in arguments",
+        (":2:", "arguments"),
+        "NaN in arguments",
     ),  # fmt: skip
     rows(
         _message('"tool_calls": [{"function": {"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}}]'),
-        (":2:", "arguments"), "surrogate in arguments",
+        (":2:", "arguments"),
+        "surrogate in arguments",
     ),  # fmt: skip
     rows(
         _message('"tool_calls": [{"function": {"name": "f", "arguments": {"a": "\\ud800"}}}]'),
-        (":2:", "arguments"), "surrogate in an argument",
+        (":2:", "arguments"),
+        "surrogate in an argument",
     ),  # fmt: skip
     rows(
         _message('"tool_calls": [{"function": {"name": "f", "arguments": "' + '{\\"a\\":' * 3000 + '"}}]'),
-        (":2:", "arguments"), "arguments nested",
+        (":2:", "arguments"),
+        "arguments nested",
     ),  # fmt: skip
     rows(GOOD.strip()[:-1] + b', "tools": "[' + b"[" * 5000 + b'"}\n', (":1:", "tools"), "tools nested in a text"),
     rows(GOOD.strip()[:-1] + b', "tools": [{"a": 1}]}\n', (":1:", "tools"), "tool without function"),
+    rows(GOOD.strip()[:-1] + b', "tools": [{"function": {"name": "\\ud800"}}]}\n', (":1:", "tools"), "tool surrogate"),
     rows(
-        GOOD.strip()[:-1] + b', "tools": [{"function": {"name": "\\ud800"}}]}\n', (":1:", "tools"), "tool surrogate"
+        GOOD.strip()[:-1] + b', "tools": "[{\\"function\\": {\\"name\\": \\"f\\", \\"x\\": NaN}}]"}\n',
+        (":1:", "tools"),
+        "tool NaN",
     ),
-    rows(GOOD.strip()[:-1] + b', "tools": "[{\\"function\\": {\\"name\\": \\"f\\", \\"x\\": NaN}}]"}\n', (":1:", "tools"), "tool NaN"),
     rows(GOOD.strip()[:-1] + b', "seed": 1.5}\n', (":1:", "seed"), "seed a fraction"),
     rows(GOOD.strip()[:-1] + b', "seed": true}\n', (":1:", "seed"), "seed true"),
     rows(GOOD.strip()[:-1] + b', "seed": ' + b"9" * 30 + b"}\n", (":1:", "seed"), "seed of 30 digits"),
@@ -277,6 +282,15 @@ def call(function: str, content: Content, says: str | tuple[str, ...], name: str
     return Case(f"{function}: {name}", ("call", f"hostile.calls:{function}", file), (file, *parts), {file: content})
 
 
+_RUNS = [
+    Case(f"{command[0]}: rows that are refused", (*command, "--quiet"), ("data.jsonl:2:", "messages: is missing"),
+         {CONFIG: _SFT.replace("{name}", "data.jsonl"), "data.jsonl": GOOD + b"{}\n" + GOOD * 1500})
+    for command in (("run", CONFIG), ("retrain", CONFIG), ("stage", "sft", CONFIG))
+]  # fmt: skip
+_LATE = Case(
+    "run: a row that is refused behind the first thousand", ("run", CONFIG, "--quiet"), ("data.jsonl:1501:", "missing"),
+    {CONFIG: _SFT.replace("{name}", "data.jsonl"), "data.jsonl": GOOD * 1500 + b"{}\n"},
+)  # fmt: skip
 _JOURNALS = [
     call(function, content, says, name, file)
     for function, file in (("read_metrics", "metrics.jsonl"), ("read_rewards", "rewards.jsonl"))
@@ -304,4 +318,4 @@ _TOKENS = [
     )
 ]
 
-CASES = _ROWS + _PARQUET + _PAIRS + _PLAYED + _JOURNALS + _TOKENS
+CASES = _RUNS + [_LATE] + _ROWS + _PARQUET + _PAIRS + _PLAYED + _JOURNALS + _TOKENS
