@@ -19,6 +19,7 @@ from rl_core.data.records import RowSource
 from rl_core.errors import CheckpointError, SettingsError, Stopped
 from rl_core.models import causal_lm
 from rl_core.settings import LoopSettings, SamplingSettings
+from rl_core.storage.single_files import make_folder
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
 from rl_core.training.loop import LoopMemory, LoopOutcome
@@ -85,7 +86,7 @@ class Training(Generic[T]):
         if self.outcome is not None:
             return self.outcome
         if self.output is not None:
-            self.output.mkdir(parents=True, exist_ok=True)
+            make_folder(self.output)
         begin(self._tracker, self.name, {"settings": dataclasses.asdict(self.settings), **self.fingerprint})
         status = "FAILED"
         try:
@@ -120,17 +121,14 @@ class Training(Generic[T]):
     def save(self, folder: str | Path) -> Path:
         """Write the trained model and its tokenizer as a Hugging Face folder; with adapters merged, and `adapter/`.
 
+        A folder that an earlier call wrote is replaced as a whole: a crash leaves the old model or the new one.
+
         Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
         """
         if not self.memory.state.iteration:
             raise CheckpointError("nothing was trained yet; call run() before save()")
-        folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            causal_lm.save(self.model, self.tokenizer, folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: the model cannot be written ({error})") from error
-        return folder
+        causal_lm.publish(self.model, self.tokenizer, folder)
+        return Path(folder)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluation metrics of the present weights; {} where nothing is held out."""

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped
 from rl_core.storage.checked_lines import copy_intact, read_checked
-from rl_core.storage.folders import seal_folder, write_json_atomic
+from rl_core.storage.folders import clear_leftovers, remove_folder, seal_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
@@ -162,8 +163,9 @@ def run_stage(
     key = stage_key(name, settings, pipeline_run.settings, digests)
     final = pipeline_run.stages_folder / name / key
     stage = _Stage(name, label or name, settings, inputs, digests, key, final)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent)
     with FolderLock(final.with_name(f"{key}.lock")):
+        clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
@@ -326,7 +328,7 @@ def tokens_per_second(journal: Path) -> float | None:
 
 def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     kept = {"checkpoints", REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
         kept.add(THREADS)
@@ -337,9 +339,7 @@ def _clear_leftovers(folder: Path) -> None:
 
 
 def _discard(final: Path) -> None:
-    """Remove a finished or open folder and its journal; renamed first, so that no reader sees half of it."""
+    """Remove a finished or open folder and its journal."""
     for path in (final, final.with_name(f"{final.name}.open"), final.with_name(f"{final.name}.tracking")):
         if path.exists():
-            trash = path.with_name(f".trash-{time.time_ns()}-{path.name}")
-            path.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            remove_folder(path)
