@@ -134,9 +134,16 @@ class CheckpointStore:
             publish_folder(final, write, extra)
             write_text_atomic(self.folder / POINTER, final.name + "\n", point="pointer.written")
             fault("pointer.done")
-            for old in existing[: max(0, len(existing) + 1 - self.keep)]:
-                remove_folder(self.path(old))
+            self._prune(existing[: max(0, len(existing) + 1 - self.keep)])
             return version
+
+    def _prune(self, versions: list[int]) -> None:
+        """Remove versions. A disk that refuses is no reason to stop: the new one is published already."""
+        for version in versions:
+            try:
+                remove_folder(self.path(version))
+            except CheckpointError as error:
+                logger.warning("an old checkpoint stays: %s", error)
 
     def load_latest(self) -> dict[str, Any] | None:
         """The newest valid state, tensors on the CPU; None when there is none.

@@ -24,7 +24,7 @@ from tasks.lifecycle.data_lineage import record_sources, tags_of_records
 from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
-from tasks.pipeline.pipeline_tracker import PipelineTracker, run_folder
+from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_folder
 from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
@@ -99,7 +99,7 @@ class PipelineRun:
         self._settle_earlier_runs(previous)
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         data_record = record_sources(self.settings)
-        started = previous or time.strftime("%Y-%m-%d %H:%M:%S")
+        started = previous or next_start(self.home / "runs")
         self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
         self.tracker = PipelineTracker(
             self.tracking,

@@ -13,6 +13,7 @@ two has a checksum (`rl_core.storage.checked_lines`): one that a disk or a hand 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -29,7 +30,7 @@ from typing import Any
 from rl_core.errors import DataError, FolderBusy
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.own_files import own_file
-from rl_core.storage.single_files import make_folder, sync, write_text_atomic
+from rl_core.storage.single_files import make_folder, refused, sync, write_text_atomic
 
 __all__ = [
     "Journal",
@@ -69,22 +70,32 @@ class LineLog:
     """An append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending and cut off a torn last line. Raises: FolderBusy while another process has it open."""
+        """Open for appending and cut off a torn last line.
+
+        Raises: FolderBusy while another process has it open; CheckpointError where the disk refuses.
+        """
         self.path = path
         make_folder(path.parent)
         is_new = not path.exists()
-        self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise refused(path, error) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._fd)
             raise FolderBusy(f"{path} is being written by another run; wait for it, or use another folder") from None
-        if is_new:
-            sync(path.parent)
         self._lock = threading.Lock()
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
         self._refused = 0
-        self._end = self._heal()
+        try:
+            if is_new:
+                sync(path.parent)
+            self._end = self._heal()
+        except OSError as error:
+            os.close(self._fd)
+            raise refused(path, error) from error
 
     def _heal(self) -> int:
         """Cut off what follows the last newline; returns the size that is left."""
@@ -137,7 +148,8 @@ class LineLog:
                 if written < len(line):
                     raise OSError(f"only {written} of {len(line)} bytes were written")
             except OSError as error:
-                os.ftruncate(self._fd, self._end)  # shrinking needs no space; a torn line must not stay in the middle
+                with contextlib.suppress(OSError):  # the next line goes over it all the same
+                    os.ftruncate(self._fd, self._end)  # shrinking needs no space
                 self._refused += 1
                 if self._refused & (self._refused - 1) == 0:  # 1st, 2nd, 4th, 8th, ... refusal
                     log.warning("%s: cannot write (%s); %d lines wait in memory", self.path, error, len(self._pending))
