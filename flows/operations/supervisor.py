@@ -25,6 +25,7 @@ from flows.operations.services import ROOT, ServiceSpec, client_environment, mlf
 from flows.operations.state import Options, State, StatePaths, write_state
 from flows.operations.steady_clock import SteadyClock
 from rl_core.errors import BackendError, FolderBusy
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.shipped import shipped
@@ -91,7 +92,7 @@ class Supervisor:
 
     def _lock(self) -> FolderLock:
         """Acquire the lock, tolerating the brief holds of `is_running`."""
-        make_folder(self.places.folder)
+        clear_leftovers(make_folder(self.places.folder))
         return _Patient(self.places.lock)
 
     def _take_signals(self) -> dict[int, Any]:

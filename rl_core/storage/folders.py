@@ -376,7 +376,9 @@ def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
     Those of another machine are left alone, as nothing tells here that their process is gone.
     `locked` = the caller holds the folder's lock, so every temporary there is dead, its pid reused or not.
     """
-    removed = []
+    removed: list[str] = []
+    if not Path(parent).is_dir():
+        return removed
     for path in sorted(Path(parent).iterdir()):
         if _is_leftover(path, locked):
             _remove(path)

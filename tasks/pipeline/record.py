@@ -9,6 +9,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.pipeline.run_options import RunOptions
@@ -69,6 +70,8 @@ class PipelineRecord:
         """
         make_folder(folder)
         self._folders = (folder, self.home)
+        for place in self._folders:
+            clear_leftovers(place)
         self._values = {
             "started": started,
             "run_id": None,

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import SettingsError, Stopped
-from rl_core.storage.folders import sync_tree
+from rl_core.storage.folders import clear_leftovers, sync_tree
 from rl_core.storage.single_files import make_folder, write_text_unsynced
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
@@ -70,6 +70,8 @@ class RunTracker:
         except BaseException:
             self._events.close()
             raise
+        for place in (self.folder, events_path(self.folder).parent):
+            clear_leftovers(place)
         self.resumed = self._events.end > 0
         self._shipper = Shipper(
             self.folder, self.journal, self._events, lambda: connect(store, self.folder), interval_s,

@@ -85,6 +85,8 @@ def check_again(root):
         clear_leftovers(root / "stages")
         remove_folder(root / "stages" / "sft")
     clear_leftovers(root)
+    if (root / "cursor").is_dir():  # as RunTracker does
+        clear_leftovers(root / "cursor" / ".tracking")
     second_run(root)
     state = CheckpointStore(root / "checkpoints").load_latest()
     assert state["loop"] == {"iteration": 3}
