@@ -46,6 +46,7 @@ STATE = "state.json"
 FINITE_PARTS = ("model", "best_model")  # a checkpoint of broken weights must never become the newest one
 SHARD_BYTES = 1 << 30  # a safetensors file is built in memory before it is written
 _PART = re.compile(r"[a-z_]+")
+_ASIDE = ".corrupt-"
 _NAME = re.compile(r"checkpoint-(\d{8,18})")
 
 
@@ -88,6 +89,12 @@ class CheckpointStore:
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def _next_version(self) -> int:
+        """A number above every one that was ever seen here, set aside or not: a reader never meets it again."""
+        names = (path.name for path in self.folder.iterdir())
+        matches = (_NAME.match(name.removeprefix(_ASIDE)) for name in names)
+        return max((int(match[1]) for match in matches if match), default=0) + 1
+
     def path(self, version: int) -> Path:
         """Folder of a version."""
         return self.folder / f"checkpoint-{version:08d}"
@@ -108,7 +115,7 @@ class CheckpointStore:
             encoded = {key: encoder.encode(value, key, part=key) for key, value in state.items()}
             _refuse_nonfinite(encoder)
             existing = self.versions()
-            version = existing[-1] + 1 if existing else 1
+            version = self._next_version()
             fingerprint = json.dumps(encoded.get("fingerprint"), sort_keys=True)
             extra = {
                 "kind": "checkpoint",
@@ -189,7 +196,7 @@ class CheckpointStore:
 
     def _set_aside(self, version: int, error: CorruptError) -> None:
         path = self.path(version)
-        aside = set_aside(path, f".corrupt-{path.name}")
+        aside = set_aside(path, f"{_ASIDE}{path.name}")
         logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
 
     def _repair_pointer(self, found: int | None) -> None:
