@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import signal
@@ -97,10 +98,12 @@ def run_killed(
     while True:
         number = len(trial.interruptions)
         more = {"PYTHONHASHSEED": str(2 + number)}
-        moment, fault = limit_s, ""
+        moment, fault = _Moment(limit_s), ""
         if number < kills and trial.seconds < limit_s / 2:
-            moment = max(0.3, rng.uniform(0.5, 1.0) * start_up + rng.random() * 2 * rest / (kills + 1))
-            if number % 2:
+            moment = _Moment(limit_s, rng.random() * 2 * rest / (kills + 1))
+            if number % 4 == 3:  # while it starts
+                moment = _Moment(rng.random() * start_up)
+            elif number % 2:
                 fault = f"{rng.choice(sorted(POINTS))}:{rng.randint(1, 3)}"
                 more[VARIABLE] = f"{fault}:kill"
         if _one_process(command, trial, folder / "killed.log", more, moment, fault, report):
@@ -117,7 +120,7 @@ def run_sliced(command: Command, folder: Path, slice_s: float, limit_s: float, r
     while True:
         more = {"PYTHONHASHSEED": str(2 + len(trial.interruptions))}
         log = folder / "sliced.log"
-        if _one_process(command, trial, log, more, slice_s, "", report, signal.SIGTERM):
+        if _one_process(command, trial, log, more, _Moment(slice_s), "", report, signal.SIGTERM):
             return trial
         done = _done(trial.home)
         stalled = 0 if done > seen else stalled + 1
@@ -132,13 +135,21 @@ def run_sliced(command: Command, folder: Path, slice_s: float, limit_s: float, r
             raise CheckFailed(f"the run in slices takes longer than {limit_s:.0f} s")
 
 
+@dataclass(frozen=True)
+class _Moment:
+    """Moment of an interruption: seconds after the start, or earlier, so many seconds after the first progress."""
+
+    after_start: float
+    after_progress: float = math.inf
+
+
 def _one_process(
-    command: Command, trial: Trial, log: Path, more: Mapping[str, str], moment: float, fault: str, report: Report,
+    command: Command, trial: Trial, log: Path, more: Mapping[str, str], moment: _Moment, fault: str, report: Report,
     how: int = signal.SIGKILL,
 ) -> bool:  # fmt: skip
     """Run one process until its end, or `moment`; True = the pipeline has ended."""
     process = _Process(command, trial, log, more, report)
-    code = process.wait(moment)
+    code = process.wait(moment.after_start, moment.after_progress)
     if code is None:
         code = process.kill() if how == signal.SIGKILL else process.stop()
         word = "killed" if how == signal.SIGKILL else "stopped"
@@ -176,8 +187,8 @@ class _Process:
         self.first_progress: float | None = None
         self.seconds = 0.0
 
-    def wait(self, limit_s: float) -> int | None:
-        """Exit code; None = it still runs after `limit_s`."""
+    def wait(self, limit_s: float, after_progress: float = math.inf) -> int | None:
+        """Exit code; None = it still runs after `limit_s`, or `after_progress` seconds after its first progress."""
         while True:
             try:
                 return self._process.wait(min(POLL_S, max(0.0, limit_s - (time.monotonic() - self._began))))
@@ -189,6 +200,8 @@ class _Process:
             finally:
                 self.seconds = time.monotonic() - self._began
             self._look()
+            if self.first_progress is not None:
+                limit_s = min(limit_s, self.first_progress + after_progress)
             if self.seconds >= limit_s:
                 return None
 

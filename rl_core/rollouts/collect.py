@@ -361,5 +361,8 @@ def plain_step(step: Step) -> Step:
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages with texts that a tokenizer takes."""
+    """The messages with texts that a tokenizer takes. Raises: ValueError for one without role or text."""
+    for message in messages:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"message {message!r:.200} has no role, or no text as its content")
     return [cast(Message, plain_json(message)) for message in messages]
