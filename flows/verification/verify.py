@@ -72,13 +72,16 @@ def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, pl
     report.clear()
     print(_costs(whole, trial))
     comparison = compare_runs(whole.home, trial.home)
-    if not trial.interruptions:
-        shutil.rmtree(folder, ignore_errors=True)
-        print("not verified: the pipeline ended before it was interrupted; take shorter slices, or a longer pipeline")
-        return REFUSED
     if comparison.differences:
         print(f"{_with_suspects(explain(comparison), settings).text()}\n  runs      {folder}")
         return DIFFERENT
+    if not trial.interruptions:
+        shutil.rmtree(folder, ignore_errors=True)
+        print(
+            "not verified: the same, but it ended before it was interrupted; take another --seed, shorter --slices, or "
+            "a longer pipeline"
+        )
+        return REFUSED
     print(_equal(comparison, trial))
     if plan.keep:
         print(f"kept: {folder}")
