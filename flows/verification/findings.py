@@ -80,7 +80,9 @@ _UNKNOWN = PipelinePart("a published file", "none of the known parts differs bef
 
 def _reward(name: str) -> PipelinePart:
     if ":" not in name:
-        return PipelinePart(f"the reward component '{name}'", "its inputs differ, or its state is not restored", "report it")
+        return PipelinePart(
+            f"the reward component '{name}'", "its inputs differ, or its state is not restored", "report it"
+        )
     return PipelinePart(
         f"the reward function {name}",
         "it uses random numbers, the time, a server, or state that it keeps between calls",
@@ -138,8 +140,12 @@ def explain(comparison: RunComparison) -> ResumeFinding:
             where, what, part = found
             return ResumeFinding(stage, name, where, what, part, others=others)
     if "metrics.jsonl" in names and (at := _first_metric(first)) is not None:
-        return ResumeFinding(stage, "metrics.jsonl", f"iteration {at.index}, step {at.step}", at.text, _UPDATE, others=others)
-    return ResumeFinding(stage, first.file, "", first.problem, _ROWS if stage == "prepare_data" else _UNKNOWN, others=others)
+        return ResumeFinding(
+            stage, "metrics.jsonl", f"iteration {at.index}, step {at.step}", at.text, _UPDATE, others=others
+        )
+    return ResumeFinding(
+        stage, first.file, "", first.problem, _ROWS if stage == "prepare_data" else _UNKNOWN, others=others
+    )
 
 
 _Found = tuple[str, str, PipelinePart]

@@ -96,9 +96,7 @@ def changed_rollout(index, **changes):
 def test_the_first_rollout_that_differs_names_the_part(runs, changes, part, what):
     changed = changed_rollout(5, **{key: value for key, value in changes.items() if key != "seed"})
     if "seed" in changes:
-        changed = changed.replace(
-            sealed(ROLLOUTS[5]), sealed({**ROLLOUTS[5], "seed": 8})
-        )
+        changed = changed.replace(sealed(ROLLOUTS[5]), sealed({**ROLLOUTS[5], "seed": 8}))
     later = b"".join(map(sealed, metrics(0.3, 0.7, 0.7)))  # of the update that follows from it
     finding = explain(runs({"policy/rewards.jsonl": changed, "policy/metrics.jsonl": later}))
     assert finding.part.name == part and what in finding.what

@@ -79,7 +79,9 @@ def test_kills_at_moments_and_fault_points_end_in_the_same_files(tmp_path):
     assert all(cut.stage in ("sft", "") and cut.iterations <= 2 for cut in trial.interruptions)
     found = compare_runs(whole.home, trial.home)
     assert found.differences == [] and found.points == 4
-    assert any(re.fullmatch(r"whole, process 1: \d+ s, k.tracking .*|whole, process 1: \d+ s, sft \d/4", t) for t in said)
+    assert any(
+        re.fullmatch(r"whole, process 1: \d+ s, k.tracking .*|whole, process 1: \d+ s, sft \d/4", t) for t in said
+    )
 
 
 def test_a_fault_point_kills_and_the_repeated_work_is_counted(tmp_path):

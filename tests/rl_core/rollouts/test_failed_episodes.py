@@ -79,7 +79,10 @@ def test_failed_samples_are_left_out_of_their_groups_and_kept_whole(fatal: str, 
     assert [[rollout.trajectory.sample for rollout in group.rollouts] for group in groups] == [[0, 2], [0, 2]]
     assert [group.rewards for group in groups] == [[1.0, -0.25]] * 2
     assert failures.settle() == (2, 6) and failures.settle() == (0, 0) and failures.total == 2
-    assert [(e.trajectory.level, e.trajectory.seed, e.trajectory.sample) for e in kept] == [("easy", 1, 1), ("hard", 2, 1)]
+    assert [(e.trajectory.level, e.trajectory.seed, e.trajectory.sample) for e in kept] == [
+        ("easy", 1, 1),
+        ("hard", 2, 1),
+    ]
     first = kept[0]
     assert (first.failed_in, first.error) == ("step 2 of the environment", error)
     assert [turn.action for turn in first.trajectory.turns] == ["L", fatal]
