@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from flows.verification.differences import RunComparison, FileDifference, metric_rows
+from flows.verification.differences import FileDifference, RunComparison, metric_rows
 from flows.verification.suspects import Suspect
 from rl_core.storage.checked_lines import read_checked
 

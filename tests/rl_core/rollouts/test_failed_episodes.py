@@ -7,7 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
-from test_collect import LookThenAnswer, Looking, Renderer, Typist
+from test_collect import Looking, LookThenAnswer, Renderer, Typist
 
 from rl_core.environments.environment import Episode, Step
 from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode, error_trace
@@ -23,7 +23,6 @@ from rl_core.rollouts.failed_episode_file import (
 from rl_core.rollouts.replay import replay_episode
 from rl_core.settings import SamplingSettings
 from rl_core.types import Message, StopReason, Trajectory, Turn
-
 
 BAD = "message {'role': 'tool'} has no role, or no text as its content"
 

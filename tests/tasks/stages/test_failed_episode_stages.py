@@ -93,7 +93,7 @@ def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):  # noq
     assert {name.split("/")[1] for name in names} <= {"mine", "mine_greedy"}
 
 
-# ------------------------------------------------------------------------------------------------------ posttrain replay
+# --------------------------------------------------------------------------------------------------- posttrain replay
 
 
 def played(seed, *actions):

@@ -147,7 +147,8 @@ def test_a_refill_in_which_every_episode_fails_goes_on(tokenizer):
 
     trainer = make_trainer(
         tokenizer, Leaving(), algorithm="dapo", curriculum=LOW, dynamic_sampling_tries=2, overlong_buffer=0,
-        rewards=RewardOrchestrator({"task": 0.0}), sampling=SamplingSettings(max_completion_tokens=20, max_failed_share=1),
+        rewards=RewardOrchestrator({"task": 0.0}),
+        sampling=SamplingSettings(max_completion_tokens=20, max_failed_share=1),
     )  # fmt: skip
     metrics = trainer.step()
     assert metrics["train/failed_rate"] == pytest.approx(72 / 108)  # 36 were played, and twice 36 failed
