@@ -269,8 +269,8 @@ def _add_verify_resume(commands: Any) -> None:
         "verify-resume my_task/config.yaml --slices 60    (SIGTERM every 60 s, as a scheduler sends it)",
     ]
     about = (
-        "run a pipeline in one piece and again while killing it; compare the bytes, name what is not deterministic. "
-        "Exits with 0 if they are equal, 1 if they differ, 2 if that could not be found out"
+        "run a pipeline in one piece, and again while killing it; compare the bytes and name what depends on chance; "
+        "exits with 0 if they are equal, 1 if they differ, 2 if that was not found out"
     )
     parser = _add(commands, "verify-resume", about, examples)
     _add_config(parser)

@@ -78,7 +78,7 @@ def test_every_command_has_help_with_examples(capsys):
         cli.main(["--help"])
     overview = capsys.readouterr().out
     for name in names:
-        assert f"\n    {name} " in overview
+        assert f"\n    {name} " in overview or f"\n    {name}\n" in overview  # a long name has a line of its own
         with pytest.raises(SystemExit) as end:
             cli.main([name, "--help"])
         text = capsys.readouterr().out
