@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 from rl_core.errors import CheckFailed
 from rl_core.storage.faults import POINTS, VARIABLE
@@ -35,7 +36,7 @@ class Command:
     config: str
     overrides: Sequence[str]
     name: str  # of the pipeline
-    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    environment: Mapping[str, str] = field(default_factory=lambda: _own_environment())
 
     def start(self, output: Path, log: Path, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start it, in a session of its own, so that a kill takes its workers with it."""
@@ -47,6 +48,12 @@ class Command:
                 arguments, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
                 env={**self.environment, **more},
             )  # fmt: skip
+
+
+def _own_environment() -> dict[str, str]:
+    """This process's environment without servers and faults, which are not for a trial."""
+    names = ("MLFLOW_TRACKING_URI", "PREFECT_API_URL", "PREFECT_PROFILE", VARIABLE)
+    return {name: value for name, value in os.environ.items() if name not in names}
 
 
 @dataclass
@@ -74,11 +81,12 @@ class Trial:
 def run_whole(command: Command, folder: Path, limit_s: float, report: Report) -> Trial:
     """Run it in one piece. Raises: CheckFailed when it fails, or takes longer than `limit_s`."""
     trial = Trial(folder / "whole" / command.name)
-    process = _Process(command, trial, folder / "whole.log", {"PYTHONHASHSEED": "1"}, report)
-    code = process.wait(limit_s)
+    with _Process(command, trial, folder / "whole.log", {"PYTHONHASHSEED": "1"}, report) as process:
+        code = process.wait(limit_s)
+        if code is None:
+            process.stop()
     trial.seconds, trial.first_progress = process.seconds, process.first_progress
     if code is None:
-        process.stop()
         raise CheckFailed(f"the run in one piece takes longer than {limit_s:.0f} s")
     if code != 0:
         raise CheckFailed(f"the run in one piece ends with exit code {code}:\n{_tail(folder / 'whole.log')}")
@@ -148,15 +156,12 @@ def _one_process(
     how: int = signal.SIGKILL,
 ) -> bool:  # fmt: skip
     """Run one process until its end, or `moment`; True = the pipeline has ended."""
-    process = _Process(command, trial, log, more, report)
-    code = process.wait(moment.after_start, moment.after_progress)
-    if code is None:
-        code = process.kill() if how == signal.SIGKILL else process.stop()
-        word = "killed" if how == signal.SIGKILL else "stopped"
-        text = f"{word} after {process.seconds:.1f} s"
-    else:
-        text = f"killed at fault point {fault.partition(':')[0]}"
-        process.kill()  # what its session still runs
+    text = f"killed at fault point {fault.partition(':')[0]}"
+    with _Process(command, trial, log, more, report) as process:
+        code = process.wait(moment.after_start, moment.after_progress)
+        if code is None:
+            code = process.kill() if how == signal.SIGKILL else process.stop()
+            text = f"{'killed' if how == signal.SIGKILL else 'stopped'} after {process.seconds:.1f} s"
     trial.seconds += process.seconds
     if trial.interruptions:
         trial.interruptions[-1].restart_seconds = process.first_progress
@@ -176,7 +181,7 @@ def _one_process(
 
 
 class _Process:
-    """One child process, watched for progress."""
+    """One child process, watched for progress; a context manager that leaves nothing of it running."""
 
     def __init__(self, command: Command, trial: Trial, log: Path, more: Mapping[str, str], report: Report) -> None:
         if "PYTHONHASHSEED" in command.environment:  # the user's own choice
@@ -188,6 +193,12 @@ class _Process:
         self.first_progress: float | None = None
         self.seconds = 0.0
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.kill()
+
     def wait(self, limit_s: float, after_progress: float = math.inf) -> int | None:
         """Exit code; None = it still runs after `limit_s`, or `after_progress` seconds after its first progress."""
         while True:
@@ -195,9 +206,6 @@ class _Process:
                 return self._process.wait(min(POLL_S, max(0.0, limit_s - (time.monotonic() - self._began))))
             except subprocess.TimeoutExpired:
                 pass
-            except KeyboardInterrupt:
-                self.kill()
-                raise
             finally:
                 self.seconds = time.monotonic() - self._began
             self._look()
@@ -220,7 +228,6 @@ class _Process:
         except subprocess.TimeoutExpired:
             code = self.kill()
         self.seconds = time.monotonic() - self._began
-        self.kill()  # what its session still runs
         return code
 
     def _look(self) -> None:

@@ -169,6 +169,7 @@ def _rescored(result: Evaluation, rewards: RewardOrchestrator) -> Evaluation:
     by_episode: dict[tuple[str, int], list[Any]] = {}
     for rollout in result.rollouts:
         by_episode.setdefault((rollout.trajectory.level, rollout.trajectory.seed), []).append(rollout)
+    rewards.failures.reset()  # each evaluation counts for itself
     rewards.score([RolloutGroup(rollouts) for rollouts in by_episode.values()])
     scored = summarize((rollout.trajectory for rollout in result.rollouts), result.seconds)
     scored.rollouts, scored.held_out = result.rollouts, result.held_out

@@ -113,6 +113,11 @@ class EpisodeFailures:
         self.played += played
         return said
 
+    def reset(self) -> None:
+        """Forget everything."""
+        self._past.clear()
+        self.total = self.failed = self.played = 0
+
     def settle(self) -> tuple[int, int]:
         """Failed and played episodes since the last call."""
         counts = self.failed, self.played

@@ -139,7 +139,10 @@ def test_a_shorter_pipeline_is_proposed_and_never_taken(tmp_path, monkeypatch, c
     assert "takes longer than" in text and "--set stages.policy.iterations=8" in text
 
 
-def test_the_users_stores_are_left_alone(tmp_path):
+def test_the_users_stores_are_left_alone(monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://team")
+    monkeypatch.setenv("PREFECT_API_URL", "http://team/api")
+    assert not {"MLFLOW_TRACKING_URI", "PREFECT_API_URL"} & Command("x", [], "t").environment.keys()
     settings = load(str(ROOT / "configs/demo.yaml"), ["stages.promote.approve=manual"])
     assert verify._own_overrides(settings) == ["tracking.uri=null", "stages.promote.approve=auto"]
     again = load(str(ROOT / "configs/demo.yaml"), ["tracking.uri=http://x", *verify._own_overrides(settings)])

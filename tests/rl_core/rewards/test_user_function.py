@@ -59,7 +59,7 @@ def test_a_hang_is_an_error_that_names_function_and_sample(score, hang):
 
 
 def test_exits_and_generators(score):
-    with pytest.raises(RewardError, match="seed 5, sample 0: .* raised SystemExit: 3"):
+    with pytest.raises(RewardError, match=r"seed 5, sample 0: .* raised SystemExit: 3"):
         score(failing_at({5}, lambda: sys.exit(3)), max_failed_share=0)
     made, _ = score(lambda trajectories: (float(t.seed) for t in trajectories))
     assert made[1].rewards == [2.0, 3.5, 3.0, 4.5]  # task + seed / 2
@@ -105,7 +105,7 @@ def test_masking_is_bounded(score):
 
 
 def test_of_a_hundred_samples_so_many_may_fail(score):
-    made, metrics = score(failing_at(range(10), lambda: math.nan), count=100)
+    _, metrics = score(failing_at(range(10), lambda: math.nan), count=100)
     assert metrics["reward/masked_rate"] == 0.1
     with pytest.raises(RewardError, match=r"^11 of the newest 100 episodes failed"):
         score(failing_at(range(11), lambda: math.nan), count=100)
