@@ -36,6 +36,7 @@ from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
 from tasks.pipeline.result import (
+    FAILED_EPISODES,
     METRICS_HISTORY,
     RECENT_ROLLOUTS,
     StageResult,
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
-__all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
+__all__ = ["FAILED_EPISODES", "RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
 
 logger = logging.getLogger(__name__)
 
@@ -307,7 +308,9 @@ def _seal(stage: _Stage) -> str:
 
 def _grown(stage: _Stage) -> list[Path]:
     """Files of lines that were written all along the run, and may have been damaged since."""
-    return [path for path in (stage.journal / "metrics.jsonl", stage.folder / REWARD_RECORD) if path.is_file()]
+    names = REWARD_RECORD, FAILED_EPISODES
+    paths = [stage.journal / "metrics.jsonl", *(stage.folder / name for name in names)]
+    return [path for path in paths if path.is_file()]
 
 
 def _damaged_lines(stage: _Stage) -> dict[str, int]:
@@ -329,7 +332,7 @@ def tokens_per_second(journal: Path) -> float | None:
 def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
     make_folder(folder)
-    kept = {"checkpoints", REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
+    kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
         kept.add(THREADS)
     for path in folder.iterdir():
