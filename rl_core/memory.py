@@ -128,7 +128,7 @@ def halve(batch: Batch) -> tuple[Batch, Batch] | None:
     """
     if isinstance(batch, list):
         middle = len(batch) // 2
-        return (batch[:middle], batch[middle:]) if middle else None
+        return (batch[:middle], batch[middle:]) if middle else None  # type: ignore[return-value]
     if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
         raise DataError(f"a micro-batch must be a dataclass with one row per entry, not {type(batch).__name__}")
     values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}

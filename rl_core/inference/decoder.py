@@ -105,7 +105,8 @@ class Decoder:
     def _forget_cache(self) -> None:
         """Let go of the cache and of every view of it."""
         self._cache = self._tables_of = self._fused = None
-        self._keys, self._values = [], []
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
 
     def _make_tables(self, cache: torch.Tensor) -> None:
         """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""

@@ -20,6 +20,7 @@ from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
+from rl_core.storage.moments import load_moments, moments
 
 __all__ = ["Baseline", "BaselineHead", "pooled_states"]
 
@@ -70,12 +71,12 @@ class Baseline:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer moments."""
-        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"head": self.head.state_dict(), "optimizer": moments(self.optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_moments(self.optimizer, state["optimizer"])
 
 
 @torch.no_grad()

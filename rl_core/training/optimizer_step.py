@@ -19,6 +19,7 @@ from rl_core.memory import first_line, halve, is_out_of_memory, note_out_of_memo
 from rl_core.models.dropout import training_mode
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
+from rl_core.storage.moments import load_moments, moments
 from rl_core.timing import count, span
 from rl_core.training.ema_weights import EmaWeights
 from rl_core.training.master_weights import MasterWeights
@@ -248,9 +249,9 @@ class OptimizerStep:
     def state_dict(self) -> dict[str, Any]:
         """Optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._moments(),
             "masters": self.master_weights.state_dict(),
-            "grokfast": self._grokfast.state_dict() if self._grokfast is not None else None,
+            **({"grokfast": self._grokfast.state_dict()} if self._grokfast is not None else {}),
             "ema": self.ema.state_dict(),
             "num_steps": self.num_steps,
             "skipped_steps": self.skipped_steps,
@@ -259,19 +260,26 @@ class OptimizerStep:
             "max_tokens": self.max_tokens,
         }
 
+    def _moments(self) -> dict[str, Any]:
+        is_single = isinstance(self.optimizer, torch.optim.Optimizer)
+        return moments(self.optimizer) if is_single else self.optimizer.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; the model's weights are loaded elsewhere, before this.
 
         Averages that only the settings or only the state know of start afresh, or are left out (a resume with changed
         settings, which has to be allowed explicitly). Raises: CheckpointError for the state of another optimizer.
         """
-        if state["optimizer"].keys() != self.optimizer.state_dict().keys():
+        if state["optimizer"].keys() != self._moments().keys():
             raise CheckpointError(
                 f"the checkpoint holds the state of another optimizer than '{self.settings.optimizer}'; "
                 "put the old setting back, or start afresh in another folder"
             )
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self._grokfast is not None and state["grokfast"] is not None:
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            load_moments(self.optimizer, state["optimizer"])
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if self._grokfast is not None and "grokfast" in state:
             self._grokfast.load_state_dict(state["grokfast"])
         self.ema.load_state_dict(state["ema"])
         self.master_weights.load_state_dict(state["masters"])
