@@ -20,7 +20,15 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import CheckpointError, SettingsError, Stopped
 from rl_core.models import causal_lm
-from rl_core.settings import LoopSettings, SamplingSettings
+from rl_core.settings import (
+    DistillationSettings,
+    LoopSettings,
+    PolicySettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SamplingSettings,
+    SFTSettings,
+)
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
@@ -30,11 +38,12 @@ from rl_core.training.trainer_protocol import Trainer
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Training", "check_in_process", "run_fingerprint"]
+__all__ = ["Training", "folder_of", "run_fingerprint", "settings_of_kind"]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Trainer)
+S = TypeVar("S", PolicySettings, DistillationSettings, SFTSettings, RewardModelSettings, PreferenceSettings)
 
 CHECKPOINTS, METRICS, HISTORY = "checkpoints", "metrics.jsonl", "metrics_history.json"
 # Settings that change no number of the iterations already done: a resumed run may have others.
@@ -185,9 +194,19 @@ def run_fingerprint(algorithm: str, settings: LoopSettings, seed: int, **others:
     return {"algorithm": algorithm, "settings": kept, "seed": seed, **others}
 
 
-def check_in_process(settings: LoopSettings) -> None:
-    """Raise SettingsError for settings that start several processes, which only the pipeline does."""
+def settings_of_kind(settings: S | None, kind: type[S]) -> S:
+    """The settings, or the defaults. Raises: SettingsError for those of another algorithm, or of several processes."""
+    if settings is None:
+        return kind()
+    if not isinstance(settings, kind):
+        raise SettingsError(f"settings: expected rl_core.{kind.__name__}, found {type(settings).__name__}")
     if settings.launch.kind != "in_process":
         raise SettingsError(
             "launch: the Python API trains in this process; for several, run the pipeline (posttrain run CONFIG)"
         )
+    return settings
+
+
+def folder_of(output: str | Path | None) -> Path | None:
+    """The folder of a run as a path; None = nothing is kept."""
+    return Path(output) if output is not None else None
