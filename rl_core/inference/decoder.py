@@ -31,6 +31,7 @@ from rl_core.settings import SamplingSettings
 
 __all__ = ["Decoder", "AppendedTokens"]
 
+
 @dataclass(slots=True)
 class AppendedTokens:
     """Observation tokens that some slots append to the cache in the step in which every slot takes in its newest token.
@@ -90,6 +91,7 @@ class Decoder:
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
+            self._forget_cache()  # before the new one is allocated, so that both need not fit at once
             self._cache = cache = self._zeros(shape)
         self.slots, self.max_length = cache.shape[2] - padding_slot, cache.shape[4]
         if cache is not self._tables_of:
@@ -99,6 +101,12 @@ class Decoder:
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
+
+    def _forget_cache(self) -> None:
+        """Let go of the cache and of every view of it."""
+        self._cache = self._tables_of = self._fused = None
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
 
     def _make_tables(self, cache: torch.Tensor) -> None:
         """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
@@ -254,9 +262,7 @@ class Decoder:
         """`step` and `draw` for the first `count` slots, at most `most` times, until a turn ends (`FusedStep.sample`)."""
         assert self._fused is not None and self._cache is not None
         positions_n = torch.from_numpy(states.positions)[:count]
-        step = DecodeStep(
-            positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads
-        )
+        step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
         self._fused.sample(step, states, is_end_V, sampling.temperature, most)
 
     def draw(
