@@ -45,6 +45,8 @@ class _Ended(BaseException):
 
 def hung_calls() -> int:
     """Number of late calls of this process that still run; each is told again to end."""
+    if not _hung:
+        return 0
     with _lock:
         _hung[:] = [thread for thread in _hung if thread.is_alive()]
         for thread in _hung:
@@ -60,7 +62,7 @@ def call_within(seconds: float, name: str, function: Callable[..., T], *args: An
         of_cpu: `seconds` are of the thread's processor time, which a busy machine does not use up.
     Raises: CallTimeout after `seconds`; TooManyHung.
     """
-    if _hung and (count := hung_calls()) >= MAX_HUNG:
+    if (count := hung_calls()) >= MAX_HUNG:
         raise TooManyHung(f"{name} is out of service; {count} earlier calls still hang")
     outcome: list[tuple[Any, BaseException | None]] = []
     context = contextvars.copy_context()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings
+from tasks.pipeline.pipeline_tracker import next_start
 from tasks.stages.analyze import find_trajectories, image_function, image_tools, log_analysis
 from tasks.stages.loading import make_environment
 from tasks.tracking import Tracking
@@ -35,8 +35,9 @@ def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path)
     )
     output = Path(settings.output).resolve()
     tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    folder = output / settings.name / "analyses" / started.replace(" ", "-").replace(":", "-")
+    analyses = output / settings.name / "analyses"
+    started = next_start(analyses)
+    folder = analyses / started.replace(" ", "-").replace(":", "-")
     run = tracking.start_run(f"analysis · {started}", folder, tags={"kind": "analysis", "models": ", ".join(models)})
     log_analysis(run, result)
     run.close()
