@@ -13,7 +13,6 @@ from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
-from tasks.pipeline.pipeline_tracker import next_start
 from tasks.pipeline.run_options import OnDrift
 from tasks.stage_registry import entry, names, policy_stages, result_stages
 
