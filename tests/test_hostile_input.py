@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from hostile import checkpoints, configs, data, names
 from hostile.case import Case
 

@@ -130,8 +130,8 @@ def main() -> int:
             fuzzer.fuzz(min(end, time.monotonic() + SLICE_S))
     for fuzzer in fuzzers:
         print(
-            f"{fuzzer.name}: {fuzzer.num_inputs} inputs, {len(fuzzer.lines)} lines reached, pool of {len(fuzzer.pool)}, "
-            f"slowest {fuzzer.slowest:.2f} s, {len(fuzzer.failures)} failures"
+            f"{fuzzer.name}: {fuzzer.num_inputs} inputs, {len(fuzzer.lines)} lines reached, "
+            f"pool of {len(fuzzer.pool)}, slowest {fuzzer.slowest:.2f} s, {len(fuzzer.failures)} failures"
         )
         for data in fuzzer.failures.values():
             path = CORPUS / fuzzer.name / f"found-{hashlib.sha256(data).hexdigest()[:12]}"

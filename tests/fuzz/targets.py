@@ -158,8 +158,8 @@ def chat(data: bytes) -> None:
     for renderer in _renderers():
         with_tools = _tried(lambda renderer=renderer: renderer.with_tools(tools)) or renderer
         opening: Any = [message for message in messages if message["role"] != "assistant"]
-        for made in (_tried(lambda r=with_tools: r.prompt_ids(opening)),):
-            assert made is None or all(0 <= token for token in made)
+        made = _tried(lambda r=with_tools, given=opening: r.prompt_ids(given))
+        assert made is None or all(token >= 0 for token in made)
         found = _tried(lambda r=with_tools: r.conversation(messages))
         if found is not None:
             ids, mask = found

@@ -28,7 +28,8 @@ PRELOADED = (
     "torch", "transformers", "pyarrow.parquet", "re2", "mlflow", "tasks.config", "tasks.tracking", "tasks.pipeline.run",
     "tasks.stages.prepare_data", "tasks.lifecycle.dead_runs", "rl_core.models.causal_lm", "rl_core.data.records",
     "rl_core.storage.checkpoint", "rl_core.analysis.runner", "rl_core.readers", "flows.cli.main", "flows.cli.resume",
-    "flows.cli.model_capabilities", "flows.cli.approve", "flows.monitor.server", "hostile.calls", "rl_core.environments.gsm8k", "peft", "pandas",
+    "flows.cli.model_capabilities", "flows.cli.approve", "flows.monitor.server", "hostile.calls",
+    "rl_core.environments.gsm8k", "peft", "pandas",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.tokenization_auto",
 )  # fmt: skip
 STARTS = (  # audit events of a program being started, a connection being made, a pickle being read

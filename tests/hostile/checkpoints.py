@@ -133,7 +133,7 @@ _MODELS = [
         _model(model__safetensors=safetensors({n: s for n, s in _SHAPES.items() if "norm" not in n})),
         "3 are missing",
         "weights missing",
-    ),  # fmt: skip
+    ),
     model(_model(model__safetensors=sparse(2**29, GOOD)), _NO, "zeros behind the weights"),
     model(_model(model__safetensors=_PICKLE), _NO, "a pickle by the name of safetensors"),
     model(_model(model__safetensors=None, pytorch_model__bin=_PICKLE), ("pickle", "never read"), "a pickle"),
@@ -182,7 +182,7 @@ _MODELS = [
         },
         _NO,
         "code of the folder",
-    ),  # fmt: skip
+    ),
     model(
         {
             **_model(config__json=_config(model_type="own", auto_map={"AutoConfig": "../outside--canary_model.C"})),
@@ -190,7 +190,7 @@ _MODELS = [
         },
         _NO,
         "code of another folder",
-    ),  # fmt: skip
+    ),
     model(_model(tokenizer__json="{"), _NO, "tokenizer no JSON"),
     model(_model(tokenizer__json="{}"), _NO, "tokenizer empty object"),
     model(_model(tokenizer__json='{"a":' * 50_000), _NO, "tokenizer nested"),
@@ -214,7 +214,7 @@ _MODELS = [
         },
         "m",
         "tokenizer's code",
-    ),  # fmt: skip
+    ),
     model(_model(tokenizer_config__json=json.dumps({"unk_token": "t2"})), "end-of-sequence", "tokenizer without end"),
 ]
 
@@ -291,12 +291,19 @@ def _with(**changed: Any) -> Callable[[dict[str, Any]], Any]:
 
 _ARRAY = {"$": "ndarray", "dtype": "<f8", "shape": [1], "data": "AAAAAAAAAAA="}
 _BAD = "not a state"
+_unsealed = _with(manifest_digest="x")
+
+
+def _naming(name: str) -> Callable[[dict[str, Any]], Any]:
+    return _with(files={name: {"size": 9, "sha256": ""}})
+
+
 _CHECKPOINTS = [
-    checkpoint(_state(1), "differs from its own digest", "manifest without its digest", _with(manifest_digest="x"), seal=False),
-    checkpoint(_state(1), "unsafe file name", "manifest with dots", _with(files={"../../../canary.txt": {"size": 9, "sha256": ""}})),
-    checkpoint(_state(1), "unsafe file name", "manifest absolute", _with(files={"/etc/passwd": {"size": 9, "sha256": ""}})),
-    checkpoint(_state(1), "unsafe file name", "manifest backslash", _with(files={"..\\x": {"size": 9, "sha256": ""}})),
-    checkpoint(_state(1), "unsafe file name", "manifest NUL", _with(files={"a\0b": {"size": 9, "sha256": ""}})),
+    checkpoint(_state(1), "differs from its own digest", "manifest without its digest", _unsealed, seal=False),
+    checkpoint(_state(1), "unsafe file name", "manifest with dots", _naming("../../../canary.txt")),
+    checkpoint(_state(1), "unsafe file name", "manifest absolute", _naming("/etc/passwd")),
+    checkpoint(_state(1), "unsafe file name", "manifest backslash", _naming("..\\x")),
+    checkpoint(_state(1), "unsafe file name", "manifest NUL", _naming("a\0b")),
     checkpoint(_state(1), "not a manifest", "manifest entries numbers", _with(files={"a": 5})),
     checkpoint(_state(1), "not a manifest", "manifest files a list", _with(files=["a"])),
     checkpoint(_state(1), "not a manifest", "manifest size a text", _with(files={"a": {"size": "x", "sha256": ""}})),
@@ -334,7 +341,7 @@ _CHECKPOINTS = [
     checkpoint(_state({**_ARRAY, "dtype": "O"}), _BAD, "array of objects"),
     checkpoint(_state({**_ARRAY, "dtype": "nonsense"}), _BAD, "array of no dtype"),
     checkpoint(_state({**_ARRAY, "dtype": "f8,(1000000000,)f8"}), _BAD, "array of a huge dtype"),
-    checkpoint(_state({**_ARRAY, "dtype": {"names": ["a"], "formats": ["O"]}}), _BAD, "array of a structure of objects"),
+    checkpoint(_state({**_ARRAY, "dtype": {"names": "a", "formats": ["O"]}}), _BAD, "array of objects in a structure"),
     checkpoint(_state({**_ARRAY, "shape": [10**12]}), _BAD, "array of another shape"),
     checkpoint(_state({**_ARRAY, "shape": [-1, 0]}), _BAD, "array of an impossible shape"),
     checkpoint({**_state(1), "model-0.safetensors": _PICKLE}, "not a safetensors file", "a pickle as weights"),

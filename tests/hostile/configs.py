@@ -173,7 +173,7 @@ _NUMBERS = [
         _stage("policy: {iterations: 1, prompts_per_iteration: 1000000000, group_size: 1000000000}"),
         "stages.policy",
         "groups of 1e9",
-    ),  # fmt: skip
+    ),
     config(_stage("evaluate: {episodes: 1000000000000}"), "stages.evaluate.episodes", "1e12 episodes"),
     config(_stage("policy: {sampling: {temperature: 1e400}}"), "temperature", "temperature infinite"),
     config(
@@ -210,7 +210,7 @@ _NAMES = [
     _name("''", "empty"),
     _name("5", "a number"),
     _name("x" * 65, "of 65 letters"),
-    _name("ｎａｍｅ", "full width"),
+    _name("\uff4e\uff41", "full width"),
     _name("'a\\u202eb'", "with backslash u"),
     _name("con:aux", "with colon"),
     config(_with("tracking: {registered_model: '../x'}"), "tracking", "registered model with slash"),
@@ -273,7 +273,7 @@ _IMPORTS = [
         _change(_ENVIRONMENT, "{name: gymnasium, options: {id: 'os:system', command: 'touch ../canary-ran'}}"),
         ("environment",),
         "gymnasium os:system",
-    ),  # fmt: skip
+    ),
     _passed(_change(_ENVIRONMENT, "{name: gymnasium, options: {id: 'canary_module:X'}}"), "gymnasium"),
     _code(_change(_ENVIRONMENT, "{name: verifiers, options: {taskset: 'canary_module:X'}}"), "environment", "taskset"),
     _imported(_stage("policy: {rewards: {'os:nothing': 1.0}}"), ("rewards",), "reward that its module lacks"),
@@ -323,13 +323,13 @@ _PLACES = [
         "chat_template",
         "template is a pipe",
         **{"t.jinja": fifo},
-    ),  # fmt: skip
+    ),
     config(
         _change("preset: nano", "preset: nano, chat_template: t.jinja"),
         "chat_template",
         "template is /dev/zero",
         **{"t.jinja": device("zero")},
-    ),  # fmt: skip
+    ),
     config(_change("preset: nano", "preset: nano, chat_template_date: 9999-99-99"), "date", "date of no calendar"),
 ]
 

@@ -116,7 +116,7 @@ _ROWS = [
         GOOD + b"{" + b",".join(b'"k%d": 1' % n for n in range(100_000)) + b', "k5": 2}\n',
         (":2:", "k5: appears twice"),
         "100000 keys, one twice",
-    ),  # fmt: skip
+    ),
     rows(
         repeated(b"", b'{"role": "user", "content": "x"},', 1_200_000, b""), (":1:",), "list of a million messages, cut"
     ),
@@ -160,22 +160,22 @@ _ROWS = [
         _message('"tool_calls": [{"function": {"name": "f", "arguments": "{\\"a\\": NaN}"}}]'),
         (":2:", "arguments"),
         "NaN in arguments",
-    ),  # fmt: skip
+    ),
     rows(
         _message('"tool_calls": [{"function": {"name": "f", "arguments": "{\\"a\\": \\"\\\\ud800\\"}"}}]'),
         (":2:", "arguments"),
         "surrogate in arguments",
-    ),  # fmt: skip
+    ),
     rows(
         _message('"tool_calls": [{"function": {"name": "f", "arguments": {"a": "\\ud800"}}}]'),
         (":2:", "arguments"),
         "surrogate in an argument",
-    ),  # fmt: skip
+    ),
     rows(
         _message('"tool_calls": [{"function": {"name": "f", "arguments": "' + '{\\"a\\":' * 3000 + '"}}]'),
         (":2:", "arguments"),
         "arguments nested",
-    ),  # fmt: skip
+    ),
     rows(GOOD.strip()[:-1] + b', "tools": "[' + b"[" * 5000 + b'"}\n', (":1:", "tools"), "tools nested in a text"),
     rows(GOOD.strip()[:-1] + b', "tools": [{"a": 1}]}\n', (":1:", "tools"), "tool without function"),
     rows(GOOD.strip()[:-1] + b', "tools": [{"function": {"name": "\\ud800"}}]}\n', (":1:", "tools"), "tool surrogate"),
@@ -318,4 +318,4 @@ _TOKENS = [
     )
 ]
 
-CASES = _RUNS + [_LATE] + _ROWS + _PARQUET + _PAIRS + _PLAYED + _JOURNALS + _TOKENS
+CASES = [*_RUNS, _LATE, *_ROWS, *_PARQUET, *_PAIRS, *_PLAYED, *_JOURNALS, *_TOKENS]
