@@ -41,7 +41,7 @@ WRITES = {  # audit event -> places of the paths that it changes
     "os.rmdir": (0,), "os.symlink": (1,), "os.truncate": (0,), "os.utime": (0,), "shutil.rmtree": (0,),
     "sqlite3.connect": (0,),
 }  # fmt: skip
-WALL_SECONDS = 20.0  # of a case that waits and computes nothing
+WALL_SECONDS = 120.0  # of a case that waits and computes nothing
 
 
 class _Watch:
