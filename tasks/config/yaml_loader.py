@@ -25,7 +25,7 @@ __all__ = ["Document", "parse_value", "read_yaml"]
 MAX_BYTES = 256 * 1024  # a pipeline's file has a few KiB; PyYAML needs about a second for 256 KiB
 MAX_DEPTH = 32  # nested blocks
 _STARTER = " (`posttrain init FOLDER` writes one to start from)"
-MAX_NODES = 20_000  # values, before and after the expansion of aliases; a thousand take a tenth of a second
+MAX_NODES = 10_000  # values, before and after the expansion of aliases; a thousand take a tenth of a second
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")

@@ -9,7 +9,10 @@ import time
 import pytest
 
 from rl_core import time_limits
+from rl_core.environments import step_pool
+from rl_core.environments.step_pool import StepPool
 from rl_core.environments.tools import Tool, Toolset
+from rl_core.errors import EnvironmentFault
 from rl_core.time_limits import CallTimeout, TooManyHung, call_within, hung_calls
 from rl_core.types import ToolCall
 
@@ -80,3 +83,31 @@ def test_processor_time_is_counted_where_that_is_asked_for() -> None:
     with pytest.raises(CallTimeout):
         call_within(0.05, "spin", stubborn, threads, of_cpu=True)
     assert gone(threads)
+
+
+def test_steps_that_spin_are_made_to_end() -> None:
+    threads: list[threading.Thread] = []
+    with StepPool(max_concurrent=4, timeout_s=0.05) as pool:
+        calls = [pool.submit(f"step {number}", stubborn, threads) for number in range(12)]
+        for call in calls:
+            with pytest.raises(EnvironmentFault, match=r"has not returned within 0.05 s|was not begun"):
+                call.result()
+    assert len(threads) <= 12 and gone(threads) and hung_calls() == 0
+
+
+def test_no_step_is_begun_while_too_many_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_pool, "MAX_HUNG", 1)
+    monkeypatch.setattr(time_limits, "_END_S", 0.0)
+    release = threading.Event()
+    try:
+        with StepPool(max_concurrent=4, timeout_s=0.05) as pool:
+            with pytest.raises(EnvironmentFault, match="has not returned"):
+                pool.submit("the first", release.wait, PATIENCE_S).result()
+            with pytest.raises(EnvironmentFault, match="the second was not begun: 1 earlier calls still hang"):
+                pool.submit("the second", release.wait, PATIENCE_S).result()
+    finally:
+        release.set()
+    end = time.monotonic() + PATIENCE_S
+    while hung_calls() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert hung_calls() == 0
