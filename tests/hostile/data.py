@@ -124,7 +124,7 @@ _ROWS = [
     rows(repeated(GOOD + b'{"messages": "', b"x", 100 * 2**20, b'"}\n'), (":2:", "longer than"), "text of 100 MiB"),
     rows(sparse(20 * 2**30, GOOD * 99), (":100:", "longer than"), "20 GiB of zeros"),
     rows(sparse(20 * 2**30), "NUL bytes", "20 GiB of nothing but zeros"),
-    rows(repeated(GOOD, b"\n", 30 * 2**20, b"{\n"), (":31457282:",), "30 million empty lines"),
+    rows(repeated(GOOD, b"\n", 3 * 2**20, b"{\n"), (":3145730:",), "3 million empty lines"),
     rows(repeated(GOOD, b"{}\n", 300_000, b""), (":2:", "and 989 more"), "300000 empty objects"),
     rows(b"", "is empty", "empty"),
     rows(b"\n\n \n", "holds no row", "blank"),
