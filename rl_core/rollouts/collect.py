@@ -12,7 +12,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.model_text import plain_json, printable
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.step_pool import PendingTurn, StepPool, Turnover
+from rl_core.environments.step_pool import NewContext, Observation, PendingTurn, StepPool, Turnover
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
@@ -158,7 +158,10 @@ class _EpisodeSequence:
         self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
         self._request = request
         self._turns: list[Turn] = []
+        self._history: list[Message] = []  # messages so far, those of the policy included
         self._completion_ids: list[int] = []
+        self._context_starts: list[int] = []
+        self._used = 0  # of the room: sampled and appended tokens
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._reward = 0.0
@@ -173,6 +176,7 @@ class _EpisodeSequence:
         if not self.messages:
             raise EnvironmentFault(f"{self.place}: the episode began without a message")
         self.prompt_ids = self._renderer.prompt_ids(self.messages)
+        self._history = list(self.messages)
         self._room = min(self._room, max_length - len(self.prompt_ids))
         if self._room < 1:
             raise DataError(
@@ -182,6 +186,7 @@ class _EpisodeSequence:
     def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
         """Play one action; see `RolloutSequence`."""
         self._append(action_ids, logprobs, sampled=True)
+        self._used += len(action_ids)
         text = self._renderer.action_text(action_ids)
         self._turns.append(Turn(action=text, num_tokens=len(action_ids)))
         if hit_limit:  # cut in the middle: the environment is not shown half an action
@@ -201,8 +206,8 @@ class _EpisodeSequence:
         text = self._renderer.action_text(newest)
         return any(stop in text for stop in self._stop)
 
-    def _take(self, step: Step) -> list[int] | None:
-        """Observation tokens of a finished step; None = the episode is over.
+    def _take(self, step: Step) -> Observation:
+        """Observation of a finished step; None = the episode is over.
 
         An environment may hand back what the policy wrote (in a message, an answer, a call): it is made plain here.
         """
@@ -224,13 +229,42 @@ class _EpisodeSequence:
             self._stop_reason = StopReason.MAX_TURNS
             return None
         messages = _plain(step.messages)
-        observation_ids = self._renderer.observation_ids(messages)
-        if len(self._completion_ids) + len(observation_ids) >= self._room:  # no room for a single token after it
+        observation = self._observe(messages)
+        if observation is None:
             self._stop_reason = StopReason.MAX_TOKENS
             return None
         turn.observation = "\n".join(message["content"] for message in messages)
-        self._append(observation_ids, [0.0] * len(observation_ids), sampled=False)
-        return observation_ids
+        ids = observation.ids if isinstance(observation, NewContext) else observation
+        self._append(ids, [0.0] * len(ids), sampled=False)
+        return observation
+
+    def _observe(self, messages: list[Message]) -> Observation:
+        """Tokens to append, or the context that the chat template renders anew; None = no room for a token after it."""
+        self._history += [{"role": "assistant", "content": self._turns[-1].action}, *messages]
+        if not (isinstance(self._renderer, ChatRenderer) and self._renderer.rewrites(messages)):
+            ids = self._renderer.observation_ids(messages)
+        else:
+            rendered = self._renderer.history_ids(self._history)
+            context = self._context_ids()
+            if rendered[: len(context)] != context:
+                limit = min(len(rendered) + self._room - self._used, len(self.prompt_ids) + self._room)
+                if len(rendered) >= limit:
+                    return None
+                self._context_starts.append(len(self._completion_ids))
+                return NewContext(rendered, limit)
+            ids = rendered[len(context) :]
+        self._used += len(ids)
+        return ids if self._used < self._room and self._fits(ids) else None
+
+    def _context_ids(self) -> list[int]:
+        """All tokens that the policy reads now."""
+        if not self._context_starts:
+            return [*self.prompt_ids, *self._completion_ids]
+        return self._completion_ids[self._context_starts[-1] :]
+
+    def _fits(self, ids: list[int]) -> bool:
+        """A later context has room for these tokens and one more."""
+        return not self._context_starts or len(self._context_ids()) + len(ids) < len(self.prompt_ids) + self._room
 
     def rollout(self, sample: int, policy_version: int) -> Rollout:
         """The finished episode as a rollout."""
@@ -266,6 +300,7 @@ class _EpisodeSequence:
             sampler_logprobs=self._logprobs,
             trajectory=trajectory,
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
+            context_starts=self._context_starts,
         )
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
