@@ -17,8 +17,8 @@ from typing import Any
 
 from rl_core.errors import ResumeRefused
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import write_json_atomic
 from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.pipeline.conditions import CONDITIONS, changes, describe, finished_conditions, read_conditions
