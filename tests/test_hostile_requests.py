@@ -45,7 +45,7 @@ class Server:
         self.port = self.server.servers[0].sockets[0].getsockname()[1]
 
     def answer(self, request: bytes) -> bytes:
-        """What comes back until the server closes the connection."""
+        """Bytes sent back until the server closes the connection."""
         with socket.create_connection((HOST, self.port), timeout=PATIENCE_S) as connection:
             connection.sendall(request.replace(b"PORT", str(self.port).encode()))
             found = b""

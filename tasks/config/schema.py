@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -54,6 +55,7 @@ def _made(cls: type[Settings]) -> type[pydantic.BaseModel]:
     return typing.cast(type[pydantic.BaseModel], model)
 
 
+@functools.cache
 def _hints(cls: type[Settings]) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 

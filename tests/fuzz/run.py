@@ -74,7 +74,7 @@ class Fuzzer:
             self.feed(mutated(self.chance.choice(self.pool), self.chance, self.pool))
 
     def _cause(self, data: bytes, traced: bool = False) -> str | None:
-        """Where and how the target fails; None = it does not."""
+        """Kind and place of a failure; None = the target does not fail."""
         began = time.process_time()
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:

@@ -1,4 +1,4 @@
-"""What is fuzzed: each target reads an input, and raises for anything but a clean result or one of our errors.
+"""Fuzzing targets: each reads an input, and raises for anything but a clean result or one of our errors.
 
 A clean result can be stored: written as JSON in UTF-8, and read again as the same.
 """
