@@ -27,7 +27,7 @@ __all__ = ["model_of", "read"]
 S = TypeVar("S", bound=Settings)
 
 _LIMITS = {"gt": annotated_types.Gt, "ge": annotated_types.Ge, "lt": annotated_types.Lt, "le": annotated_types.Le}
-MAX_PROBLEMS = 50  # after these the reader stops: it is no configuration of ours
+MAX_PROBLEMS = 30  # after these the reader stops: it is no configuration of ours
 _WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 

@@ -366,21 +366,20 @@ def _named(path: str, says: str, name: str, **files: Content) -> Case:
     return Case(f"named: {name}", ("validate", CONFIG), (CONFIG, says), {CONFIG: text, **files})
 
 
+def _examined(name: str, says: tuple[str, ...], files: Mapping[str, Content], code: int = 2) -> Case:
+    """`doctor --model`, which looks for servers by a lock in the output folder."""
+    return Case(f"doctor: {name}", ("doctor", "--model", "m"), says, files, code, writes=True)
+
+
 _NAMED = [
     _named("m", "holds no config.json", "folder without a config", **{"m/x": b""}),
     _named("m", "is a file", "a file", m=b""),
     _named("m", "is a file", "a pipe", m=fifo),
     _named("./m", "no model folder", "a link to itself", m=link("m")),
     _named("m/../../outside", "config.json", "folder outside"),
-    Case("doctor: lying header", ("doctor", "--model", "m"), ("m", _NO), _model(model__safetensors=_length(2**60))),
-    Case(
-        "doctor: pickle",
-        ("doctor", "--model", "m"),
-        ("only the configuration was read",),
-        _model(model__safetensors=None, a__bin=_PICKLE),
-        0,
-    ),
-    Case("doctor: config", ("doctor", "--model", "m"), ("m", _NO), _model(config__json="[" * 9999)),
+    _examined("lying header", ("m", _NO), _model(model__safetensors=_length(2**60))),
+    _examined("pickle", ("only the configuration was read",), _model(model__safetensors=None, a__bin=_PICKLE), 0),
+    _examined("config", ("m", _NO), _model(config__json="[" * 9999)),
 ]
 
 CASES = _MODELS + _TEMPLATES + _CHECKPOINTS + _NAMED
