@@ -27,8 +27,7 @@ def test_kept_inputs_are_read_or_refused(name, path):
 def test_mutations_are_read_or_refused(name):
     kept = corpus(name)
 
-    @checked
-    @settings(max_examples=EXAMPLES[name])
+    @settings(checked, max_examples=EXAMPLES[name])
     @given(st.sampled_from(kept), st.randoms(use_true_random=False))
     def run(data, chance):
         TARGETS[name](mutated(data, chance, kept))
