@@ -5,9 +5,11 @@ A clean result can be stored: written as JSON in UTF-8, and read again as the sa
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -55,7 +57,9 @@ def corpus(target: str) -> list[bytes]:
 
 @functools.cache
 def _scratch() -> Path:
-    return Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
+    folder = tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def _file(name: str, data: bytes) -> Path:
