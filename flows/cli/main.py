@@ -26,6 +26,7 @@ from flows.cli.user_code_path import find_own_code
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
 from rl_core.errors import DataError, ModelError, PosttrainError, SettingsError, Stopped
+from rl_core.storage.single_files import REMEDIES
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -105,7 +106,9 @@ def _with_advice(message: str) -> str:
     """A message that says that the disk is full, or a file too large, with what to do."""
     said = {**{number: os.strerror(number) for number in FULL}, 0: "database or disk is full"}
     found = next((number for number, words in said.items() if words in message), None)
-    return message if found is None else f"{message}; {REFUSALS.get(found, ROOM)}"
+    if found is None:
+        return message
+    return f"{message.replace(f'; {REMEDIES.get(found)}', '')}; {REFUSALS.get(found, ROOM)}"
 
 
 def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:

@@ -17,6 +17,7 @@ from helpers.adapters import fakes
 from flows.cli import main as cli
 from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
+from rl_core.storage.single_files import refused
 from tasks.config import from_dict
 from tasks.tracking import Tracking
 
@@ -384,6 +385,16 @@ def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
             "posttrain: /else/logs: Permission denied; use a writable folder",
         ),
         (OSError(28, "no", b"/full"), 1, "posttrain: /full: No space left on device; make room, as with"),
+        (
+            refused("/full", OSError(28, "No space left on device")),
+            1,
+            "posttrain: CheckpointError: /full: cannot be written: No space left on device; make room, as with",
+        ),
+        (
+            refused("/ro", OSError(30, "Read-only file system")),
+            1,
+            "posttrain: CheckpointError: /ro: cannot be written: Read-only file system; make the file system writable",
+        ),
     ],
 )
 def test_exit_codes(error, code, message, config, flow, monkeypatch, capsys):
