@@ -10,13 +10,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -37,7 +38,7 @@ from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_text_atomic
 from rl_core.storage.state_codec import StateDecoder, StateEncoder
 
-__all__ = ["CheckpointStore"]
+__all__ = ["CheckpointStore", "NewestCheckpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,14 @@ SHARD_BYTES = 1 << 30  # a safetensors file is built in memory before it is writ
 _PART = re.compile(r"[a-z_]+")
 _ASIDE = ".corrupt-"
 _NAME = re.compile(r"checkpoint-(\d{8,18})")
+
+
+class NewestCheckpoint(NamedTuple):
+    """The newest checkpoint of a folder, at a glance."""
+
+    version: int
+    iteration: int | None  # of the training loop; None = the state does not say
+    time: float  # when it was written, in seconds since 1970
 
 
 class CheckpointStore:
@@ -98,6 +107,19 @@ class CheckpointStore:
     def path(self, version: int) -> Path:
         """Folder of a version."""
         return self.folder / f"checkpoint-{version:08d}"
+
+    def newest(self) -> NewestCheckpoint | None:
+        """The newest version as its state says, its tensors neither read nor verified; None = there is none."""
+        for version in reversed(self.versions()):
+            path = self.path(version) / STATE
+            with contextlib.suppress(OSError):
+                written = path.stat().st_mtime
+                try:
+                    iteration = int(json.loads(path.read_bytes())["loop"]["iteration"])
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    iteration = None
+                return NewestCheckpoint(version, iteration, written)
+        return None
 
     def save(self, state: Mapping[str, Any]) -> int:
         """Publish a state as the next version, point LATEST to it, and prune; returns the version.

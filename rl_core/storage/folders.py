@@ -44,6 +44,7 @@ __all__ = [
     "read_manifest",
     "read_verified",
     "remove_folder",
+    "rename_folder",
     "seal_folder",
     "set_aside",
     "sync_tree",
@@ -315,6 +316,16 @@ def _free_name(path: Path) -> Path:
     """`path` with the first number behind it that is not taken."""
     names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
     return next(name for name in names if not os.path.lexists(name))
+
+
+def rename_folder(path: Path, new: Path) -> None:
+    """Rename a folder within its parent; on the disk when the call returns. Raises: CheckpointError."""
+    assert path.parent == new.parent, "a rename between folders is not synced"
+    try:
+        os.rename(path, new)
+        sync(new.parent)
+    except OSError as error:
+        raise refused(path, error, "renamed") from error
 
 
 def set_aside(path: Path, name: str) -> Path:

@@ -22,6 +22,7 @@ from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import record_sources, tags_of_records
 from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
+from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
 from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_folder
@@ -91,6 +92,7 @@ class PipelineRun:
         return self
 
     def _open(self) -> None:
+        check_unfinished(self.stages_folder, self.settings, self.options)  # before anything is noted of this run
         digest = settings_digest(self.settings)
         previous = self._record.interrupted(digest)
         earlier = recorded_threads(run_folder(self.home, previous) / RUN_RECORD) if previous else None
@@ -201,6 +203,10 @@ class PipelineRun:
     def is_fresh(self, stage: str, key: str) -> bool:
         """True = ignore a finished folder: `fresh` asks for it, and this run has not computed the key itself."""
         return self.options.fresh and self.options.only in (None, stage) and key not in self._computed
+
+    def is_restarted(self, key: str) -> bool:
+        """True = begin an unfinished stage anew, its checkpoints notwithstanding."""
+        return self.options.restart and key not in self._computed
 
     def mark_computed(self, key: str) -> None:
         """Note that this run computes the stage of this key, so that `fresh` does not have it computed twice."""

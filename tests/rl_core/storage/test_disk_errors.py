@@ -34,7 +34,7 @@ def state_of(version):
 
 
 def first_run(root):
-    """What an earlier run left, all of it acknowledged."""
+    """Files of an earlier run, all of them acknowledged."""
     CheckpointStore(root / "checkpoints").save(state_of(1))
     write_json_atomic(root / "run.json", {"number": 1})
     log = LineLog(root / "journal" / "metrics.jsonl")
