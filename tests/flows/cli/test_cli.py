@@ -232,7 +232,7 @@ def test_validate_refuses_a_bad_row(tmp_path, monkeypatch, capsys):
     assert cli.main(["validate", "own.yaml"]) == 2
     captured = capsys.readouterr()
     assert f"{tmp_path / 'rows.jsonl'}:2: completion: is missing" in captured.err and captured.out == ""
-    monkeypatch.setattr(cli, "FIRST_ROWS", 1)
+    monkeypatch.setattr("tasks.config.data_checks.FIRST_ROWS", 1)
     assert cli.main(["validate", "own.yaml"]) == 0
     assert "first 1 rows checked" in capsys.readouterr().out
 
