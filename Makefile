@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 # What users of the library see: checked strictly.
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py
 
-.PHONY: help setup demo test test-all lint format docs clean
+.PHONY: help setup demo test test-all crash-test lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -30,6 +30,9 @@ test: $(STAMP)  ## the test suite (under 10 minutes on 2 cores)
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest
+
+crash-test: $(STAMP)  ## kill a small pipeline everywhere, restart, compare; OPTIONS="--seconds 600 --random 50"
+	PYTHONPATH=.:tests $(BIN)/python -m crash --output outputs/crash-test $(OPTIONS)
 
 lint: $(STAMP)  ## formatter, linter and type checker, as CI runs them
 	$(BIN)/ruff format --check .

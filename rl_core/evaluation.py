@@ -26,6 +26,7 @@ from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.heldout_seeds import draw_heldout
 from rl_core.settings import EvaluationSettings, SamplingSettings
+from rl_core.storage.faults import fault
 from rl_core.types import Rollout, StopReason, Trajectory
 
 __all__ = [
@@ -281,6 +282,7 @@ def evaluate(
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     result = summarize((rollout.trajectory for rollout in rollouts), seconds)
     result.rollouts = rollouts
+    fault("evaluation.played")
     return result
 
 

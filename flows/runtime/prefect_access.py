@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rl_core.errors import BackendError
+from rl_core.storage.faults import fault
 from rl_core.storage.own_files import own_file
 from tasks.shipped import CHECKOUT
 
@@ -72,6 +73,7 @@ def _make(path: Path) -> None:
     temporary.unlink(missing_ok=True)
     with open(own_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(new_password() + "\n")
+    fault("access.written")
     with contextlib.suppress(FileExistsError):
         os.link(temporary, path)
     temporary.unlink()

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from flows.runtime import prefect_access
 from rl_core.errors import BackendError
+from rl_core.storage.faults import fault
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prefect_defaults", "prepare_prefect", "start_embedded_server"]
 
@@ -141,6 +142,7 @@ def start_embedded_server() -> None:
         return
     from prefect.server.api.server import SubprocessASGIServer
 
+    fault("prefect.starting")
     in_own_session = own_session()
     server = SubprocessASGIServer()
 
@@ -152,6 +154,7 @@ def start_embedded_server() -> None:
     try:
         with patch("prefect.server.api.server.subprocess.Popen", checked):
             server.start()
+            fault("prefect.started")
     except KeyboardInterrupt:  # or SIGTERM
         server.stop()
         raise

@@ -24,6 +24,7 @@ from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
 from rl_core.settings.presets import PRESETS
+from rl_core.storage.faults import fault
 
 __all__ = [
     "context_length",
@@ -235,6 +236,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     else:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    fault("model.saved")
 
 
 def _checked_place(path: str | Path) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import write_text_unsynced
 from rl_core.storage.own_files import own_file
 from rl_core.types import Rollout
@@ -33,6 +34,7 @@ class RewardRecord:
             self._opened = True
         with open(self.path, "ab", opener=own_file) as file:
             file.write(b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts))
+        fault("rewards.recorded")
 
     def _drop_from(self, iteration: int) -> None:
         """Cut the file before the first line of that iteration, or before a last line torn by a crash.
@@ -50,6 +52,7 @@ class RewardRecord:
             place = line.end
         with open(self.path, "r+b", opener=own_file) as file:
             file.truncate(place)
+        fault("rewards.cut")
 
 
 def _number(value: object) -> float:

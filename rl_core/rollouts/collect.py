@@ -17,6 +17,7 @@ from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.settings import SamplingSettings
+from rl_core.storage.faults import fault
 from rl_core.timing import span
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
@@ -103,6 +104,7 @@ def collect(
     ]
     shares = process_group.all_gather(dict(zip(sorted(mine), played, strict=True)))
     of_all = {index: group for share in shares for index, group in share.items()}
+    fault("rollouts.played")
     return [of_all[index] for index in range(len(requests))]
 
 

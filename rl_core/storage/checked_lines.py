@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rl_core.storage.faults import fault
 from rl_core.storage.own_files import own_file
 
 __all__ = ["Line", "copy_intact", "intact", "read_checked", "report_damage", "sealed"]
@@ -90,6 +91,7 @@ def copy_intact(source: Path, target: Path) -> list[Line]:
             if text.endswith(b"\n") and place not in bad:
                 kept.write(text)
             place += len(text)
+    fault("lines.copied")
     os.replace(temporary, target)
     return damaged
 

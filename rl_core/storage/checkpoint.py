@@ -132,6 +132,7 @@ class CheckpointStore:
                 fault("publish.file")
                 return digests
 
+            fault("checkpoint.encoded")
             final = self.path(version)
             publish_folder(final, write, extra)
             write_text_atomic(self.folder / POINTER, final.name + "\n", point="pointer.written")
@@ -159,6 +160,8 @@ class CheckpointStore:
                 else:
                     found = version
                     break
+            if found is not None:
+                fault("checkpoint.loaded")
             self._repair_pointer(found)
             return state
 
@@ -187,6 +190,7 @@ class CheckpointStore:
         aside = path.with_name(f".corrupt-{path.name}-{time.time_ns()}")
         os.rename(path, aside)
         sync(self.folder)
+        fault("checkpoint.aside")
         logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
 
     def _repair_pointer(self, found: int | None) -> None:

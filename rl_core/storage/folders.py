@@ -118,13 +118,13 @@ def write_text_atomic(path: Path | str, text: str, *, point: str | None = None) 
     temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     try:
         write_bytes(temporary, text.encode())
-        if point:
-            fault(point)
+        fault(point or "text.written")
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(f"{path}: cannot be written: {error}") from error
     sync(path.parent)
+    fault("text.done")
 
 
 def write_text_unsynced(path: Path | str, text: str) -> bool:
@@ -138,6 +138,7 @@ def write_text_unsynced(path: Path | str, text: str) -> bool:
         temporary.unlink(missing_ok=True)
         with open(temporary, "x", opener=own_file) as file:
             file.write(text)
+        fault("live.written")
         os.replace(temporary, path)
     except OSError:
         temporary.unlink(missing_ok=True)
@@ -312,6 +313,7 @@ def remove_folder(path: Path | str) -> None:
         os.rename(path, trash)
         fault("prune.renamed")
         shutil.rmtree(trash, ignore_errors=True)
+        fault("prune.done")
 
 
 def _alive(pid: int) -> bool:
@@ -337,6 +339,7 @@ def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
         if match[1] and not locked and _alive(int(match[1])):
             continue
         _remove(path)
+        fault("leftover.removed")
         removed.append(path.name)
     return removed
 

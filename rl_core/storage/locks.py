@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rl_core.errors import CheckpointError, FolderBusy
+from rl_core.storage.faults import fault
 from rl_core.storage.own_files import own_file
 
 __all__ = ["FolderLock"]
@@ -64,6 +65,7 @@ class FolderLock:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._descriptor = descriptor
+        fault("lock.taken")
         return self
 
     def __exit__(

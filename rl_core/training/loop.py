@@ -202,6 +202,7 @@ class _Loop:
         self._export()
         fault("loop.finished")
         self._leave_best()
+        fault("loop.left")
         return LoopOutcome(
             iterations=self.state.iteration,
             steps=self.trainer.optimizer_step.num_steps,
@@ -433,4 +434,5 @@ class _Loop:
             )
             if self.process_group.is_rank_zero:
                 restore_rng(state["rng"])
+        fault("loop.resumed")
         logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.optimizer_step.num_steps)

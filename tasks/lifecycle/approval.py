@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import FolderBusy, PosttrainError, SettingsError
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.tracking import ModelVersion, Tracking
@@ -142,7 +143,9 @@ def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
         "gate.decision": "awaiting approval",
     }
     tracking.tag_version(request.name, request.version, tags)
+    fault("approval.tagged")
     tracking.set_challenger(request.name, request.version)
+    fault("approval.asked")
     logger.info("promotion: %s", request.outcome)
     return request
 
@@ -214,6 +217,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
         "gate.decision": _DECISIONS[state],
     }
     tracking.tag_version(request.name, request.version, tags)
+    fault("approval.settled")
     logger.info("promotion: %s", done.outcome)
     for run_id in filter(None, (request.run_id, request.stage_run_id)):
         try:
@@ -224,6 +228,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
             logger.warning("the decision could not be noted on run %s: %s", run_id, error)
     if state != SUPERSEDED:
         _note_locally(tracking.output, request.run_id)
+    fault("approval.noted")
     return done
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
+from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
@@ -81,6 +82,7 @@ class PipelineRun:
         self.stages_folder.mkdir(parents=True, exist_ok=True)
         self._record.acquire()
         try:
+            fault("run.locked")
             self._open()
         except BaseException as error:
             if hasattr(self, "tracker"):
@@ -100,6 +102,7 @@ class PipelineRun:
         data_record = record_sources(self.settings)
         started = previous or time.strftime("%Y-%m-%d %H:%M:%S")
         self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
+        fault("run.noted")
         self.tracker = PipelineTracker(
             self.tracking,
             self.settings,
@@ -116,6 +119,7 @@ class PipelineRun:
             {**self.options.tags, **tags_of_records(data_record)},
             deliver=lambda: self.tracking.replay_all(self.home),
         )
+        fault("run.tracked")
         self._record.note_run(self.parent.run_id)
         self.tracker.log_settings(self.threads)
 
@@ -147,7 +151,9 @@ class PipelineRun:
         stopped = is_stop(error)
         ended = "waiting" if self._approval is not None else "postponed" if self.postponed else "finished"
         self._record.end(ended if error is None else "stopped" if stopped else "failed")
+        fault("run.ending")
         self.tracker.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED", error)
+        fault("run.ended")
         if stopped:
             return
         self.undelivered = self.tracking.waiting(self.home)

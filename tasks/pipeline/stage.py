@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped
 from rl_core.storage.checked_lines import copy_intact, read_checked
-from rl_core.storage.folders import seal_folder, write_json_atomic
+from rl_core.storage.faults import fault
+from rl_core.storage.folders import remove_folder, seal_folder, write_json_atomic
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
@@ -164,9 +165,11 @@ def run_stage(
     stage = _Stage(name, label or name, settings, inputs, digests, key, final)
     final.parent.mkdir(parents=True, exist_ok=True)
     with FolderLock(final.with_name(f"{key}.lock")):
+        fault("stage.locked")
         fresh = pipeline_run.is_fresh(name, key)
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
+            fault("stage.cached")
             logger.info("%s: finished before (%s), not run again", stage.label, key)
             pipeline_run.tracker.note_cached(stage.label, done.run_id or done.key)
             return done
@@ -203,12 +206,14 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
     """Open or reopen the stage's folder, run the body, and seal the folder under its final name."""
     _clear_leftovers(stage.folder)
     threads = _threads(pipeline_run, stage)
+    fault("stage.cleared")
     started = time.monotonic()
     tracker = pipeline_run.tracker.open_stage(
         stage.label, stage.name, stage.journal, stage.settings, stage.digests, stage.key,
         pipeline_run.models.parent_tags(stage.name),
     )  # fmt: skip
     tracker.set_tag("threads", str(threads))
+    fault("stage.tracked")
     context = StageContext(
         name=stage.name,
         folder=stage.folder,
@@ -224,8 +229,10 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
     )
     with _closed_by_outcome(tracker, stage.folder), torch_threads(threads):
         summary = _run_body(context, body)
+        fault("stage.computed")
         if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
+        fault("stage.registered")
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(time.monotonic() - started, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
@@ -236,6 +243,8 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
         if summary.get("note"):
             tracker.set_tag("result", str(summary["note"])[:250])
         write_json_atomic(stage.folder / "summary.json", summary)
+        fault("stage.summarised")
+    fault("stage.closed")
     return StageResult(
         stage=stage.name,
         folder=str(stage.final),
@@ -297,10 +306,13 @@ def _seal(stage: _Stage) -> str:
     """
     for path in _grown(stage):
         copy_intact(path, stage.folder / path.name)
+    fault("stage.copied")
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
     facts = {"stage": stage.name, "key": stage.key, "settings": resolve(stage.settings)}
-    return content_digest(seal_folder(stage.folder, stage.final, extra=facts))
+    manifest = seal_folder(stage.folder, stage.final, extra=facts)
+    fault("stage.sealed")
+    return content_digest(manifest)
 
 
 def _grown(stage: _Stage) -> list[Path]:
@@ -338,8 +350,6 @@ def _clear_leftovers(folder: Path) -> None:
 
 def _discard(final: Path) -> None:
     """Remove a finished or open folder and its journal; renamed first, so that no reader sees half of it."""
-    for path in (final, final.with_name(f"{final.name}.open"), final.with_name(f"{final.name}.tracking")):
-        if path.exists():
-            trash = path.with_name(f".trash-{time.time_ns()}-{path.name}")
-            path.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+    for ending in ("", ".open", ".tracking"):
+        remove_folder(final.with_name(f"{final.name}{ending}"))
+        fault("stage.discarded")

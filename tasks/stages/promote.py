@@ -14,6 +14,7 @@ from typing import Any
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import digest_folder, write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.lifecycle import attempts
@@ -180,7 +181,9 @@ def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | N
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
         **figure_tags(result),
     }
+    fault("gate.decided")
     _move_alias(pipeline_run.tracking, registered, version, tags, before)
+    fault("gate.moved")
     alias = "champion" if decision == "promoted" else "challenger"
     context.tracker.log_alias(alias, VersionOf(registered, digest_folder(challenger.model)), tags)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
@@ -198,6 +201,7 @@ def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | N
     if manual:
         summary["approval_timeout_seconds"] = settings.approval_timeout_seconds
     write_json_atomic(context.folder / "decision.json", summary)
+    fault("gate.written")
     verdict = f"It passes the gate: {reason}." if manual else str(summary["note"])
     _explain(context, ours, theirs, verdict, attempt, report=manual)
     logger.info("promotion: %s", summary["note"])
@@ -303,6 +307,7 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
             "gate.champion_before": str(champion.version) if champion else "none",
         },
     )
+    fault("hand.tagged")
     registry.set_champion(registered, version)
     was = f" (was version {champion.version})" if champion else ""
     return f"version {version} of {registered} is the champion now{was}"

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from rl_core.errors import BackendError
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import clear_leftovers, sync
 from rl_core.storage.locks import FolderLock
 
@@ -74,6 +75,7 @@ def _make(path: Path) -> None:
         _initialize_tables(engine)
         engine.dispose()
         sync(temporary)
+        fault("store.tables")
         if path.exists():
             aside = path.with_name(f"{path.name}.half-made-{time.time_ns()}")
             os.rename(path, aside)
@@ -81,6 +83,7 @@ def _make(path: Path) -> None:
         path.with_name(f"{path.name}-journal").unlink(missing_ok=True)  # of the half-made one
         os.rename(temporary, path)
         sync(path.parent)
+        fault("store.made")
     except SQLAlchemyError as error:
         raise sqlite3.OperationalError(str(getattr(error, "orig", None) or error)) from error
     finally:

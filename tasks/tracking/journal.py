@@ -28,6 +28,7 @@ from typing import Any
 
 from rl_core.errors import DataError, FolderBusy
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
+from rl_core.storage.faults import fault
 from rl_core.storage.own_files import own_file
 
 __all__ = [
@@ -81,6 +82,7 @@ class LineLog:
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
         self._refused = 0
         self._end = self._heal()
+        fault("journal.opened")
 
     def _heal(self) -> int:
         """Cut off what follows the last newline; returns the size that is left."""
@@ -133,6 +135,7 @@ class LineLog:
                 return
             self._end += len(line)
             self._pending.popleft()
+            fault("journal.line")
 
     def read(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
         """Complete records from byte `offset` on, each with the offset behind it."""
@@ -143,6 +146,7 @@ class LineLog:
         if self._fd < 0:
             return
         self.flush(sync=True)
+        fault("journal.synced")
         with self._lock:
             os.close(self._fd)
             self._fd = -1
@@ -253,4 +257,6 @@ class DeliveryCursor:
             json.dump(asdict(self), file)
             file.flush()
             os.fsync(file.fileno())
+        fault("cursor.written")
         os.replace(temporary, path)
+        fault("cursor.saved")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import DataError, SettingsError
+from rl_core.storage.faults import fault
 from tasks.tracking.store import Store, missing
 from tasks.tracking.values import metric_name, pinned
 
@@ -223,6 +224,7 @@ def log_model(
             registered_name, source, run_id=run_id, tags=texts, model_id=model_id,
             description=description or _describe(kind, metrics, texts), await_creation_for=30,
         )  # fmt: skip
+    fault("model.versioned")
     return int(created.version)
 
 
@@ -257,6 +259,7 @@ def _log_artifacts(
     logged = store.client.create_logged_model(
         experiment_id, name=metric_name(name).replace("/", "-"), source_run_id=run_id, tags=tags, model_type=kind
     )
+    fault("model.made")
     scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="model-", dir=scratch) as temporary:
         target = Path(temporary) / "artifact"
@@ -264,10 +267,12 @@ def _log_artifacts(
         try:
             write_mlflow_model(folder, target, kind, input_example=input_example, model_id=logged.model_id)
             store.client.log_model_artifacts(logged.model_id, str(target))
+            fault("model.uploaded")
         except BaseException:
             store.client.finalize_logged_model(logged.model_id, "FAILED")
             raise
     store.client.finalize_logged_model(logged.model_id, "READY")
+    fault("model.ready")
     return str(logged.model_id)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DataError, SettingsError, nearest
+from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.tracking.models import MODEL_NAME
 from tasks.tracking.store import Store, missing
@@ -188,6 +189,7 @@ class Registry:
         if challenger is not None and challenger.version == version:
             with self._store.answers("remove an alias"):
                 self._store.client.delete_registered_model_alias(name, "challenger")
+            fault("alias.cleared")
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
         """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it was moved.
@@ -214,7 +216,9 @@ class Registry:
         moved = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         with self._store.answers("move an alias"):
             self._store.client.set_model_version_tag(name, str(version), f"{MOVED}{alias}", str(moved))
+            fault("alias.timed")
             self._store.client.set_registered_model_alias(name, alias, str(version))
+            fault("alias.moved")
 
     def tag_version(self, name: str, version: int, tags: dict[str, Any]) -> None:
         """Attach short texts to a version; None values are left out. Raises: SettingsError."""
@@ -223,6 +227,7 @@ class Registry:
             for key, value in tags.items():
                 if value is not None:
                     self._store.client.set_model_version_tag(name, str(version), key, str(value))
+        fault("version.tagged")
 
     def model_tags(self, name: str) -> dict[str, str]:
         """Tags of the registered model itself, which outlive its versions; {} for an unknown name."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, FolderBusy
+from rl_core.storage.faults import fault
 from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, events_path, metrics_path, read_lines
 from tasks.tracking.shipper import Shipper
 from tasks.tracking.sink import MlflowSink
@@ -120,6 +121,7 @@ def replay_folder(store: Store, folder: Path) -> int:
                 if not shipper.drained or not _is_delivered(store, shipper, bool(start.get("experiment"))):
                     _deliver_parent(store, start)
                     shipper.ship()
+                    fault("replay.done")
             except BackendError as error:
                 log.warning("tracking: %s still waits: %s", folder, error)
                 store.is_away = True

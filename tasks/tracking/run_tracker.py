@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import SettingsError, Stopped
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import write_text_unsynced
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
@@ -115,6 +116,7 @@ class RunTracker:
         kept = events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
         kept.parent.mkdir(parents=True)
         link_tree(path, kept)
+        fault("artifact.kept")
         return str(kept.relative_to(self.folder))
 
     def set_tag(self, name: str, value: str) -> None:

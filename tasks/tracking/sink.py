@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
+from rl_core.storage.faults import fault
 from tasks.tracking.journal import DeliveryCursor, events_path
 from tasks.tracking.models import log_model
 from tasks.tracking.registry import Registry, moved_at
@@ -215,6 +216,7 @@ class MlflowSink:
             self._store.client.log_artifacts(run_id, str(path), artifact_path=inner)
         else:
             self._store.client.log_artifact(run_id, str(path), artifact_path=target)
+        fault("artifact.sent")
         shutil.rmtree(kept.parent, ignore_errors=True)
 
     def _op_text(self, run_id: str, event: dict[str, Any]) -> None:

@@ -1,0 +1,74 @@
+"""The small pipeline of the crash test: every kind of stage, in a few seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KINDS", "PLAIN", "command", "write_inputs"]
+
+SAMPLING = {"max_completion_tokens": 12, "max_turns": 1, "slots": 16}
+TRAINING = {"batch_size": 4, "warmup_steps": 1, "checkpoint_every": 1, "eval_every": 2}
+
+STAGES: dict[str, Any] = {
+    "prepare_data": {"num_demonstrations": 24, "levels": ["easy"], "heldout_fraction": 0.25},
+    "sft": {"max_steps": 4, "learning_rate": 5e-3, **TRAINING},
+    "distill": {
+        "teacher": {"model": "models:/small/1"}, "iterations": 2, "prompts_per_iteration": 1, "group_size": 2,
+        "warmup_steps": 1, "checkpoint_every": 1, "levels": ["easy"], "sampling": SAMPLING,
+    },
+    "preference": {"max_steps": 3, "micro_batch_tokens": 512, **TRAINING},
+    "reward_model": {"max_steps": 3, **TRAINING},
+    "policy": {
+        "iterations": 4, "prompts_per_iteration": 1, "group_size": 2, "warmup_steps": 1, "checkpoint_every": 1,
+        "eval_every": 2, "eval_episodes": 2, "rewards": {"task": 1.0, "learned": 0.5, "length": -0.01},
+        "sampling": SAMPLING, "curriculum": [{"name": "easy", "levels": {"easy": 1}}],
+    },
+    "evaluate": {"episodes": 6, "levels": ["easy"], "greedy": False, "sampling": SAMPLING},
+    "analyze": {"bootstrap_samples": 20, "side_by_side": 1},
+    "promote": {"min_success": 0.0, "min_episodes": 2, "min_gain": -1.0, "bootstrap_samples": 100},
+}  # fmt: skip
+
+# The cheapest part that still trains, registers and promotes: for the short version in the tests.
+PLAIN = ("prepare_data", "sft", "evaluate", "promote")
+
+KINDS = {
+    "pipeline": (),  # in an empty folder
+    "prepared": (),  # in a folder whose database is there
+    "again": ("--set", "seed=1"),  # after a finished run of seed 0: its model meets the champion
+}
+
+
+def write_inputs(folder: Path, stages: tuple[str, ...] = tuple(STAGES)) -> Path:
+    """Write the configuration and its data; returns the path of the configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    rows = []
+    for _ in range(16):
+        a, b = draw.randint(1, 9), draw.randint(1, 9)
+        rows.append({"prompt": f"{a} + {b} = ?", "chosen": f"answer {a + b}", "rejected": f"answer {a * b + 1}"})
+    data = folder / "preferences.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chosen = {name: dict(settings) for name, settings in STAGES.items() if name in stages}
+    if {"preference", "reward_model"} & set(chosen):
+        chosen["prepare_data"]["preferences"] = str(data)
+    config = {
+        "name": "small",
+        "seed": 0,
+        "threads": 1,
+        "output": str(folder / "work" / "outputs"),
+        "environment": {"name": "arithmetic"},
+        "model": {"preset": "nano", "vocab_size": 300, "context": 192},
+        "tracking": {"traces": 2, "system_metrics_seconds": 0},
+        "stages": chosen,
+    }
+    path = folder / "small.yaml"
+    path.write_text(json.dumps(config, indent=1))  # JSON is YAML
+    return path
+
+
+def command(config: Path, kind: str = "pipeline") -> list[str]:
+    """Arguments of the command line that runs it."""
+    return ["run", str(config), "--quiet", *KINDS[kind]]
