@@ -185,7 +185,12 @@ def answer(
             before = f"version {now.champion}" if now.champion else "none"
             why = f"{what} champion now, and the comparison was with {before}; it has to be compared anew"
             return _settle(tracking, now, SUPERSEDED, by, why)
-        return _settle(tracking, now, APPROVED, by, note)
+        done = _settle(tracking, now, APPROVED, by, note)
+        version = tracking.registry.version(now.name, now.version)
+        tags = {key: value for key, value in version.tags.items() if key.startswith(("approval.", "gate."))}
+        if (journal := tracking.journal_move(version, "champion", tags)) is not None:
+            tracking.replay(journal)
+        return done
 
 
 def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:

@@ -65,10 +65,10 @@ class PipelineRecord:
     def begin(self, folder: Path, *, started: str, digest: str, threads: int) -> None:
         """Write the record of a run that begins, into its own folder too: before anything else of it exists.
 
-        Else one that is killed in its first seconds would not be found again.
+        Else one that is killed in its first seconds would not be found again. The pipeline's comes first: by it the
+        same command finds the run's folder.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folders = (folder, self.home)
+        self._folders = (self.home, folder)
         self._values = {
             "started": started,
             "run_id": None,
@@ -94,4 +94,5 @@ class PipelineRecord:
 
     def _write(self) -> None:
         for folder in self._folders:
+            folder.mkdir(parents=True, exist_ok=True)
             write_json_atomic(folder / RUN_RECORD, self._values)

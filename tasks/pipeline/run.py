@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from rl_core.storage.faults import fault
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
@@ -76,6 +77,7 @@ class PipelineRun:
         self._approval: ApprovalRequest | None = None
         self._began = time.monotonic()
         self.postponed = ""  # why the decision about the champion was left open
+        self.resumed = False  # True = it goes on with a run that was interrupted
         self.undelivered = Waiting()  # at the end: records that the tracking store did not take
 
     def __enter__(self) -> PipelineRun:
@@ -92,8 +94,10 @@ class PipelineRun:
         return self
 
     def _open(self) -> None:
+        self._clear_leftovers()
         digest = settings_digest(self.settings)
         previous = self._record.interrupted(digest)
+        self.resumed = bool(previous)
         earlier = recorded_threads(run_folder(self.home, previous) / RUN_RECORD) if previous else None
         self.threads, self.threads_note = choose_threads(self.settings.threads, earlier)
         _prepare_libraries(self.threads)
@@ -108,7 +112,7 @@ class PipelineRun:
             self.settings,
             self.options,
             started=started,
-            resumed=bool(previous),
+            resumed=self.resumed,
             on_progress=self.report_progress,
         )
         self.models = ModelVersions(
@@ -122,6 +126,12 @@ class PipelineRun:
         fault("run.tracked")
         self._record.note_run(self.parent.run_id)
         self.tracker.log_settings(self.threads)
+
+    def _clear_leftovers(self) -> None:
+        """Remove temporaries that killed processes left here; others note answers here without the pipeline's lock."""
+        for folder in (self.home, *self.home.glob("runs/*"), *self.stages_folder.glob("*")):
+            if folder.is_dir() and not folder.is_symlink():
+                clear_leftovers(folder)
 
     def _settle_earlier_runs(self, previous: str) -> None:
         """Close runs of this pipeline that died, and deliver what is still in earlier runs' journals."""

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
-__all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
+__all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "has_begun", "run_stage"]
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +177,15 @@ def run_stage(
             _discard(final)
         pipeline_run.mark_computed(key)
         return _compute(pipeline_run, stage, body)
+
+
+def has_begun(
+    pipeline_run: PipelineRun, name: str, *, settings: Any, inputs: Mapping[str, StageResult | Path | str]
+) -> bool:
+    """True = a stage with these settings and inputs has been run, to its end or not. Arguments: see `run_stage`."""
+    key = stage_key(name, settings, pipeline_run.settings, {key: input_digest(value) for key, value in inputs.items()})
+    final = pipeline_run.stages_folder / name / key
+    return final.is_dir() or final.with_name(f"{key}.open").is_dir()
 
 
 @dataclass(frozen=True)

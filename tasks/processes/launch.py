@@ -35,6 +35,7 @@ from typing import Any, Protocol
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
 from rl_core.storage.faults import fault
+from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.own_files import own_file
 from rl_core.tracking import Tracker
 from rl_core.training.signals import GRACE_SECONDS, GivenUp, StopRequests
@@ -177,7 +178,7 @@ def _write_job(folder: Path, context: LaunchedStage, body: Callable[..., Any]) -
         "fingerprint": context.fingerprint,
         "threads": context.threads,
     }
-    (folder / "job.json").write_text(json.dumps(job))
+    write_json_atomic(folder / "job.json", job)
 
 
 def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:

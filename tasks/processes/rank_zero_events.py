@@ -6,13 +6,13 @@ checkpoint never holds a step whose metrics are lost.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.own_files import own_file
 from rl_core.tracking import Tracker
 
@@ -27,7 +27,7 @@ class EventTracker:
 
     def send(self, op: str, **fields: Any) -> None:
         """One line."""
-        os.write(self._file, json.dumps({"op": op, **fields}).encode() + b"\n")
+        os.write(self._file, sealed({"op": op, **fields}, allow_nan=True))
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Scalars of one step."""
@@ -71,17 +71,16 @@ class Events:
         self._offset = 0
 
     def forward(self, tracker: Tracker, *, replay: bool = False) -> None:
-        """Pass on the lines written since the last call; with `replay` (a run that ended) no progress, no logs."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        lines, newline, _ = data.rpartition(b"\n")
-        self._offset += len(lines) + len(newline)
-        for line in lines.splitlines():
-            self._apply(json.loads(line), tracker, replay)
+        """Pass on the lines written since the last call; with `replay` (a run that ended) no progress, no logs.
+
+        A damaged line, as a machine that lost its power leaves, is named and left out.
+        """
+        for line in read_checked(self.path, self._offset):
+            self._offset = line.end
+            if line.record is None:
+                report_damage(self.path, line)
+            else:
+                self._apply(line.record, tracker, replay)
 
     def _apply(self, event: dict[str, Any], tracker: Tracker, replay: bool) -> None:
         match event["op"]:

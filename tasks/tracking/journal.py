@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -29,12 +30,15 @@ from typing import Any
 from rl_core.errors import DataError, FolderBusy
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.faults import fault
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.own_files import own_file
 
 __all__ = [
     "Journal",
     "LineLog",
     "DeliveryCursor",
+    "SCRATCH",
+    "clear_journal",
     "events_path",
     "metrics_path",
     "progress_path",
@@ -43,6 +47,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+SCRATCH = "model-"  # beginning of the names of temporaries beside a journal
 
 
 def metrics_path(folder: Path) -> Path:
@@ -251,7 +257,7 @@ class DeliveryCursor:
     def save(self, folder: Path) -> None:
         """Replace the folder's record atomically."""
         path = cursor_path(folder)
-        temporary = path.with_suffix(f".tmp-{os.getpid()}")
+        temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
         temporary.unlink(missing_ok=True)
         with open(temporary, "x", opener=own_file) as file:
             json.dump(asdict(self), file)
@@ -260,3 +266,19 @@ class DeliveryCursor:
         fault("cursor.written")
         os.replace(temporary, path)
         fault("cursor.saved")
+
+
+def clear_journal(folder: Path, delivered: int) -> None:
+    """Remove what a process left that was killed while it kept or delivered something; the caller holds the journal.
+
+    Args:
+        delivered: offset in events.jsonl; copies that no later record names are not needed.
+    """
+    place = events_path(folder).parent
+    clear_leftovers(place, locked=True)
+    named = {str(record.get("path", "")) for record, _ in read_lines(events_path(folder), delivered)}
+    needed = {Path(path).parent.name for path in named}
+    copies = [path for path in (place / "files").glob("*") if path.name not in needed]
+    for path in (*copies, *place.glob(f"{SCRATCH}*")):
+        shutil.rmtree(path, ignore_errors=True)
+        fault("leftover.removed")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import DataError, SettingsError, nearest
 from rl_core.storage.faults import fault
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from tasks.tracking.models import MODEL_NAME
 from tasks.tracking.store import Store, missing
@@ -124,7 +125,10 @@ class Registry:
                 if local is not None:
                     return _model_folder(local, info)
                 cache_folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(prefix=".tmp-", dir=cache_folder) as temporary:
+                clear_leftovers(cache_folder)
+                with tempfile.TemporaryDirectory(
+                    prefix=".tmp-", suffix=f"-{os.getpid()}", dir=cache_folder
+                ) as temporary:
                     downloaded = mlflow.artifacts.download_artifacts(
                         artifact_uri=location, dst_path=temporary, tracking_uri=self._store.uri
                     )
@@ -192,7 +196,9 @@ class Registry:
             fault("alias.cleared")
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
-        """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it was moved.
+        """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it is there now.
+
+        One that stands on `version` already was moved by a process that was killed before it could say so.
 
         Processes that share the output folder never interleave here. MLflow itself has no such step: two machines that
         promote within the same milliseconds on one server could.
@@ -201,7 +207,7 @@ class Registry:
         lock = self._store.output / "mlflow" / f"champion-{name.replace(' ', '_')}.lock"
         with FolderLock(lock, wait_s=30.0):
             present = self.champion(name)
-            if (present.version if present is not None else None) != before:
+            if (present.version if present is not None else None) not in (before, version):
                 return False
             self.set_champion(name, version)
             return True

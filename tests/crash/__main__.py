@@ -3,72 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import socket
-import subprocess
+import re
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from crash import report
 from crash.forks import Forks
 from crash.pipelines import KINDS, write_inputs
-from crash.trials import Bench, Trial, append, kills_at_points, random_kills
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def environment(api: str) -> dict[str, str]:
-    """Environment of the runs: this checkout, one thread, no network, a Prefect server of their own."""
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MLFLOW_"))}
-    return kept | {
-        "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-        "PREFECT_API_URL": api, "PREFECT_LOGGING_TO_API_ENABLED": "false",
-        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "", "MPLBACKEND": "agg",
-    }  # fmt: skip
-
-
-@contextlib.contextmanager
-def prefect_server() -> Iterator[str]:
-    """A Prefect server with a database of its own; gives the address of its API."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="crash-prefect-") as home:
-        command = [
-            sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--host",
-            "127.0.0.1", "--port", str(port), "--log-level", "error", "--lifespan", "on",
-        ]  # fmt: skip
-        server = subprocess.Popen(
-            command,
-            env={**os.environ, "PREFECT_HOME": home, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1",
-                 "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "true"},
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            _wait(f"http://127.0.0.1:{port}/api/health", server)
-            yield f"http://127.0.0.1:{port}/api"
-        finally:
-            os.killpg(server.pid, signal.SIGKILL)
-            server.wait()
-
-
-def _wait(url: str, server: subprocess.Popen[bytes], seconds: float = 120.0) -> None:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        assert server.poll() is None, "the Prefect server ended"
-        with contextlib.suppress(OSError), opener.open(url, timeout=2):
-            return
-        time.sleep(0.2)
-    raise TimeoutError(f"{url} does not answer")
+from crash.servers import environment, prefect_server
+from crash.trials import Bench, Trial, append, chains, kills_at_points, random_kills, walks
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -83,14 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     config = write_inputs(folder)
     with prefect_server() as api, Forks(environment(api)) as forks:
         bench = Bench(folder, config, forks)
-        bench.prepare(arguments.kinds)
+        bench.prepare(arguments.kinds, times=1 if arguments.keep else 2)
         facts = {"seconds": bench.seconds, "hits": bench.hits}
         (folder / "facts.json").write_text(json.dumps(facts))
         for kind, hits in bench.hits.items():
             print(f"{kind}: {bench.seconds[kind]:.1f} s undisturbed, {len(hits)} points, {sum(hits.values())} hits")
         if missing := report.unreached(bench.hits, arguments.kinds):
             print(f"not reached: {', '.join(missing)}")
-        _run(bench, list(_wanted(arguments, bench)), kept, deadline)
+        _run(bench, list(_jobs(arguments, bench)), kept, deadline)
     rows = report.read(kept)
     print(report.table(rows, facts))
     (folder / "crash.json").write_text(json.dumps(report.figures(rows, facts), indent=1) + "\n")
@@ -99,54 +46,64 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(row["failures"] for row in rows))
 
 
-def _run(bench: Bench, wanted: list[Trial], kept: Path, deadline: float) -> None:
-    """Run trials until the budget is over; what was run by an earlier call is left out."""
-    known = {row["name"] for row in report.read(kept)}
-    left = [trial for trial in wanted if trial.name not in known]
-    print(f"{len(wanted)} trials, {len(left)} to run", flush=True)
-    bad = 0
-    for number, trial in enumerate(left, 1):
+@dataclass(frozen=True)
+class Job:
+    """Trials that belong together."""
+
+    name: str
+    trials: Callable[[], Iterator[Trial]]
+
+
+def _run(bench: Bench, jobs: list[Job], kept: Path, deadline: float) -> None:
+    """Run jobs until the budget is over; those that an earlier call has run are left out."""
+    known = {row["job"] for row in report.read(kept)}
+    left = [job for job in jobs if job.name not in known]
+    print(f"{len(jobs)} jobs, {len(left)} to run", flush=True)
+    began = time.monotonic()
+    for number, job in enumerate(left, 1):
         if time.monotonic() > deadline:
-            print(f"the time is over with {len(left) - number + 1} trials left; the same command with --keep goes on")
+            print(f"the time is over with {len(left) - number + 1} jobs left; the same command with --keep goes on")
             return
-        append(kept, bench.run(trial))
-        bad += bool(trial.failures)
-        if trial.failures:
-            print(f"FAILED {trial.name}\n    " + "\n    ".join(trial.failures[:5]), flush=True)
-        elif number % 20 == 0:
-            print(f"{number} of {len(left)}, {bad} failed", flush=True)
+        trials = list(job.trials())
+        append(kept, job.name, trials)
+        kills = sum(trial.killed for trial in trials)
+        print(f"{time.monotonic() - began:6.0f} s  {number:4} of {len(left)}  {kills:4} kills  {job.name}", flush=True)
+        for trial in trials:
+            if trial.failures:
+                print(f"FAILED {trial.name}\n    " + "\n    ".join(trial.failures[:8]), flush=True)
 
 
-def _wanted(arguments: argparse.Namespace, bench: Bench) -> Iterator[Trial]:
-    """The trials: a sample in fresh processes, then points and hits, then random times."""
+def _jobs(arguments: argparse.Namespace, bench: Bench) -> Iterator[Job]:
+    """Every point in chains, some single kills in fresh processes, random times, and every hit, in this order."""
+    for kind in arguments.kinds:
+        yield Job(f"{kind}: every point in turn", lambda kind=kind: chains(bench, kind))
     first = arguments.kinds[0]
-    points = {
-        kind: list(kills_at_points(bench.hits[kind], arguments.hits, arguments.action, arguments.only))
-        for kind in arguments.kinds
-    }
-    step = max(1, len(points[first]) // max(1, arguments.fresh))
-    for kill in points[first][::step][: arguments.fresh]:
-        yield Trial(first, [kill], fresh=True)
-    known: set[str] = set()
-    for kind, kills in points.items():
-        for kill in kills:
-            # What an earlier kind of run has been killed at is killed once more at its first hit only.
-            point = kill.fault.partition(":")[0]
-            if point in known and not kill.fault.startswith(f"{point}:1:"):
-                continue
-            yield Trial(kind, [kill])
-        known |= {kill.fault.partition(":")[0] for kill in kills}
+    single = [kill for kill in kills_at_points(bench.hits[first], 1, arguments.action, arguments.only)]
+    for number in range(min(arguments.fresh, len(single))):
+        trial = Trial(first, [single[number * len(single) // arguments.fresh]], fresh=True)
+        yield Job(trial.name, lambda trial=trial: iter([bench.run(trial)]))
     for index, kills in enumerate(random_kills(arguments.random, arguments.seed)):
-        kind = arguments.kinds[index % len(arguments.kinds)]
-        yield Trial(kind, kills)
+        trial = Trial(arguments.kinds[index % len(arguments.kinds)], kills)
+        yield Job(f"random {index}: {trial.name}", lambda trial=trial: iter([bench.run(trial)]))
+    walked: set[str] = set()
+    for kind in arguments.kinds if arguments.walk else ():
+        points = [point for point in bench.order[kind] if re.fullmatch(arguments.only, point)]
+        for point in [point for point in points if point not in walked and bench.hits[kind][point] > 1]:
+            walked.add(point)
+            yield Job(f"{kind}: every hit of {point}", lambda kind=kind, point=point: walks(bench, kind, [point]))
+    for kind in arguments.kinds if arguments.single else ():
+        for kill in kills_at_points(bench.hits[kind], arguments.single, arguments.action, arguments.only):
+            trial = Trial(kind, [kill])
+            yield Job(trial.name, lambda trial=trial: iter([bench.run(trial)]))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m crash", description=__doc__)
     parser.add_argument("--output", default="outputs/crash-test", help="folder of runs and figures")
     parser.add_argument("--seconds", type=float, default=3600, help="budget; no trial begins after it (default: 3600)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["pipeline", "prepared", "again"])
-    parser.add_argument("--hits", type=int, default=4, help="kills at each point at most, at different hits")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[kind for kind in KINDS if kind != "pipeline"])
+    parser.add_argument("--walk", action="store_true", help="also kill at every hit of every point")
+    parser.add_argument("--single", type=int, default=0, metavar="N", help="also N runs a point with a single kill")
     parser.add_argument("--random", type=int, default=300, help="runs that are killed at random times")
     parser.add_argument("--fresh", type=int, default=6, help="runs in fresh processes, not forked")
     parser.add_argument("--only", default=".*", help="points whose name matches this pattern")

@@ -32,7 +32,7 @@ TIMED_TAGS = re.compile(
     r"|mlflow\.user|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
 )
 DATABASE = Path("mlflow", "mlflow.db")
-PICTURES = (".png", ".html")  # show times
+TIMED_ENDINGS = (".png", ".html", "review.md")  # show times
 LEFT = re.compile(r"\.tmp-.*|\.trash-.*|.*\.open|.*\.corrupt-.*|.*\.tmp-\d+|.*half-made.*|tmp\w{8}|model-\w{8}|workers")
 STARTED = re.compile(r"\d{4}-\d\d-\d\d[ -]\d\d[:-]\d\d[:-]\d\d")
 RUN_ID = re.compile(r"\b[0-9a-f]{32}\b|\bm-[0-9a-f]{32}\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b")
@@ -52,7 +52,7 @@ def _files(output: Path) -> dict[str, Any]:
         name = STARTED.sub("STARTED", path.relative_to(output).as_posix())
         if not path.is_file() or name.split("/")[0] in ("prefect", "mlflow") or "/.tracking/" in name:
             continue
-        if path.name == "recent_rollouts.jsonl" or path.suffix in PICTURES:
+        if path.name == "recent_rollouts.jsonl" or path.name.endswith(TIMED_ENDINGS):
             found[name] = "there"
             continue
         found[name] = _comparable(path)
@@ -97,7 +97,7 @@ def _without_times(value: Any, file: str) -> Any:
 
 _TIMED_FILES = {
     "summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl", "report.html", "evaluation.json",
-    "analysis.json", "analysis.csv", "review/report.html",
+    "analysis.json", "analysis.csv", "review.md", "review/report.html",
 }  # fmt: skip
 
 
@@ -213,7 +213,7 @@ def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
         name = "artifact: " + "/".join(parts)
         while name in found:  # of a second model of the same run
             name += "'"
-        is_timed = path.name == "MLmodel" or path.suffix in PICTURES
+        is_timed = path.name == "MLmodel" or path.name.endswith(TIMED_ENDINGS)
         found[name] = "there" if is_timed else _comparable(path)
     return found
 

@@ -113,6 +113,11 @@ def _import_everything() -> None:
 
     for stage in stage_registry.stages():
         stage_registry.task_of(stage)
+    from rl_core.cpu import kernels
+    from tasks.pipeline.key import code_version
+    from tasks.tracking import environment_freeze
+
+    assert code_version() and environment_freeze() and kernels
     modules = (matplotlib, mlflow, pandas, prefect, transformers, flows, rl_core, tasks)
     assert all(modules)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["KINDS", "PLAIN", "command", "write_inputs"]
+__all__ = ["KINDS", "Kind", "command", "write_inputs"]
 
 SAMPLING = {"max_completion_tokens": 12, "max_turns": 1, "slots": 16}
 TRAINING = {"batch_size": 4, "warmup_steps": 1, "checkpoint_every": 1, "eval_every": 2}
@@ -27,33 +28,47 @@ STAGES: dict[str, Any] = {
         "sampling": SAMPLING, "curriculum": [{"name": "easy", "levels": {"easy": 1}}],
     },
     "evaluate": {"episodes": 6, "levels": ["easy"], "greedy": False, "sampling": SAMPLING},
-    "analyze": {"bootstrap_samples": 20, "side_by_side": 1},
+    "analyze": {"bootstrap_samples": 100, "side_by_side": 1},
     "promote": {"min_success": 0.0, "min_episodes": 2, "min_gain": -1.0, "bootstrap_samples": 100},
 }  # fmt: skip
 
-# The cheapest part that still trains, registers and promotes: for the short version in the tests.
-PLAIN = ("prepare_data", "sft", "evaluate", "promote")
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run: the stages that it has, and the folder that it begins in."""
+
+    without: tuple[str, ...] = ()  # stages
+    starts: Literal["nothing", "database", "finished run"] = "database"
+    seed: int = 0
+
+
+_TRAINED = ("distill", "preference", "reward_model", "policy")
 KINDS = {
-    "pipeline": (),  # in an empty folder
-    "prepared": (),  # in a folder whose database is there
-    "again": ("--set", "seed=1"),  # after a finished run of seed 0: its model meets the champion
+    "pipeline": Kind(starts="nothing"),
+    "training": Kind(without=("analyze",)),
+    "analysis": Kind(without=_TRAINED),
+    "empty": Kind(without=(*_TRAINED, "evaluate", "analyze", "promote"), starts="nothing"),
+    "again": Kind(without=(*_TRAINED, "analyze"), starts="finished run", seed=1),  # its model meets the champion
 }
 
 
-def write_inputs(folder: Path, stages: tuple[str, ...] = tuple(STAGES)) -> Path:
+def write_inputs(folder: Path) -> Path:
     """Write the configuration and its data; returns the path of the configuration."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
     rows = []
     for _ in range(16):
         a, b = draw.randint(1, 9), draw.randint(1, 9)
-        rows.append({"prompt": f"{a} + {b} = ?", "chosen": f"answer {a + b}", "rejected": f"answer {a * b + 1}"})
+        rows.append(
+            {
+                "prompt": f"{a} + {b} = ?",
+                "chosen": f"answer {a + b}",
+                "rejected": f"answer {a + b + draw.randint(1, 5)}",
+            }
+        )
     data = folder / "preferences.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = {name: dict(settings) for name, settings in STAGES.items() if name in stages}
-    if {"preference", "reward_model"} & set(chosen):
-        chosen["prepare_data"]["preferences"] = str(data)
+    stages = {**STAGES, "prepare_data": {**STAGES["prepare_data"], "preferences": str(data)}}
     config = {
         "name": "small",
         "seed": 0,
@@ -62,13 +77,15 @@ def write_inputs(folder: Path, stages: tuple[str, ...] = tuple(STAGES)) -> Path:
         "environment": {"name": "arithmetic"},
         "model": {"preset": "nano", "vocab_size": 300, "context": 192},
         "tracking": {"traces": 2, "system_metrics_seconds": 0},
-        "stages": chosen,
+        "stages": stages,
     }
     path = folder / "small.yaml"
     path.write_text(json.dumps(config, indent=1))  # JSON is YAML
     return path
 
 
-def command(config: Path, kind: str = "pipeline") -> list[str]:
-    """Arguments of the command line that runs it."""
-    return ["run", str(config), "--quiet", *KINDS[kind]]
+def command(config: Path, kind: str = "pipeline", seed: int | None = None) -> list[str]:
+    """Arguments of the command line that runs it; `seed` in place of the kind's."""
+    found = KINDS[kind]
+    changed = [*(f"stages.{stage}=null" for stage in found.without), f"seed={found.seed if seed is None else seed}"]
+    return ["run", str(config), "--quiet", *(part for setting in changed for part in ("--set", setting))]

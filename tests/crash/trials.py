@@ -16,7 +16,7 @@ from typing import Any
 
 from crash.content import content, leftovers, problems_of_store, shared_memory
 from crash.forks import Ended, Forks, Request
-from crash.pipelines import command
+from crash.pipelines import KINDS, command
 
 __all__ = ["Bench", "Kill", "Trial", "kills_at_points", "random_kills"]
 
@@ -38,7 +38,8 @@ class Trial:
     kind: str  # of pipelines.KINDS
     kills: list[Kill]
     fresh: bool = False
-    killed: int = 0  # of the kills, those that came before the end
+    tried: int = 0  # of the kills; the run ended before the others
+    killed: int = 0  # of these, those that came before the end
     restarts: int = 0
     seconds: float = 0.0  # of all processes
     back: float | None = None  # seconds until the first restart was where the kill was
@@ -64,21 +65,23 @@ class Bench:
         self.templates = folder / "templates"
         self.wanted: dict[str, dict[str, Any]] = {}  # content of an undisturbed run, by kind
         self.hits: dict[str, dict[str, int]] = {}  # by kind and point
+        self.order: dict[str, list[str]] = {}  # points by the time of their last hit
         self.seconds: dict[str, float] = {}
 
     # -- undisturbed runs ---------------------------------------------------------------------------------------
 
-    def prepare(self, kinds: Sequence[str]) -> None:
+    def prepare(self, kinds: Sequence[str], times: int = 2) -> None:
         """Run each kind twice: what the two differ in is no matter of kills, and has to be in MAY_DIFFER."""
         for kind in kinds:
             self._make_template(kind)
-            for turn in range(2):
+            for turn in range(times):
                 self._begin(kind)
                 ended = self._run(kind, Kill())
                 assert ended.code == 0, f"{kind}: {ended}\n{self.said.read_text()}"
                 found = content(self.output)
                 if turn == 0:
                     self.wanted[kind], self.seconds[kind] = found, ended.seconds
+                    self.order[kind] = list(dict.fromkeys(name for _, _, name in reversed(self._reached())))[::-1]
                     self.hits[kind] = dict(collections.Counter(name for _, _, name in self._reached()))
                 assert (odd := differences(self.wanted[kind], found)) == [], f"two runs differ: {odd}"
                 assert (odd := self._odd(kind, ended)) == [], odd
@@ -86,14 +89,16 @@ class Bench:
     def _make_template(self, kind: str) -> None:
         template = self.templates / kind
         shutil.rmtree(template, ignore_errors=True)
-        self._begin("pipeline")
-        if kind == "prepared":
-            from tasks.tracking import Tracking
-
-            assert Tracking(None, self.output, "small").experiment_id
-        elif kind == "again":
-            ended = self._run("pipeline", Kill())
-            assert ended.code == 0, self.said.read_text()
+        self._begin(kind)
+        starts = KINDS[kind].starts
+        if starts == "nothing":
+            return
+        if starts == "database":
+            ended = self._run(kind, Kill("store.experiment:1:kill"))
+            shutil.rmtree(self.output / "small")
+        else:
+            ended = self._run(kind, Kill(), seed=0)
+        assert ended.code == (-9 if starts == "database" else 0), self.said.read_text()
         shutil.copytree(self.output, template, symlinks=True)
 
     def _begin(self, kind: str) -> None:
@@ -106,11 +111,11 @@ class Bench:
             self.output.mkdir()
         self.log.touch()
 
-    def _run(self, kind: str, kill: Kill, fresh: bool = False) -> Ended:
+    def _run(self, kind: str, kill: Kill, fresh: bool = False, seed: int | None = None) -> Ended:
         self.log.write_text("")
         after = None if kill.after is None else kill.after * self.seconds[kind]
         request = Request(
-            arguments=command(self.config, kind),
+            arguments=command(self.config, kind, seed),
             said=str(self.said),
             fault=kill.fault,
             log=str(self.log),
@@ -133,6 +138,7 @@ class Bench:
         self._begin(trial.kind)
         open_stages: set[str] = set()
         for kill in trial.kills:
+            trial.tried += 1
             ended = self._run(trial.kind, kill, trial.fresh)
             trial.seconds += ended.seconds
             trial.failures += [f"outlived its parent: {name}" for name in ended.orphans]
@@ -176,7 +182,7 @@ class Bench:
     def _odd(self, kind: str, ended: Ended) -> list[str]:
         found = [f"left over: {name}" for name in leftovers(self.output, self.temporary)]
         found += [f"outlived its parent: {name}" for name in ended.orphans]
-        return found + problems_of_store(self.output, parents=2 if kind == "again" else 1)
+        return found + problems_of_store(self.output, parents=2 if KINDS[kind].starts == "finished run" else 1)
 
     def _last_words(self) -> str:
         return " | ".join(self.said.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
@@ -236,7 +242,33 @@ def as_row(trial: Trial) -> dict[str, Any]:
     return {**asdict(trial), "name": trial.name, "when": time.time()}
 
 
-def append(path: Path, trial: Trial) -> None:
-    """Keep a trial's outcome."""
+def append(path: Path, job: str, trials: Sequence[Trial]) -> None:
+    """Keep the outcome of a job."""
     with path.open("a") as file:
-        file.write(json.dumps(as_row(trial)) + "\n")
+        for trial in trials:
+            file.write(json.dumps({**as_row(trial), "job": job}) + "\n")
+
+
+def chains(bench: Bench, kind: str) -> Iterator[Trial]:
+    """Trials that together kill at every point once, one kill after the other in one folder: little is done twice."""
+    yield from _in_chains(bench, kind, [Kill(f"{point}:1:kill") for point in bench.order[kind]])
+
+
+def walks(bench: Bench, kind: str, points: Sequence[str]) -> Iterator[Trial]:
+    """Trials that kill at one point after the other, each time that it is reached: as often as it has hits.
+
+    A restarted process may reach the place of the kill before anything new, so every second hit is the one.
+    """
+    for point in points:
+        count = bench.hits[kind][point]
+        hits = [2] * count if count > 2 else [1] * count
+        yield bench.run(Trial(kind, [Kill(f"{point}:{hit}:kill") for hit in hits]))
+
+
+def _in_chains(bench: Bench, kind: str, left: list[Kill]) -> Iterator[Trial]:
+    while left:
+        trial = bench.run(Trial(kind, left))
+        done = max(1, trial.tried if trial.killed == trial.tried else trial.tried - 1)
+        trial.kills = left[:done]
+        yield trial
+        left = left[done:]

@@ -15,6 +15,7 @@ from helpers import ROOT, launch_bodies
 
 from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings, SFTSettings
+from rl_core.storage.checked_lines import sealed
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
 from tasks.pipeline.key import stage_key
@@ -66,12 +67,13 @@ def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
     writer, reader = EventTracker(path), Events(path)
     reader.forward(tracker)  # nothing is there yet
     writer.log_metrics({"train/loss": 0.1}, 1)
+    line = sealed({"op": "metrics", "metrics": {"a": 1}, "step": 2})
     with path.open("ab") as file:
-        file.write(b'{"op": "metrics", "metrics": {"a": 1}')  # half a line
+        file.write(line[:20])  # half a line
     reader.forward(tracker)
     assert tracker.metrics == [(1, {"train/loss": 0.1})]
     with path.open("ab") as file:
-        file.write(b', "step": 2}\n')
+        file.write(line[20:])
     writer.progress(3, 9, "loss 1")
     writer.set_tag("k", "v")
     writer.log_dict({"history": [1]}, "curriculum.json")
@@ -83,6 +85,19 @@ def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
     assert tracker.dicts == {"curriculum.json": {"history": [1]}}
     assert reader.training
     assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [("rl_core.x", 30, "50 % of %s")]
+
+
+def test_a_damaged_line_of_killed_processes_costs_itself_alone(tmp_path, caplog):
+    """As a machine leaves it that lost its power: a block of zeros, or another digit."""
+    path, tracker = tmp_path / "events.jsonl", MemoryTracker()
+    writer = EventTracker(path)
+    for step in range(4):
+        writer.log_metrics({"a": float("nan") if step == 3 else 0.25}, step)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"\0" * 10 + b"\n" + lines[2].replace(b"0.25", b"0.75") + lines[3])
+    Events(path).forward(tracker, replay=True)
+    assert [step for step, _ in tracker.metrics] == [0, 3] and tracker.metrics[0] == (0, {"a": 0.25})
+    assert sum("left out" in record.getMessage() for record in caplog.records) == 2
 
 
 def test_what_killed_processes_had_told_is_kept(tmp_path):
