@@ -1,4 +1,4 @@
-"""What a run left, without what two undisturbed runs differ in; and what should not have been left.
+"""Content of an output folder, without what two undisturbed runs differ in; and what a run should not have left.
 
 MAY_DIFFER names all of that: times and speeds, ids that are drawn, and notes that a run was interrupted.
 """

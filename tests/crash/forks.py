@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Ended:
-    """How it ended."""
+    """End of a process."""
 
     code: int  # exit code, or minus the signal
     seconds: float
@@ -88,7 +88,7 @@ class Forks:
 
 
 def _import_everything() -> None:
-    """What a run imports, and nothing that starts a thread or reads the settings of a run."""
+    """Import all that a run does, and nothing that starts a thread or reads the settings of a run."""
     from tasks.mlflow_environment import offline_environment
 
     for name, value in offline_environment().items():

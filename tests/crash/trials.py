@@ -189,7 +189,7 @@ class Bench:
 
 
 def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
-    """What differs, in words; [] where nothing does."""
+    """Differences in words; [] where there are none."""
     said = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]
     said += [f"too much: {name}" for name in sorted(found.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & found.keys()):
