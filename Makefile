@@ -11,13 +11,11 @@ PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt deployments/install.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "posttrain needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	@echo "installing pinned packages into $(VENV): 2.3 GB, some minutes, during which pip is silent"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python deployments/install.py --extras dev
 	@touch $@
 
 setup: $(STAMP)  ## virtual environment with pinned dependencies, editable install
@@ -45,7 +43,7 @@ format: $(STAMP)  ## let the formatter and the linter mend what they can
 	$(BIN)/ruff format .
 
 docs: $(STAMP)  ## build the documentation into docs-site/; warnings are errors
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python deployments/install.py --extras dev,docs
 	$(BIN)/python docs/tools/generate.py --check
 	mkdir -p docs/pictures && cp tests/benchmarks/pictures/*.png docs/pictures/
 	PYTHONPATH=docs/tools $(BIN)/zensical build --clean --strict

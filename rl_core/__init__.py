@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_core.analysis.runner import AnalysisResult, analyze
-    from rl_core.api.algorithms import distill, dpo, grpo, policy_gradient, ppo, reward_model, sft
     from rl_core.api.evaluation import evaluate, generate
+    from rl_core.api.on_policy import distill, grpo, policy_gradient, ppo
     from rl_core.api.policy import ModelSource, Policy, create_policy, load_policy
     from rl_core.api.rewards import RewardSource
+    from rl_core.api.supervised import dpo, reward_model, sft
     from rl_core.api.training import Training
     from rl_core.cpu.waiting import free_processors
     from rl_core.data.records import RowSource
@@ -217,7 +218,8 @@ __all__ = [
 # module -> its public names; name:alias where the public name is another one
 _HOME = {
     "rl_core.analysis.runner": "AnalysisResult analyze",
-    "rl_core.api.algorithms": "distill dpo grpo policy_gradient ppo reward_model sft",
+    "rl_core.api.on_policy": "distill grpo policy_gradient ppo",
+    "rl_core.api.supervised": "dpo reward_model sft",
     "rl_core.api.evaluation": "evaluate generate",
     "rl_core.api.policy": "ModelSource Policy create_policy load_policy",
     "rl_core.api.rewards": "RewardSource",

@@ -14,7 +14,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -319,11 +318,12 @@ def analyze(arguments: argparse.Namespace) -> int:
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
     _prepare(settings)
     from flows.single_stage import analyze_models
+    from rl_core.storage.single_files import copy_tree
 
     result = analyze_models(settings, models, quiet=quiet)
     print(result.table())
     if "analyze" in result.results:
-        shutil.copytree(result.results["analyze"].path, out, dirs_exist_ok=True)
+        copy_tree(result.results["analyze"].path, out)
         print(f"report: {out / 'report.html'}")
     return 0 if result.ok else 1
 

@@ -24,8 +24,8 @@ from flows.operations.registration import RegistrationRequest
 from flows.operations.services import ROOT, ServiceSpec, client_environment, mlflow_url, services
 from flows.operations.state import Options, State, StatePaths, write_state
 from rl_core.errors import BackendError, FolderBusy
-from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.shipped import shipped
 
 __all__ = ["Supervisor"]
@@ -89,7 +89,7 @@ class Supervisor:
 
     def _lock(self) -> FolderLock:
         """Acquire the lock, tolerating the brief holds of `is_running`."""
-        self.places.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.places.folder)
         return _Patient(self.places.lock)
 
     def _take_signals(self) -> dict[int, Any]:

@@ -21,7 +21,7 @@ from rl_core.models.lora import is_lora
 from rl_core.models.rotary import longest_sequence
 from rl_core.settings import LoraSettings, ModelSettings
 
-__all__ = ["ModelSource", "Policy", "create_policy", "load_policy", "model_folder", "model_name"]
+__all__ = ["ModelSource", "Policy", "create_policy", "load_policy", "model_folder", "model_name", "on_device_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +55,8 @@ class Policy:
 
     def save(self, folder: str | Path) -> Path:
         """Write model and tokenizer as a Hugging Face folder; with adapters, the merged model and `adapter/`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        causal_lm.save(self.model, self.tokenizer, folder)
-        return folder
+        causal_lm.publish(self.model, self.tokenizer, folder)
+        return Path(folder)
 
 
 # A folder, a hub name, settings that name one, a (model, tokenizer) pair, or a policy that is loaded already.
@@ -148,3 +146,8 @@ def model_folder(source: str | Path) -> str | Path:
     """The folder of a finished stage or a run's output holds its model in model/; other places are the model itself."""
     folder = Path(source) / "model"
     return folder if folder.is_dir() and not (Path(source) / "config.json").is_file() else source
+
+
+def on_device_of(policy: Policy) -> ModelSettings:
+    """Model settings that load another model onto the policy's kind of device."""
+    return ModelSettings(device="cuda" if next(policy.model.parameters()).device.type == "cuda" else "cpu")

@@ -18,7 +18,16 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
 from rl_core.errors import CheckpointError, SettingsError, Stopped
 from rl_core.models import causal_lm
-from rl_core.settings import LoopSettings, SamplingSettings
+from rl_core.settings import (
+    DistillationSettings,
+    LoopSettings,
+    PolicySettings,
+    PreferenceSettings,
+    RewardModelSettings,
+    SamplingSettings,
+    SFTSettings,
+)
+from rl_core.storage.single_files import make_folder
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
 from rl_core.training.loop import LoopMemory, LoopOutcome
@@ -27,9 +36,10 @@ from rl_core.training.trainer_protocol import Trainer
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Training", "check_in_process", "run_fingerprint"]
+__all__ = ["Training", "folder_of", "run_fingerprint", "settings_of_kind"]
 
 T = TypeVar("T", bound=Trainer)
+S = TypeVar("S", PolicySettings, DistillationSettings, SFTSettings, RewardModelSettings, PreferenceSettings)
 
 CHECKPOINTS, METRICS, HISTORY = "checkpoints", "metrics.jsonl", "metrics_history.json"
 # Settings that change no number of the iterations already done: a resumed run may have others.
@@ -85,7 +95,7 @@ class Training(Generic[T]):
         if self.outcome is not None:
             return self.outcome
         if self.output is not None:
-            self.output.mkdir(parents=True, exist_ok=True)
+            make_folder(self.output)
         begin(self._tracker, self.name, {"settings": dataclasses.asdict(self.settings), **self.fingerprint})
         status = "FAILED"
         try:
@@ -120,17 +130,14 @@ class Training(Generic[T]):
     def save(self, folder: str | Path) -> Path:
         """Write the trained model and its tokenizer as a Hugging Face folder; with adapters merged, and `adapter/`.
 
+        A folder that an earlier call wrote is replaced as a whole: a crash leaves the old model or the new one.
+
         Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
         """
         if not self.memory.state.iteration:
             raise CheckpointError("nothing was trained yet; call run() before save()")
-        folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            causal_lm.save(self.model, self.tokenizer, folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: the model cannot be written ({error})") from error
-        return folder
+        causal_lm.publish(self.model, self.tokenizer, folder)
+        return Path(folder)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluation metrics of the present weights; {} where nothing is held out."""
@@ -164,9 +171,19 @@ def run_fingerprint(algorithm: str, settings: LoopSettings, seed: int, **others:
     return {"algorithm": algorithm, "settings": kept, "seed": seed, **others}
 
 
-def check_in_process(settings: LoopSettings) -> None:
-    """Raise SettingsError for settings that start several processes, which only the pipeline does."""
+def settings_of_kind(settings: S | None, kind: type[S]) -> S:
+    """The settings, or the defaults. Raises: SettingsError for those of another algorithm, or of several processes."""
+    if settings is None:
+        return kind()
+    if not isinstance(settings, kind):
+        raise SettingsError(f"settings: expected rl_core.{kind.__name__}, found {type(settings).__name__}")
     if settings.launch.kind != "in_process":
         raise SettingsError(
             "launch: the Python API trains in this process; for several, run the pipeline (posttrain run CONFIG)"
         )
+    return settings
+
+
+def folder_of(output: str | Path | None) -> Path | None:
+    """The folder of a run as a path; None = nothing is kept."""
+    return Path(output) if output is not None else None

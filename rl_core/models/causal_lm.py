@@ -25,6 +25,7 @@ from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
 from rl_core.settings.presets import PRESETS
 from rl_core.storage.faults import fault
+from rl_core.storage.replaced_folders import replace_folder
 
 __all__ = [
     "context_length",
@@ -237,6 +238,15 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     fault("model.saved")
+
+
+def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """As `save`, into a folder that appears when it is complete, or takes the place of an earlier model's as a whole.
+
+    `manifest.json` in it holds the SHA-256 of every file; `load` verifies them.
+    Raises: CheckpointError where the disk refuses, or the folder holds other files.
+    """
+    replace_folder(folder, lambda temporary: save(model, tokenizer, temporary), {"kind": "model"})
 
 
 def _checked_place(path: str | Path) -> str:

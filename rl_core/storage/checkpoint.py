@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -29,14 +27,14 @@ from rl_core.storage.folders import (
     clear_leftovers,
     digest_bytes,
     publish_folder,
+    put_bytes,
     read_manifest,
     read_verified,
     remove_folder,
-    sync,
-    write_bytes,
-    write_text_atomic,
+    set_aside,
 )
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_text_atomic
 from rl_core.storage.state_codec import StateDecoder, StateEncoder
 
 __all__ = ["CheckpointStore"]
@@ -68,7 +66,7 @@ class CheckpointStore:
 
     def __enter__(self) -> CheckpointStore:
         if self._depth == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._lock = FolderLock(self.folder).__enter__()
             if removed := clear_leftovers(self.folder, locked=True):
                 logger.info("%s: removed what a dead process left: %s", self.folder, ", ".join(removed))
@@ -125,10 +123,10 @@ class CheckpointStore:
                 for name, tensors in encoder.shards():
                     data = safetensors.torch.save({key: _on_cpu(tensor) for key, tensor in tensors.items()})
                     digests[name] = digest_bytes(data)
-                    write_bytes(folder / name, data)
+                    put_bytes(folder / name, data)
                     fault("publish.file")
                 digests[STATE] = digest_bytes(text)
-                write_bytes(folder / STATE, text)
+                put_bytes(folder / STATE, text)
                 fault("publish.file")
                 return digests
 
@@ -187,9 +185,7 @@ class CheckpointStore:
 
     def _set_aside(self, version: int, error: CorruptError) -> None:
         path = self.path(version)
-        aside = path.with_name(f".corrupt-{path.name}-{time.time_ns()}")
-        os.rename(path, aside)
-        sync(self.folder)
+        aside = set_aside(path, f".corrupt-{path.name}")
         fault("checkpoint.aside")
         logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
 

@@ -177,7 +177,7 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("flow.closed", "the run is closed, Prefect does not know"),
         ("prefect.starting", "Prefect's own server is about to be started", "own server"),
         ("prefect.started", "it answers", "own server"),
-        ("access.written", "the password of the servers is written, without its name", "up"),
+        ("once.written", "a file that is made once (a password) is written, without its name", "up"),
         ("deployment.checked", "the settings of a deployment's run are checked", "deployment"),
     ),
 }

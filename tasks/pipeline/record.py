@@ -9,8 +9,8 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.pipeline.run_options import RunOptions
 
 __all__ = ["RUN_RECORD", "PipelineRecord"]
@@ -94,5 +94,5 @@ class PipelineRecord:
 
     def _write(self) -> None:
         for folder in self._folders:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
             write_json_atomic(folder / RUN_RECORD, self._values)

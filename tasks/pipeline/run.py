@@ -19,6 +19,7 @@ from types import MappingProxyType, TracebackType
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import record_sources, tags_of_records
@@ -81,7 +82,7 @@ class PipelineRun:
         self.undelivered = Waiting()  # at the end: records that the tracking store did not take
 
     def __enter__(self) -> PipelineRun:
-        self.stages_folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.stages_folder)
         self._record.acquire()
         try:
             fault("run.locked")

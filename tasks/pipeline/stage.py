@@ -30,8 +30,9 @@ from typing import TYPE_CHECKING, Any
 from rl_core.errors import PosttrainError, Stopped
 from rl_core.storage.checked_lines import copy_intact, read_checked
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import remove_folder, seal_folder, write_json_atomic
+from rl_core.storage.folders import clear_leftovers, remove_folder, seal_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
@@ -163,9 +164,10 @@ def run_stage(
     key = stage_key(name, settings, pipeline_run.settings, digests)
     final = pipeline_run.stages_folder / name / key
     stage = _Stage(name, label or name, settings, inputs, digests, key, final)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent)
     with FolderLock(final.with_name(f"{key}.lock")):
         fault("stage.locked")
+        clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
@@ -347,7 +349,7 @@ def tokens_per_second(journal: Path) -> float | None:
 
 def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     kept = {"checkpoints", REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
         kept.add(THREADS)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import CheckpointError
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.own_files import own_file
 from rl_core.tracking import Tracker
@@ -23,11 +24,19 @@ class EventTracker:
     """A Tracker that writes lines; every line is handed to the kernel before the call returns."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def send(self, op: str, **fields: Any) -> None:
         """One line."""
-        os.write(self._file, sealed({"op": op, **fields}, allow_nan=True))
+        line = sealed({"op": op, **fields}, allow_nan=True)
+        if (written := os.write(self._file, line)) < len(line):  # a full disk; the line that follows must not join it
+            os.write(self._file, b"\n")
+            raise CheckpointError(f"{self._path}: only {written} of {len(line)} bytes could be written; make room")
+
+    def sync(self) -> None:
+        """Put all lines on the disk: a checkpoint that follows says that they were written."""
+        os.fsync(self._file)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Scalars of one step."""
@@ -71,10 +80,7 @@ class Events:
         self._offset = 0
 
     def forward(self, tracker: Tracker, *, replay: bool = False) -> None:
-        """Pass on the lines written since the last call; with `replay` (a run that ended) no progress, no logs.
-
-        A damaged line, as a machine that lost its power leaves, is named and left out.
-        """
+        """Pass on the lines written since the last call; with `replay` (a run that ended) no progress, no logs."""
         for line in read_checked(self.path, self._offset):
             self._offset = line.end
             if line.record is None:

@@ -32,6 +32,7 @@ from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import make_folder, sync, write_text_atomic
 
 __all__ = [
     "Journal",
@@ -77,13 +78,16 @@ class LineLog:
     def __init__(self, path: Path) -> None:
         """Open for appending and cut off a torn last line. Raises: FolderBusy while another process has it open."""
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
+        is_new = not path.exists()
         self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._fd)
             raise FolderBusy(f"{path} is being written by another run; wait for it, or use another folder") from None
+        if is_new:
+            sync(path.parent)
         self._lock = threading.Lock()
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
         self._refused = 0
@@ -122,9 +126,16 @@ class LineLog:
         """Write what the disk refused before, and fsync if asked. Returns whether everything is written."""
         with self._lock:
             self._write_pending()
-            if sync and self._fd >= 0:
+            return not self._pending and (not sync or self._sync())
+
+    def _sync(self) -> bool:
+        try:
+            if self._fd >= 0:
                 os.fsync(self._fd)
-            return not self._pending
+        except OSError as error:
+            log.warning("%s: the disk does not say that it has everything (%s)", self.path, error)
+            return False
+        return True
 
     def _write_pending(self) -> None:
         while self._pending and self._fd >= 0:
@@ -256,15 +267,7 @@ class DeliveryCursor:
 
     def save(self, folder: Path) -> None:
         """Replace the folder's record atomically."""
-        path = cursor_path(folder)
-        temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "x", opener=own_file) as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        fault("cursor.written")
-        os.replace(temporary, path)
+        write_text_atomic(cursor_path(folder), json.dumps(asdict(self)), point="cursor.written")
         fault("cursor.saved")
 
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import DataError, SettingsError
 from rl_core.storage.faults import fault
+from rl_core.storage.single_files import make_folder
 from tasks.tracking.journal import SCRATCH
 from tasks.tracking.store import Store, missing
 from tasks.tracking.values import metric_name, pinned
@@ -271,7 +272,7 @@ def _log_artifacts(
     elif str(logged.status) == "READY":
         return str(logged.model_id)
     fault("model.made")
-    scratch.mkdir(parents=True, exist_ok=True)
+    make_folder(scratch)
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=scratch) as temporary:
         target = Path(temporary) / "artifact"
         target.mkdir()

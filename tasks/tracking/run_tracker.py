@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import write_text_unsynced
+from rl_core.storage.folders import sync_tree
+from rl_core.storage.single_files import make_folder, write_text_unsynced
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, clear_journal, events_path, progress_path
 from tasks.tracking.models import check_model, link_tree
@@ -115,8 +116,9 @@ class RunTracker:
     def _keep(self, path: Path) -> str:
         """Keep a copy of a file or folder until it is delivered; returns its place in the run folder."""
         kept = events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
-        kept.parent.mkdir(parents=True)
+        make_folder(kept.parent)
         link_tree(path, kept)
+        sync_tree(kept.parent)  # the record of it, which is synced later, promises that it is there
         fault("artifact.kept")
         return str(kept.relative_to(self.folder))
 
@@ -246,6 +248,11 @@ class RunTracker:
     def log_alias(self, alias: str, model: VersionOf, tags: Mapping[str, Any]) -> None:
         """Record that an alias was moved, and the version tagged: a store that loses its database gets both again."""
         self._events.append(_alias_record(alias, model, tags))
+
+    def sync(self) -> None:
+        """Put everything on disk: a checkpoint that follows says that it was recorded."""
+        self.journal.lines.flush(sync=True)
+        self._events.flush(sync=True)
 
     # -- identity -----------------------------------------------------------------------------------------------
 

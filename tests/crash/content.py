@@ -128,8 +128,8 @@ def _is_held(path: Path) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return set(os.listdir("/dev/shm"))
+    """Names in /dev/shm that torch or Python give; other programs use it too."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "pym-"))}
 
 
 # -------------------------------------------------------------------------------------------------------------- store

@@ -1,25 +1,22 @@
-"""Entry points of the Python API for training: policy gradients, distillation, supervised, reward models, DPO."""
+"""Entry points of the Python API for on-policy training: policy gradients and distillation."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
 
 from transformers import PreTrainedModel
 
 from rl_core.api import recipes
-from rl_core.api.data import as_environment, check_prompts, conversations, preference_pairs
+from rl_core.api.data import as_environment, check_prompts
 from rl_core.api.evaluation import validation
-from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name
+from rl_core.api.policy import ModelSource, Policy, load_policy, model_name, on_device_of
 from rl_core.api.rewards import RewardParts, RewardSource, reward_parts, with_rewards
 from rl_core.api.teacher_source import make_teacher
-from rl_core.api.training import Training, check_in_process, run_fingerprint
-from rl_core.data.chat import ChatRenderer
+from rl_core.api.training import Training, folder_of, run_fingerprint, settings_of_kind
 from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
@@ -27,7 +24,7 @@ from rl_core.errors import SettingsError
 from rl_core.evaluation import validation_requests
 from rl_core.models import heads
 from rl_core.rewards.learned import Scorer
-from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import (
@@ -35,22 +32,15 @@ from rl_core.settings import (
     DistillationSettings,
     ModelSettings,
     PolicySettings,
-    PreferenceSettings,
-    RewardModelSettings,
-    SFTSettings,
     resolve_defaults,
 )
 from rl_core.trackers import TrackerSource
 from rl_core.trainers.policy_gradient.trainer import PolicyGradientTrainer
-from rl_core.trainers.preference import PreferenceTrainer
-from rl_core.trainers.reward_model import RewardModelTrainer
-from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
 
-__all__ = ["distill", "dpo", "grpo", "policy_gradient", "ppo", "reward_model", "sft"]
+__all__ = ["distill", "grpo", "policy_gradient", "ppo"]
 
 REWARDS, RECENT = "rewards.jsonl", "recent_rollouts.jsonl"
-S = TypeVar("S", PolicySettings, DistillationSettings, SFTSettings, RewardModelSettings, PreferenceSettings)
 
 
 def grpo(
@@ -72,7 +62,7 @@ def grpo(
 
     Arguments and errors: `policy_gradient`.
     """
-    settings = _of_kind(settings, PolicySettings)
+    settings = settings_of_kind(settings, PolicySettings)
     if settings.algorithm not in GROUP_ALGORITHMS:
         raise SettingsError(
             f"settings.algorithm: '{settings.algorithm}' does not compare within groups; use rl_core.ppo or "
@@ -101,7 +91,7 @@ def ppo(
     seed: int = 0,
 ) -> Training[PolicyGradientTrainer]:
     """PPO with a learned value function. Arguments and errors: `policy_gradient`."""
-    settings = _of_kind(settings, PolicySettings)
+    settings = settings_of_kind(settings, PolicySettings)
     if settings.algorithm not in ("ppo", PolicySettings().algorithm):
         raise SettingsError(f"settings.algorithm: '{settings.algorithm}' is not ppo; use rl_core.policy_gradient")
     settings = dataclasses.replace(settings, algorithm="ppo")
@@ -147,7 +137,7 @@ def policy_gradient(
         seed: of everything that is drawn.
     Raises: SettingsError, DataError, CheckpointError, before anything is played.
     """
-    settings = _of_kind(settings, PolicySettings)
+    settings = settings_of_kind(settings, PolicySettings)
     acting, digest = as_environment(environment, prompts, heldout_prompts, system)
     parts = _rewards_of(reward, reward_model, settings, acting)
     settings = with_rewards(settings, parts)
@@ -155,10 +145,7 @@ def policy_gradient(
     policy = load_policy(model, seed=seed)
     check_prompts(acting, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    folder = _folder(output)
-    rewards = None
-    if functions:
-        rewards = RewardOrchestrator(settings.rewards, options=settings.reward_options, functions=functions)
+    folder = folder_of(output)
     recipe = recipes.policy_gradient(
         policy,
         _reference(model, policy) if settings.kl_coef > 0 else None,
@@ -167,8 +154,8 @@ def policy_gradient(
         seed,
         scorer=_scorer(reward_model, policy) if reward_model is not None else None,
         functions=functions,
-        evaluator=_validation(policy, acting, settings, seed, rewards),
-        best_metric="eval/success_rate" if rewards is None else "eval/reward_mean",
+        evaluator=_validation(policy, acting, settings, seed, functions),
+        best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_record(folder),
     )
     fingerprint = run_fingerprint(
@@ -217,21 +204,21 @@ def distill(
         others: as in `policy_gradient`; rewards are measured alone.
     Raises: as `policy_gradient`; SettingsError for a teacher with another vocabulary.
     """
-    settings = _of_kind(settings, DistillationSettings)
+    settings = settings_of_kind(settings, DistillationSettings)
     acting, digest = as_environment(environment, prompts, heldout_prompts, system)
     if isinstance(acting, Prompts) and settings.patience is not None:
         raise SettingsError("patience: prompts alone have no success to choose the best weights by; set it to None")
     policy = load_policy(model, seed=seed)
     check_prompts(acting, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    folder = _folder(output)
+    folder = folder_of(output)
     recipe = recipes.distillation(
         policy,
         make_teacher(settings.teacher, policy, teacher),
         acting,
         settings,
         seed,
-        evaluator=_validation(policy, acting, settings.policy(), seed, None),
+        evaluator=_validation(policy, acting, settings.policy(), seed, {}),
         record=_record(folder),
     )
     fingerprint = run_fingerprint(
@@ -256,160 +243,6 @@ def distill(
         callbacks,
         renderer=policy.renderer,
     )
-
-
-def sft(
-    model: ModelSource,
-    data: RowSource,
-    *,
-    heldout: RowSource | float = 0.1,
-    settings: SFTSettings | None = None,
-    output: str | Path | None = None,
-    tracker: TrackerSource = None,
-    callbacks: Sequence[Callback] = (),
-    seed: int = 0,
-) -> Training[SFTTrainer]:
-    """Supervised fine-tuning on demonstrations; the loss is on the assistant's messages alone.
-
-    Args:
-        data: rows {"messages": [...]} or {"prompt", "completion"}: a JSONL or Parquet file, or a list.
-        heldout: share of the prompts that is held out, 0 for none; or rows of their own, as `data`.
-        others: as in `policy_gradient`.
-    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
-    """
-    settings = _of_kind(settings, SFTSettings)
-    _check_heldout(heldout, settings)
-    policy = load_policy(model, seed=seed)
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
-    recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
-    )
-    return Training(
-        "sft",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        _folder(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
-
-
-def dpo(
-    model: ModelSource,
-    data: RowSource,
-    *,
-    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] | None = None,
-    heldout: RowSource | float = 0.1,
-    settings: PreferenceSettings | None = None,
-    output: str | Path | None = None,
-    tracker: TrackerSource = None,
-    callbacks: Sequence[Callback] = (),
-    seed: int = 0,
-) -> Training[PreferenceTrainer]:
-    """Preference optimisation by DPO or another loss; the reference, where the loss has one, is `model`.
-
-    Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. For `kto` also rows
-            {"prompt", "completion", "label"}, true = desirable.
-        loss: in place of `settings.loss`.
-        others: as in `sft`.
-    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used; DataError for rows that
-        do not go with the loss.
-    """
-    settings = _of_kind(settings, PreferenceSettings)
-    if loss is not None:
-        settings = dataclasses.replace(settings, loss=loss)
-    _check_heldout(heldout, settings)
-    policy = load_policy(model, seed=seed)
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
-    recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
-    )
-    return Training(
-        "dpo",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        _folder(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
-
-
-def reward_model(
-    model: ModelSource,
-    data: RowSource,
-    *,
-    heldout: RowSource | float = 0.1,
-    settings: RewardModelSettings | None = None,
-    output: str | Path | None = None,
-    tracker: TrackerSource = None,
-    callbacks: Sequence[Callback] = (),
-    seed: int = 0,
-) -> Training[RewardModelTrainer]:
-    """A Bradley-Terry reward model on preference pairs: `model` with a new scalar head, every weight trained.
-
-    Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. A `margin` (at least 0) is
-            subtracted from the difference of the scores before the sigmoid.
-        others: as in `sft`. A model that is loaded already is copied, not changed.
-    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
-    """
-    settings = _of_kind(settings, RewardModelSettings)
-    _check_heldout(heldout, settings)
-    classifier, policy = _classifier(model, seed)
-    settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
-    recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
-    )
-    return Training(
-        "reward_model",
-        recipe,
-        settings,
-        classifier,
-        policy.tokenizer,
-        fingerprint,
-        _folder(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
-
-
-def _of_kind(settings: S | None, kind: type[S]) -> S:
-    """The settings, or the defaults. Raises: SettingsError for those of another algorithm, or of several processes."""
-    if settings is None:
-        return kind()
-    if not isinstance(settings, kind):
-        raise SettingsError(f"settings: expected rl_core.{kind.__name__}, found {type(settings).__name__}")
-    check_in_process(settings)
-    return settings
-
-
-def _folder(output: str | Path | None) -> Path | None:
-    return Path(output) if output is not None else None
-
-
-def _check_heldout(
-    heldout: RowSource | float, settings: SFTSettings | RewardModelSettings | PreferenceSettings
-) -> None:
-    if heldout == 0 and (settings.eval_every or settings.patience):
-        raise SettingsError(
-            "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold rows out"
-        )
 
 
 def _rewards_of(
@@ -444,7 +277,7 @@ def _reference(source: ModelSource, policy: Policy) -> PreTrainedModel:
 def _scorer(folder: str | Path, policy: Policy) -> Scorer:
     """Scores token rows with the reward model in a folder. Raises: SettingsError where it reads other tokens."""
     source = Path(folder) / "model" if (Path(folder) / "model").is_dir() else folder
-    model, tokenizer = heads.load_reward_model(source, _on_device_of(policy))
+    model, tokenizer = heads.load_reward_model(source, on_device_of(policy))
     if tokenizer.get_vocab() != policy.tokenizer.get_vocab():
         raise SettingsError(
             f"reward_model: {folder} has another tokenizer than the policy, so it cannot read its tokens"
@@ -453,7 +286,11 @@ def _scorer(folder: str | Path, policy: Policy) -> Scorer:
 
 
 def _validation(
-    policy: Policy, environment: Environment, settings: PolicySettings, seed: int, rewards: RewardOrchestrator | None
+    policy: Policy,
+    environment: Environment,
+    settings: PolicySettings,
+    seed: int,
+    functions: Mapping[str, RewardFunction],
 ) -> Callable[[], dict[str, float]] | None:
     """The evaluator of the loop; None where the settings ask for none."""
     if not settings.eval_every:
@@ -471,6 +308,9 @@ def _validation(
     else:
         levels = sorted({level for stage in settings.curriculum for level in stage.levels}) or environment.levels
         requests = validation_requests(environment, settings.eval_episodes, levels, seed, ())
+    rewards = None
+    if functions:
+        rewards = RewardOrchestrator(settings.rewards, options=settings.reward_options, functions=functions)
     return validation(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 
 
@@ -478,26 +318,3 @@ def _record(folder: Path | None) -> recipes.Record | None:
     if folder is None:
         return None
     return record_all(RewardRecord(folder / REWARDS), RecentRollouts(folder / RECENT))
-
-
-def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy]:
-    """A reward model that starts from `source`, and a policy that has its tokenizer and context."""
-    if isinstance(source, ModelSettings | str | Path):
-        settings = source if isinstance(source, ModelSettings) else ModelSettings()
-        if settings.lora is not None:
-            raise SettingsError("model: a reward model trains all its weights; leave lora out")
-        path = settings.path if isinstance(source, ModelSettings) else source
-        if path is None:
-            raise SettingsError("model: ModelSettings without a path; name a folder or hub name in `path`")
-        model, tokenizer = heads.reward_model_from(model_folder(path), settings, seed=seed)
-        renderer = ChatRenderer(tokenizer, settings)
-        return model, Policy(model, tokenizer, renderer, dataclasses.replace(settings, path=str(path)))
-    policy = load_policy(source)
-    with tempfile.TemporaryDirectory() as folder:  # transformers makes a classifier from files alone
-        policy.save(folder)
-        model, _ = heads.reward_model_from(folder, _on_device_of(policy), seed=seed)
-    return model, policy
-
-
-def _on_device_of(policy: Policy) -> ModelSettings:
-    return ModelSettings(device="cuda" if next(policy.model.parameters()).device.type == "cuda" else "cpu")

@@ -1,0 +1,187 @@
+"""Entry points of the Python API for training on data: supervised, preferences, reward models."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from transformers import PreTrainedModel
+
+from rl_core.api import recipes
+from rl_core.api.data import conversations, preference_pairs
+from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
+from rl_core.api.training import Training, folder_of, run_fingerprint, settings_of_kind
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.records import RowSource
+from rl_core.errors import SettingsError
+from rl_core.models import heads
+from rl_core.settings import ModelSettings, PreferenceSettings, RewardModelSettings, SFTSettings, resolve_defaults
+from rl_core.trackers import TrackerSource
+from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.sft import SFTTrainer
+from rl_core.training.callbacks import Callback
+
+__all__ = ["dpo", "reward_model", "sft"]
+
+
+def sft(
+    model: ModelSource,
+    data: RowSource,
+    *,
+    heldout: RowSource | float = 0.1,
+    settings: SFTSettings | None = None,
+    output: str | Path | None = None,
+    tracker: TrackerSource = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+) -> Training[SFTTrainer]:
+    """Supervised fine-tuning on demonstrations; the loss is on the assistant's messages alone.
+
+    Args:
+        data: rows {"messages": [...]} or {"prompt", "completion"}: a JSONL or Parquet file, or a list.
+        heldout: share of the prompts that is held out, 0 for none; or rows of their own, as `data`.
+        others: as in `policy_gradient`.
+    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
+    """
+    settings = settings_of_kind(settings, SFTSettings)
+    _check_heldout(heldout, settings)
+    policy = load_policy(model, seed=seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
+    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
+    recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
+    fingerprint = run_fingerprint(
+        "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
+    )
+    return Training(
+        "sft",
+        recipe,
+        settings,
+        policy.model,
+        policy.tokenizer,
+        fingerprint,
+        folder_of(output),
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
+    )
+
+
+def dpo(
+    model: ModelSource,
+    data: RowSource,
+    *,
+    loss: Literal["dpo", "ipo", "simpo", "orpo", "kto"] | None = None,
+    heldout: RowSource | float = 0.1,
+    settings: PreferenceSettings | None = None,
+    output: str | Path | None = None,
+    tracker: TrackerSource = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+) -> Training[PreferenceTrainer]:
+    """Preference optimisation by DPO or another loss; the reference, where the loss has one, is `model`.
+
+    Args:
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. For `kto` also rows
+            {"prompt", "completion", "label"}, true = desirable.
+        loss: in place of `settings.loss`.
+        others: as in `sft`.
+    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used; DataError for rows that
+        do not go with the loss.
+    """
+    settings = settings_of_kind(settings, PreferenceSettings)
+    if loss is not None:
+        settings = dataclasses.replace(settings, loss=loss)
+    _check_heldout(heldout, settings)
+    policy = load_policy(model, seed=seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
+    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
+    recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
+    fingerprint = run_fingerprint(
+        "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
+    )
+    return Training(
+        "dpo",
+        recipe,
+        settings,
+        policy.model,
+        policy.tokenizer,
+        fingerprint,
+        folder_of(output),
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
+    )
+
+
+def reward_model(
+    model: ModelSource,
+    data: RowSource,
+    *,
+    heldout: RowSource | float = 0.1,
+    settings: RewardModelSettings | None = None,
+    output: str | Path | None = None,
+    tracker: TrackerSource = None,
+    callbacks: Sequence[Callback] = (),
+    seed: int = 0,
+) -> Training[RewardModelTrainer]:
+    """A Bradley-Terry reward model on preference pairs: `model` with a new scalar head, every weight trained.
+
+    Args:
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. A `margin` (at least 0) is
+            subtracted from the difference of the scores before the sigmoid.
+        others: as in `sft`. A model that is loaded already is copied, not changed.
+    Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
+    """
+    settings = settings_of_kind(settings, RewardModelSettings)
+    _check_heldout(heldout, settings)
+    classifier, policy = _classifier(model, seed)
+    settings = resolve_defaults(settings, policy.kind, policy.context)
+    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
+    recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
+    fingerprint = run_fingerprint(
+        "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
+    )
+    return Training(
+        "reward_model",
+        recipe,
+        settings,
+        classifier,
+        policy.tokenizer,
+        fingerprint,
+        folder_of(output),
+        tracker,
+        callbacks,
+        renderer=policy.renderer,
+    )
+
+
+def _check_heldout(
+    heldout: RowSource | float, settings: SFTSettings | RewardModelSettings | PreferenceSettings
+) -> None:
+    if heldout == 0 and (settings.eval_every or settings.patience):
+        raise SettingsError(
+            "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold rows out"
+        )
+
+
+def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy]:
+    """A reward model that starts from `source`, and a policy that has its tokenizer and context."""
+    if isinstance(source, ModelSettings | str | Path):
+        settings = source if isinstance(source, ModelSettings) else ModelSettings()
+        if settings.lora is not None:
+            raise SettingsError("model: a reward model trains all its weights; leave lora out")
+        path = settings.path if isinstance(source, ModelSettings) else source
+        if path is None:
+            raise SettingsError("model: ModelSettings without a path; name a folder or hub name in `path`")
+        model, tokenizer = heads.reward_model_from(model_folder(path), settings, seed=seed)
+        renderer = ChatRenderer(tokenizer, settings)
+        return model, Policy(model, tokenizer, renderer, dataclasses.replace(settings, path=str(path)))
+    policy = load_policy(source)
+    with tempfile.TemporaryDirectory() as folder:  # transformers makes a classifier from files alone
+        policy.save(folder)
+        model, _ = heads.reward_model_from(folder, on_device_of(policy), seed=seed)
+    return model, policy

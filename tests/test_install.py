@@ -1,0 +1,76 @@
+"""deployments/install.py: what uv is told, and the installation by pip where uv fails."""
+
+import importlib.util
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def install(monkeypatch):
+    spec = importlib.util.spec_from_file_location("posttrain_install", ROOT / "deployments" / "install.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for variable in ("UV_FIND_LINKS", "UV_DEFAULT_INDEX", "SSL_CERT_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    return module
+
+
+class Commands:
+    """Stands for subprocess.run: notes every command and answers with the exit codes given by a word of it."""
+
+    def __init__(self, codes):
+        self.codes, self.seen = codes, []
+
+    def __call__(self, command, **options):
+        self.seen.append([str(part) for part in command])
+        code = next((code for word, code in self.codes.items() if word in self.seen[-1]), 0)
+        return CompletedProcess(command, code, stdout="", stderr="")
+
+
+def test_settings_of_pip_reach_uv_and_the_environment_wins_over_files(install, monkeypatch):
+    listed = (
+        "global.index-url='https://one/simple'\n:env:.index-url='https://two/simple'\ninstall.find-links='/wheels'\n"
+    )
+    monkeypatch.setattr(install.subprocess, "run", lambda *_, **__: CompletedProcess([], 0, stdout=listed))
+    settings = install.pip_settings()
+    assert settings == {"index-url": "https://two/simple", "find-links": "/wheels"}
+    assert install.handed_over(settings) == {"UV_DEFAULT_INDEX": "https://two/simple", "UV_FIND_LINKS": "/wheels"}
+    monkeypatch.setenv("UV_FIND_LINKS", "/mine")
+    assert install.handed_over(settings) == {"UV_DEFAULT_INDEX": "https://two/simple"}
+
+
+def test_a_build_of_torch_at_hand_or_a_driver_decides_on_the_build(install, monkeypatch, tmp_path):
+    monkeypatch.setattr(install.sys, "platform", "linux")
+    monkeypatch.setattr(install.shutil, "which", lambda name: None)
+    assert install.wants_cpu_build({})
+    assert install.wants_cpu_build({"UV_FIND_LINKS": f"{tmp_path}, /nowhere"})
+    (tmp_path / "torch-2.13.0-cp311-none-any.whl").touch()
+    assert not install.wants_cpu_build({"UV_FIND_LINKS": str(tmp_path)})
+    monkeypatch.setattr(install.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    assert not install.wants_cpu_build({})
+
+
+def test_an_index_of_cpu_builds_that_does_not_answer_is_followed_by_the_usual_one(install, monkeypatch, capsys):
+    commands = Commands({"--torch-backend": 2})
+    monkeypatch.setattr(install.subprocess, "run", commands)
+    monkeypatch.setattr(install, "wants_cpu_build", lambda environment: True)
+    assert install.with_uv("project") is None
+    attempts = [command for command in commands.seen if "--editable" in command]
+    assert [("--torch-backend" in command) for command in attempts] == [True, False]
+    assert "does not answer" in capsys.readouterr().out
+
+
+def test_pip_installs_where_uv_fails_and_its_failure_is_the_exit_code(install, monkeypatch, capsys):
+    monkeypatch.setattr(install.sys, "argv", ["install.py", "--extras", "dev"])
+    monkeypatch.setattr(install.shutil, "which", lambda name: "/bin/uv" if name == "uv" else "/usr/bin/nvidia-smi")
+    commands = Commands({"/bin/uv": 2})
+    monkeypatch.setattr(install.subprocess, "run", commands)
+    assert install.main() == 0
+    assert [command[-1] for command in commands.seen if "-c" in command] == ["torch", f"{ROOT}[dev]"]
+    assert "uv failed (exit code 2); pip installs instead" in capsys.readouterr().out
+    monkeypatch.setattr(install.subprocess, "run", Commands({"/bin/uv": 2, "torch": 7}))
+    assert install.main() == 7
