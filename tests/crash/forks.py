@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
+CHECK = "evaluate-champion"  # in place of a command: the flow, which has none
 ORPHAN_SECONDS = 10.0  # that children of a killed process may need to end
 
 
@@ -204,6 +205,10 @@ def _child(request: Request) -> int:
 
     faults.configure(request.fault)
     faults.log_to(request.log or None)
+    if request.arguments[0] == CHECK:
+        from flows.evaluate_champion import evaluate_champion
+
+        return 0 if evaluate_champion(*request.arguments[1:]) else 1
     from flows.cli.main import main
 
     return main(request.arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import json
+import os
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ from crash.pipelines import KINDS, command
 
 __all__ = ["Bench", "Kill", "Trial", "kills_at_points", "random_kills"]
 
+PROGRESS = bool(os.environ.get("CRASH_PROGRESS"))  # print every kill
 RESTARTS = 3  # after which a run that still fails is a failure
 
 
@@ -67,6 +69,7 @@ class Bench:
         self.hits: dict[str, dict[str, int]] = {}  # by kind and point
         self.order: dict[str, list[str]] = {}  # points by the time of their last hit
         self.seconds: dict[str, float] = {}
+        self.seen: set[str] = set()  # points that any run reached
 
     # -- undisturbed runs ---------------------------------------------------------------------------------------
 
@@ -123,7 +126,18 @@ class Bench:
             environment={"TMPDIR": str(self.temporary)},
             fresh=fresh,
         )
-        return self.forks.run(request)
+        ended = self.forks.run(request)
+        self.seen |= {name for _, _, name in self._reached()}
+        return ended
+
+    def also(self, *arguments: str, **environment: str) -> str:
+        """Output of another command on the output folder of the last run."""
+        self.log.write_text("")
+        self.said.write_text("")
+        ended = self.forks.run(Request(list(arguments), str(self.said), log=str(self.log), environment=environment))
+        self.seen |= {name for _, _, name in self._reached()}
+        assert ended.code == 0, self.said.read_text()
+        return self.said.read_text()
 
     def _reached(self) -> list[tuple[int, float, str]]:
         """Points that the last process and its children reached: pid, time, name."""
@@ -145,6 +159,8 @@ class Bench:
             trial.back = trial.back if trial.back is not None else self._back(ended, open_stages)
             if ended.code == 0:
                 break
+            if PROGRESS:
+                print(f"    {kill.fault or kill.after}: {ended.code} after {ended.seconds:.1f} s", flush=True)
             trial.killed += 1
             if (ended.code > 0 and "kill" in kill.fault) or ended.code not in (-9, 1, 143):
                 trial.failures.append(f"ended with {ended.code}: {self._last_words()}")

@@ -4,11 +4,17 @@
 """
 
 import pytest
-from crash.forks import Forks
-from crash.pipelines import write_inputs
-from crash.report import unreached
+from crash.forks import CHECK, Forks
+from crash.pipelines import command, write_inputs
 from crash.servers import environment, prefect_server
-from crash.trials import Bench, chains
+from crash.trials import Bench, Kill, chains
+
+from flows import parameters
+from flows.runtime import prefect_access, prefect_home
+from rl_core.storage import faults
+from rl_core.storage.faults import POINTS
+
+KIND = "analysis"  # from data over SFT to the gate
 
 
 @pytest.fixture(scope="module")
@@ -16,18 +22,63 @@ def bench(tmp_path_factory):
     folder = tmp_path_factory.mktemp("crash")
     with prefect_server() as api, Forks(environment(api)) as forks:
         bench = Bench(folder, write_inputs(folder), forks)
-        bench.prepare(["pipeline"], times=1)
+        bench.prepare([KIND], times=1)
         yield bench
 
 
-def test_the_pipeline_reaches_every_point_that_is_listed_for_it(bench):
-    assert unreached(bench.hits, ["pipeline"]) == []
-
-
+@pytest.mark.timeout(900)
 def test_killed_at_every_point_in_turn_it_goes_on_to_the_same_bits(bench):
-    points = set(bench.hits["pipeline"])
     killed = set()
-    for trial in chains(bench, "pipeline"):
+    for trial in chains(bench, KIND):
         assert trial.failures == [], trial.name
         killed |= {kill.fault.partition(":")[0] for kill in trial.kills[: trial.killed]}
-    assert killed == points
+    assert killed == set(bench.hits[KIND])
+
+
+def listed(*runs):
+    return {name for name, point in POINTS.items() if point.run in runs}
+
+
+@pytest.mark.timeout(900)
+def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
+    config = str(bench.config)
+    output = str(bench.output)
+    if "loop.resumed" not in bench.seen:  # this test alone
+        bench._run(KIND, Kill("loop.stepped:3:kill"))
+        bench._run(KIND, Kill())
+    bench.also(*command(bench.config, "again"))
+    bench.also("promote", "--config", config, "--version", "2")
+    quick = ("--set", "stages.promote.approve=manual", "--set", "stages.promote.approval_timeout_seconds=1")
+    bench.also(*command(bench.config, "again"), *quick, "--set", "seed=2")
+    bench.also("retrain", *command(bench.config, "again")[1:], "--force")
+    bench.also(CHECK, config)
+    bench.also("run", "--fresh", *command(bench.config, "empty")[1:])
+    bench.also("gc", "--output", output, "--keep", "1", "--yes")
+    everything = bench.also(*command(bench.config, "training"), "--set", f"output={output}/all")
+    assert "promoted" in everything
+    left = listed("torchrun", "damage", "own server", "up", "deployment")  # below, and in test_launch.py
+    assert bench.seen >= set(POINTS) - left, sorted(set(POINTS) - left - bench.seen)
+
+
+@pytest.fixture
+def reached(tmp_path):
+    log = tmp_path / "reached"
+    faults.log_to(log)
+    yield lambda: {line.split()[2] for line in log.read_text().splitlines()}
+    faults.log_to(None)
+
+
+def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
+    monkeypatch.delenv(prefect_access.SERVER, raising=False)
+    assert prefect_access.password(tmp_path).startswith("posttrain:")
+    declared = {"name": "mine", "environment": {"name": "arithmetic"}, "stages": {"prepare_data": {}, "sft": {}}}
+    monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": declared})
+    assert parameters.read_settings(declared, None).name == "mine"
+
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+
+    monkeypatch.setattr(SubprocessASGIServer, "start", lambda self: None)
+    with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}):
+        prefect_home.start_embedded_server()
+    assert reached() >= listed("own server", "up", "deployment")

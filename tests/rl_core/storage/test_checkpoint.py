@@ -304,3 +304,16 @@ def test_a_full_disk_is_a_clear_error_and_the_old_version_still_loads(tmp_path):
     assert "checkpoint-00000002: cannot be written" in message.read_text()
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]
     check(store.load_latest(), 1)
+
+
+def test_a_fault_point_lies_behind_setting_a_damaged_version_aside(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for version in (1, 2):
+        store.save(state_of(version))
+    (store.path(2) / "state.json").write_bytes(b"{}")
+    assert [name for name, point in faults.POINTS.items() if point.run == "damage"] == ["checkpoint.aside"]
+    faults.configure("checkpoint.aside:1:raise")
+    with pytest.raises(faults.InjectedFault):
+        store.load_latest()
+    faults.configure(None)
+    assert store.load_latest()["loop"]["iteration"] == 1
