@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAY_DIFFER", "content", "leftovers", "problems_of_store"]
+__all__ = ["MAY_DIFFER", "content", "count_parents", "leftovers", "problems_of_store", "shared_memory"]
 
 MAY_DIFFER = {
     "times": "seconds, time stamps, tokens per second; in reports, pictures and tables that show them",
@@ -218,11 +218,16 @@ def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
     return found
 
 
-def problems_of_store(output: Path, parents: int) -> list[str]:
-    """Doubled points, versions and parent runs, whatever the comparison says.
+def count_parents(output: Path) -> int:
+    """Number of runs that are nested in no other one."""
+    nested = "SELECT run_uuid FROM tags WHERE key = 'mlflow.parentRunId'"
+    query = f"SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active' AND run_uuid NOT IN ({nested})"
+    with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
+        return int(next(_rows(database, query))[0])
 
-    parents: number of parent runs that there should be.
-    """
+
+def problems_of_store(output: Path, parents: int) -> list[str]:
+    """Doubled points, versions and parent runs, whatever the comparison says."""
     found = []
     with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
         doubled = "SELECT run_uuid, key, step, COUNT(*) FROM metrics GROUP BY run_uuid, key, step HAVING COUNT(*) > 1"
@@ -232,10 +237,7 @@ def problems_of_store(output: Path, parents: int) -> list[str]:
             "GROUP BY name, value HAVING COUNT(*) > 1"
         )
         found += [f"a version twice: {row}" for row in _rows(database, twice)]
-        all_runs = "SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active'"
-        nested = "SELECT COUNT(DISTINCT run_uuid) FROM tags WHERE key = 'mlflow.parentRunId'"
-        count = next(_rows(database, all_runs))[0] - next(_rows(database, nested))[0]
-        if count != parents:
+        if (count := count_parents(output)) != parents:
             found.append(f"{count} parent runs in place of {parents}")
         open_runs = [row[0] for row in _rows(database, "SELECT name FROM runs WHERE status != 'FINISHED'")]
         found += [f"run '{name}' is not finished" for name in open_runs]

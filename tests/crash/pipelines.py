@@ -6,11 +6,12 @@ import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 __all__ = ["KINDS", "Kind", "command", "write_inputs"]
 
 SAMPLING = {"max_completion_tokens": 12, "max_turns": 1, "slots": 16}
+CONFIG, OUTPUT = "CONFIG", "OUTPUT"  # stand for their paths in a command
 TRAINING = {"batch_size": 4, "warmup_steps": 1, "checkpoint_every": 1, "eval_every": 2}
 
 STAGES: dict[str, Any] = {
@@ -35,20 +36,30 @@ STAGES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of run: the stages that it has, and the folder that it begins in."""
+    """A kind of run: its command, its stages, and the folder that it begins in."""
 
     without: tuple[str, ...] = ()  # stages
-    starts: Literal["nothing", "database", "finished run"] = "database"
+    starts: str = "database"  # or nothing, or another kind: in the folder that this one has left
     seed: int = 0
+    what: tuple[str, ...] = ("run", CONFIG)
+    overrides: tuple[str, ...] = ()
 
 
 _TRAINED = ("distill", "preference", "reward_model", "policy")
+_SHORT = (*_TRAINED, "analyze")
+_ASKED = ("stages.promote.approve=manual", "stages.promote.approval_timeout_seconds=1")
 KINDS = {
     "pipeline": Kind(starts="nothing"),
     "training": Kind(without=("analyze",)),
     "analysis": Kind(without=_TRAINED),
-    "empty": Kind(without=(*_TRAINED, "evaluate", "analyze", "promote"), starts="nothing"),
-    "again": Kind(without=(*_TRAINED, "analyze"), starts="finished run", seed=1),  # its model meets the champion
+    "empty": Kind(without=(*_SHORT, "evaluate", "promote"), starts="nothing"),
+    "first": Kind(without=_SHORT),
+    "again": Kind(without=_SHORT, starts="first", seed=1),  # its model meets the champion
+    "approval": Kind(without=_SHORT, starts="first", seed=1, overrides=_ASKED),
+    "retrain": Kind(without=_SHORT, starts="first", what=("retrain", CONFIG, "--force")),
+    "check": Kind(without=_SHORT, starts="first", what=("evaluate-champion", CONFIG)),
+    "by hand": Kind(without=_SHORT, starts="again", what=("promote", "--config", CONFIG, "--version", "VERSION")),
+    "gc": Kind(starts="again", what=("gc", "--output", OUTPUT, "--keep", "1", "--yes")),
 }
 
 
@@ -84,8 +95,13 @@ def write_inputs(folder: Path) -> Path:
     return path
 
 
-def command(config: Path, kind: str = "pipeline", seed: int | None = None) -> list[str]:
-    """Arguments of the command line that runs it; `seed` in place of the kind's."""
+def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]:
+    """Arguments of the command line that runs it. `version`: to be promoted by hand."""
     found = KINDS[kind]
-    changed = [*(f"stages.{stage}=null" for stage in found.without), f"seed={found.seed if seed is None else seed}"]
-    return ["run", str(config), "--quiet", *(part for setting in changed for part in ("--set", setting))]
+    named = {CONFIG: str(config), OUTPUT: str(config.parent / "work" / "outputs"), "VERSION": str(version)}
+    arguments = [named.get(part, part) for part in found.what]
+    if found.what[0] in ("gc", "evaluate-champion"):
+        return arguments
+    changed = [*(f"stages.{stage}=null" for stage in found.without), f"seed={found.seed}", *found.overrides]
+    quiet = ["--quiet"] if found.what[0] in ("run", "retrain") else []
+    return [*arguments, *quiet, *(part for setting in changed for part in ("--set", setting))]

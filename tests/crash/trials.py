@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crash.content import content, leftovers, problems_of_store, shared_memory
+from crash.content import content, count_parents, leftovers, problems_of_store, shared_memory
 from crash.forks import Ended, Forks, Request
 from crash.pipelines import KINDS, command
 
@@ -69,6 +69,7 @@ class Bench:
         self.hits: dict[str, dict[str, int]] = {}  # by kind and point
         self.order: dict[str, list[str]] = {}  # points by the time of their last hit
         self.seconds: dict[str, float] = {}
+        self.parents: dict[str, int] = {}  # number of parent runs after an undisturbed run
         self.seen: set[str] = set()  # points that any run reached
 
     # -- undisturbed runs ---------------------------------------------------------------------------------------
@@ -76,7 +77,6 @@ class Bench:
     def prepare(self, kinds: Sequence[str], times: int = 2) -> None:
         """Run each kind twice: what the two differ in is no matter of kills, and has to be in MAY_DIFFER."""
         for kind in kinds:
-            self._make_template(kind)
             for turn in range(times):
                 self._begin(kind)
                 ended = self._run(kind, Kill())
@@ -89,36 +89,39 @@ class Bench:
                 assert (odd := differences(self.wanted[kind], found)) == [], f"two runs differ: {odd}"
                 assert (odd := self._odd(kind, ended)) == [], odd
 
-    def _make_template(self, kind: str) -> None:
-        template = self.templates / kind
-        shutil.rmtree(template, ignore_errors=True)
-        self._begin(kind)
-        starts = KINDS[kind].starts
-        if starts == "nothing":
-            return
+    def _template(self, kind: str) -> Path | None:
+        """Folder to begin in; made when it is first asked for."""
+        starts, template = KINDS[kind].starts, self.templates / kind
+        if starts == "nothing" or template.is_dir():
+            return template if starts != "nothing" else None
         if starts == "database":
+            self._clear()
             ended = self._run(kind, Kill("store.experiment:1:kill"))
             shutil.rmtree(self.output / "small")
         else:
-            ended = self._run(kind, Kill(), seed=0)
+            self._begin(starts)
+            ended = self._run(starts, Kill())
         assert ended.code == (-9 if starts == "database" else 0), self.said.read_text()
         shutil.copytree(self.output, template, symlinks=True)
+        return template
 
-    def _begin(self, kind: str) -> None:
+    def _clear(self) -> None:
         shutil.rmtree(self.folder / "work", ignore_errors=True)
-        self.temporary.mkdir(parents=True)
-        template = self.templates / kind
-        if template.is_dir():
-            shutil.copytree(template, self.output, symlinks=True)
-        else:
-            self.output.mkdir()
+        for folder in (self.temporary, self.output):
+            folder.mkdir(parents=True)
         self.log.touch()
 
-    def _run(self, kind: str, kill: Kill, fresh: bool = False, seed: int | None = None) -> Ended:
+    def _begin(self, kind: str) -> None:
+        template = self._template(kind)
+        self._clear()
+        if template is not None:
+            shutil.copytree(template, self.output, symlinks=True, dirs_exist_ok=True)
+
+    def _run(self, kind: str, kill: Kill, fresh: bool = False) -> Ended:
         self.log.write_text("")
         after = None if kill.after is None else kill.after * self.seconds[kind]
         request = Request(
-            arguments=command(self.config, kind, seed),
+            arguments=command(self.config, kind),
             said=str(self.said),
             fault=kill.fault,
             log=str(self.log),
@@ -198,7 +201,7 @@ class Bench:
     def _odd(self, kind: str, ended: Ended) -> list[str]:
         found = [f"left over: {name}" for name in leftovers(self.output, self.temporary)]
         found += [f"outlived its parent: {name}" for name in ended.orphans]
-        return found + problems_of_store(self.output, parents=2 if KINDS[kind].starts == "finished run" else 1)
+        return found + problems_of_store(self.output, self.parents.setdefault(kind, count_parents(self.output)))
 
     def _last_words(self) -> str:
         return " | ".join(self.said.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
