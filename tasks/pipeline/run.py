@@ -161,10 +161,11 @@ class PipelineRun:
         """End tracking and record; deliver what the stages could not, and count what still waits."""
         stopped = is_stop(error)
         ended = "waiting" if self._approval is not None else "postponed" if self.postponed else "finished"
-        self._record.end(ended if error is None else "stopped" if stopped else "failed")
         fault("run.ending")
         self.tracker.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED", error)
         fault("run.ended")
+        # Last: a run that is killed before goes on, and ends the same run of the tracking store.
+        self._record.end(ended if error is None else "stopped" if stopped else "failed")
         if stopped:
             return
         self.undelivered = self.tracking.waiting(self.home)

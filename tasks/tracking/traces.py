@@ -96,9 +96,12 @@ class _Episode:
 
         source = AssessmentSource(source_type="CODE", source_id=self.trajectory.environment or "environment")
         values: dict[str, bool | float] = {"success": self.trajectory.success, "reward": self.trajectory.reward}
-        return [
+        found = [
             Feedback(name=name, value=value, source=source, trace_id=self.trace_id) for name, value in values.items()
         ]
+        for judgement in found:  # else each delivery would add another one under an id that MLflow draws
+            judgement.assessment_id = "a-" + hashlib.sha256(self.trace_bytes + judgement.name.encode()).hexdigest()[:32]
+        return found
 
     def _verdict(self) -> str:
         said = "no answer" if self.trajectory.answer is None else self.trajectory.answer

@@ -110,8 +110,8 @@ def leftovers(output: Path, temporary: Path) -> list[str]:
             continue
         if LEFT.fullmatch(path.name) and not path.name.endswith(".lock"):
             found.append(name)
-        elif path.name.endswith(".lock") and (path.stat().st_size or _is_held(path)):
-            found.append(f"{name} is held, or names a holder")
+        elif path.name.endswith(".lock") and _is_held(path):
+            found.append(f"{name} is held")
         elif "/.tracking/files/" in name and path.is_file():
             found.append(f"{name} was kept for a delivery that is over")
     found += [f"{path} in the folder of temporaries" for path in sorted(temporary.iterdir())]

@@ -24,10 +24,9 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def point_of(row: Row) -> str:
-    """The point of a trial with one kill at a point; "" for others."""
-    kills = row["kills"]
-    return kills[0]["fault"].partition(":")[0] if len(kills) == 1 else ""
+def points_of(row: Row) -> list[str]:
+    """Points at which a trial was killed; [] for one that was killed at random times."""
+    return [kill["fault"].partition(":")[0] for kill in row["kills"][: row["killed"]] if kill["fault"]]
 
 
 def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +35,7 @@ def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
     facts: of the undisturbed runs: hits by kind and point, seconds by kind.
     """
     rows = list(rows)
-    at_points = [row for row in rows if point_of(row)]
+    at_points = [row for row in rows if row["kills"] and row["kills"][0]["fault"]]
     randomly = [row for row in rows if row["kills"] and row["kills"][0]["after"] is not None]
     kills = sum(row["killed"] for row in rows)
     lost = [row["seconds"] - facts["seconds"][row["kind"]] for row in rows if row["killed"] == 1 and not row["fresh"]]
@@ -46,8 +45,8 @@ def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
         "kills": kills,
         "failures": sum(bool(row["failures"]) for row in rows),
         "points": {
-            "points": len({point_of(row) for row in at_points if row["killed"]}),
-            "places": len({(row["kind"], row["kills"][0]["fault"]) for row in at_points if row["killed"]}),
+            "points": len({point for row in at_points for point in points_of(row)}),
+            "kinds": len({row["kind"] for row in at_points}),
             "kills": sum(row["killed"] for row in at_points),
             "failures": sum(bool(row["failures"]) for row in at_points),
         },
@@ -76,18 +75,13 @@ def _median(values: list[float]) -> float | None:
     return round(statistics.median(values), 3) if values else None
 
 
-def by_group(rows: Iterable[Row]) -> list[tuple[str, int, int, int]]:
-    """(group of points, points, kills, failures)."""
-    kills: collections.Counter[str] = collections.Counter()
-    failures: collections.Counter[str] = collections.Counter()
-    for row in rows:
-        if point := point_of(row):
-            kills[point] += row["killed"]
-            failures[point] += bool(row["failures"])
+def by_group(rows: Iterable[Row]) -> list[tuple[str, int, int]]:
+    """(group of points, points, kills)."""
+    kills = collections.Counter(point for row in rows for point in points_of(row))
     found = []
     for heading, points in GROUPS.items():
         names = [point.name for point in points if kills[point.name]]
-        found.append((heading, len(names), sum(kills[n] for n in names), sum(failures[n] for n in names)))
+        found.append((heading, len(names), sum(kills[name] for name in names)))
     return found
 
 
@@ -95,11 +89,11 @@ def table(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
     """Summary for the terminal."""
     rows = list(rows)
     found = figures(rows, facts)
-    lines = [f"{'':42}{'points':>8}{'kills':>8}{'failures':>10}"]
-    lines += [f"{heading:42}{points:8}{kills:8}{bad:10}" for heading, points, kills, bad in by_group(rows)]
-    random = found["random"]
-    lines.append(f"{'at random times':42}{'':8}{random['kills']:8}{random['failures']:10}")
-    lines.append(f"{'all':42}{found['points']['points']:8}{found['kills']:8}{found['failures']:10}")
+    lines = [f"{'':42}{'points':>8}{'kills':>8}"]
+    lines += [f"{heading:42}{points:8}{kills:8}" for heading, points, kills in by_group(rows)]
+    lines.append(f"{'at random times':42}{'':8}{found['random']['kills']:8}")
+    lines.append(f"{'all':42}{found['points']['points']:8}{found['kills']:8}")
+    lines.append(f"{found['trials']} runs, {found['failures']} failures")
     bad = [row for row in rows if row["failures"]]
     lines += [f"FAILED {row['name']}\n    " + "\n    ".join(row["failures"][:6]) for row in bad[:40]]
     return "\n".join(lines)
@@ -113,17 +107,17 @@ def markdown(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
     plain = times["undisturbed"].get("prepared") or next(iter(times["undisturbed"].values()))
     lines = [
         f"{found['kills']} kills in {found['trials']} runs, {found['failures']} failures. At fault points: "
-        f"{found['points']['kills']} kills at {found['points']['places']} places (point, hit, kind of "
-        f"run) of {found['points']['points']} points. At random times: {found['random']['kills']} kills in "
-        f"{found['random']['trials']} runs, several in a row in every third. {found['fresh processes']} of the runs in "
-        "fresh processes, the others forked from a warm one.",
+        f"{found['points']['kills']} kills at {found['points']['points']} points in {found['points']['kinds']} kinds of "
+        f"runs, one after the other in the same run. At random times: {found['random']['kills']} kills in "
+        f"{found['random']['trials']} runs. {found['fresh processes']} of the runs in fresh processes, the others "
+        "forked from a warm one.",
         "",
-        "| at | points | kills | failures |",
-        "|---|---|---|---|",
+        "| at | points | kills |",
+        "|---|---|---|",
     ]
-    lines += [f"| {heading} | {points} | {kills} | {bad} |" for heading, points, kills, bad in by_group(rows) if kills]
+    lines += [f"| {heading} | {points} | {kills} |" for heading, points, kills in by_group(rows) if kills]
     lines += [
-        f"| random times | | {found['random']['kills']} | {found['random']['failures']} |",
+        f"| random times | | {found['random']['kills']} |",
         "",
         "What may differ from the undisturbed run, and nothing else:",
         "",
