@@ -58,8 +58,9 @@ KINDS = {
     "approval": Kind(without=_SHORT, starts="first", seed=1, overrides=_ASKED),
     "retrain": Kind(without=_SHORT, starts="first", what=("retrain", CONFIG, "--force")),
     "check": Kind(without=_SHORT, starts="first", what=("evaluate-champion", CONFIG)),
-    "by hand": Kind(without=_SHORT, starts="again", what=("promote", "--config", CONFIG, "--version", "VERSION")),
-    "gc": Kind(starts="again", what=("gc", "--output", OUTPUT, "--keep", "1", "--yes")),
+    "by hand": Kind(without=_SHORT, starts="approval", what=("promote", "--config", CONFIG, "--version", "VERSION")),
+    "third": Kind(without=_SHORT, starts="again", seed=2),
+    "gc": Kind(starts="third", what=("gc", "--output", OUTPUT, "--keep", "1", "--yes")),
 }
 
 

@@ -107,8 +107,8 @@ def markdown(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
     plain = times["undisturbed"].get("prepared") or next(iter(times["undisturbed"].values()))
     lines = [
         f"{found['kills']} kills in {found['trials']} runs, {found['failures']} failures. At fault points: "
-        f"{found['points']['kills']} kills at {found['points']['points']} points in {found['points']['kinds']} kinds of "
-        f"runs, one after the other in the same run. At random times: {found['random']['kills']} kills in "
+        f"{found['points']['kills']} kills at {found['points']['points']} points in {found['points']['kinds']} kinds "
+        f"of runs, one after the other in the same run. At random times: {found['random']['kills']} kills in "
         f"{found['random']['trials']} runs. {found['fresh processes']} of the runs in fresh processes, the others "
         "forked from a warm one.",
         "",

@@ -4,7 +4,7 @@
 """
 
 import pytest
-from crash.forks import CHECK, Forks
+from crash.forks import Forks
 from crash.pipelines import command, write_inputs
 from crash.servers import environment, prefect_server
 from crash.trials import Bench, Kill, chains
@@ -41,20 +41,17 @@ def listed(*runs):
 
 @pytest.mark.timeout(900)
 def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
-    config = str(bench.config)
-    output = str(bench.output)
     if "loop.resumed" not in bench.seen:  # this test alone
         bench._run(KIND, Kill("loop.stepped:3:kill"))
         bench._run(KIND, Kill())
     bench.also(*command(bench.config, "again"))
-    bench.also("promote", "--config", config, "--version", "2")
-    quick = ("--set", "stages.promote.approve=manual", "--set", "stages.promote.approval_timeout_seconds=1")
-    bench.also(*command(bench.config, "again"), *quick, "--set", "seed=2")
-    bench.also("retrain", *command(bench.config, "again")[1:], "--force")
-    bench.also(CHECK, config)
+    bench.also(*command(bench.config, "approval"), "--set", "seed=2")  # nobody answers: version 3 stays challenger
+    bench.also(*command(bench.config, "by hand", version=3))
+    bench.also(*command(bench.config, "retrain"))
+    bench.also(*command(bench.config, "check"))
     bench.also("run", "--fresh", *command(bench.config, "empty")[1:])
-    bench.also("gc", "--output", output, "--keep", "1", "--yes")
-    everything = bench.also(*command(bench.config, "training"), "--set", f"output={output}/all")
+    bench.also(*command(bench.config, "gc"))
+    everything = bench.also(*command(bench.config, "training"), "--set", f"output={bench.output}/all")
     assert "promoted" in everything
     left = listed("torchrun", "damage", "own server", "up", "deployment")  # below, and in test_launch.py
     assert bench.seen >= set(POINTS) - left, sorted(set(POINTS) - left - bench.seen)
