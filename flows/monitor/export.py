@@ -11,7 +11,7 @@ from typing import Any
 
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.tail import Tail
-from rl_core.errors import DataError
+from rl_core.errors import CheckpointError, DataError
 from rl_core.storage.single_files import make_folder, replacing, write_text_atomic
 
 __all__ = ["export_run", "metrics_csv", "run_json", "stages_csv"]
@@ -114,6 +114,6 @@ def export_run(run: RunView, folder: Path) -> list[Path]:
                 file.write(block)
         write_text_atomic(paths[1], stages_csv(run))
         write_text_atomic(paths[2], run_json(run))
-    except OSError as error:
-        raise DataError(f"--export: {folder} cannot be written: {error.strerror or error}") from error
+    except CheckpointError as error:
+        raise DataError(f"--export: {error}") from error
     return paths

@@ -26,6 +26,7 @@ from rl_core.settings import ModelSettings
 from rl_core.settings.presets import PRESETS
 from rl_core.storage.faults import fault
 from rl_core.storage.replaced_folders import replace_folder
+from rl_core.storage.verified_reading import verified
 
 __all__ = [
     "context_length",
@@ -153,10 +154,11 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
         for a chat template that cannot be read.
     """
     place = _checked_place(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
-    except Exception as error:
-        raise _unreadable(place, "tokenizer", error) from error
+    with verified(place, lambda name: not _is_weights(name)):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+        except Exception as error:
+            raise _unreadable(place, "tokenizer", error) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
     if tokenizer.pad_token_id is None:
@@ -204,17 +206,18 @@ def load_pretrained(
     place = _checked_place(path)
     if Path(place).is_dir():
         _check_weights(Path(place))
-    try:
-        model, report = auto_class.from_pretrained(
-            place,
-            output_loading_info=True,
-            dtype=dtype_of(settings),
-            use_safetensors=True,
-            trust_remote_code=settings.trust_remote_code,
-            **options,
-        )
-    except Exception as error:
-        raise _unreadable(place, "model", error) from error
+    with verified(place, lambda name: _is_weights(name) or name == "config.json"):
+        try:
+            model, report = auto_class.from_pretrained(
+                place,
+                output_loading_info=True,
+                dtype=dtype_of(settings),
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+                **options,
+            )
+        except Exception as error:
+            raise _unreadable(place, "model", error) from error
     absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
     if absent:
         raise ModelError(
@@ -247,6 +250,10 @@ def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: 
     Raises: CheckpointError where the disk refuses, or the folder holds other files.
     """
     replace_folder(folder, lambda temporary: save(model, tokenizer, temporary), {"kind": "model"})
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors")
 
 
 def _checked_place(path: str | Path) -> str:

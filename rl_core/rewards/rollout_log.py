@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import deque
@@ -17,7 +18,7 @@ __all__ = ["RecentRollouts", "RewardRecord", "record_all"]
 
 
 class RewardRecord:
-    """Appends to one file: iteration, episode, success, total, raw components, and weighted ones as 'weighted/<name>'.
+    """Appends to one file: iteration, episode, success, total, components (raw and 'weighted/<name>'), turn digests.
 
     A resumed run repeats the iterations since its checkpoint, so lines of those iterations are cut first.
     """
@@ -68,7 +69,16 @@ def _row(iteration: int, rollout: Rollout) -> dict[str, object]:
         "reward": rollout.reward,
         "masked": rollout.is_masked,
         "rewards": trajectory.rewards,
+        "turns": _turn_digests(rollout),
     }
+
+
+def _turn_digests(rollout: Rollout) -> list[str]:
+    """Short digests of opening, action, observation, action, ...: where two plays of an episode part, and by whom."""
+    texts = [repr(rollout.prompt_ids)]
+    for turn in rollout.trajectory.turns:
+        texts += [turn.action, repr((turn.observation, turn.tool_call, turn.is_error))]
+    return [hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=4).hexdigest() for text in texts]
 
 
 class RecentRollouts:

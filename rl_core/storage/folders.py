@@ -6,7 +6,6 @@ publisher adds, and a digest of the manifest itself. Names that begin with a dot
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import itertools
@@ -333,15 +332,22 @@ def set_aside(path: Path, name: str) -> Path:
 
 
 def remove_folder(path: Path | str) -> None:
-    """Delete a folder: renamed first, so that a reader sees all of it or nothing, after a crash too."""
+    """Delete a folder: renamed first, so that a reader sees all of it or nothing, after a crash too.
+
+    One that is not there is fine. Raises: CheckpointError where the disk refuses.
+    """
     path = Path(path)
     trash = _free_name(path.with_name(f"{_TRASH}{path.name}-{os.getpid()}"))
-    with contextlib.suppress(FileNotFoundError):
+    try:
         os.rename(path, trash)
         sync(path.parent)
-        fault("prune.renamed")
-        shutil.rmtree(trash, ignore_errors=True)
-        fault("prune.done")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise refused(path, error, "removed") from error
+    fault("prune.renamed")
+    shutil.rmtree(trash, ignore_errors=True)
+    fault("prune.done")
 
 
 def _alive(pid: int) -> bool:
@@ -371,7 +377,9 @@ def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
     Those of another machine are left alone, as nothing tells here that their process is gone.
     `locked` = the caller holds the folder's lock, so every temporary there is dead, its pid reused or not.
     """
-    removed = []
+    removed: list[str] = []
+    if not Path(parent).is_dir():
+        return removed
     for path in sorted(Path(parent).iterdir()):
         if _is_leftover(path, locked):
             _remove(path)

@@ -35,7 +35,7 @@ def replace_folder(
     """
     final = Path(os.path.abspath(final))
     if final.exists() and not final.is_dir():
-        raise CheckpointError(f"{final}: is a file; name a folder")
+        raise CheckpointError(f"{final}: cannot be written: it is a file; name a folder")
     with temporary_beside(final) as temporary:
         complete = temporary / final.name
         try:

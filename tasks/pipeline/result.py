@@ -15,6 +15,7 @@ from rl_core.storage.folders import read_verified, set_aside, verify_folder
 from tasks.tracking.journal import DeliveryCursor
 
 __all__ = [
+    "FAILED_EPISODES",
     "METRICS_HISTORY",
     "RECENT_ROLLOUTS",
     "REVIEW",
@@ -30,11 +31,16 @@ METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of
 
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
 
+FAILED_EPISODES = (
+    "failed_episodes.jsonl"  # the first ones of a stage, kept as well when it fails; tracebacks hold paths
+)
+
 REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
-# Files that hold timings, or what a resumed run has less of: they are part of a stage's folder but not of its content
-# digest, so that a stage that was run again to the same result does not make the ones after it run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS})
+# Files that hold timings or paths of this machine, or what a resumed run has less of: they are part of a stage's folder
+# but not of its content digest, so that a stage that was run again to the same result does not make the ones after it
+# run again.
+TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES})
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,10 @@ from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import record_sources, tags_of_records
 from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
+from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
-from tasks.pipeline.pipeline_tracker import PipelineTracker, run_folder
+from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_folder
 from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
@@ -96,6 +97,7 @@ class PipelineRun:
 
     def _open(self) -> None:
         self._clear_leftovers()
+        check_unfinished(self.stages_folder, self.settings, self.options)  # before anything is noted of this run
         digest = settings_digest(self.settings)
         previous = self._record.interrupted(digest)
         self.resumed = bool(previous)
@@ -105,7 +107,7 @@ class PipelineRun:
         self._settle_earlier_runs(previous)
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         data_record = record_sources(self.settings)
-        started = previous or time.strftime("%Y-%m-%d %H:%M:%S")
+        started = previous or next_start(self.home / "runs")
         self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
         fault("run.noted")
         self.tracker = PipelineTracker(
@@ -218,6 +220,10 @@ class PipelineRun:
     def is_fresh(self, stage: str, key: str) -> bool:
         """True = ignore a finished folder: `fresh` asks for it, and this run has not computed the key itself."""
         return self.options.fresh and self.options.only in (None, stage) and key not in self._computed
+
+    def is_restarted(self, key: str) -> bool:
+        """True = begin an unfinished stage anew, its checkpoints notwithstanding."""
+        return self.options.restart and key not in self._computed
 
     def mark_computed(self, key: str) -> None:
         """Note that this run computes the stage of this key, so that `fresh` does not have it computed twice."""

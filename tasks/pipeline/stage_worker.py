@@ -113,6 +113,7 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         threads=job["threads"],
         seed=job["seed"],
         fingerprint=job["fingerprint"],
+        allow_drift=allowed if isinstance(allowed := job["allow_drift"], bool) else tuple(allowed),
         stop=_StopFile(folder / "stop"),
         process_group=process_group,
     )

@@ -95,6 +95,10 @@ class LaunchedStage(Protocol):
         """Facts that have to be equal for a checkpoint to be resumed."""
 
     @property
+    def allow_drift(self) -> bool | tuple[str, ...]:
+        """Permission to resume although the fingerprint differs, everywhere or in these keys."""
+
+    @property
     def stop(self) -> threading.Event:
         """Set when the stage has to save and stop."""
 
@@ -176,6 +180,7 @@ def _write_job(folder: Path, context: LaunchedStage, body: Callable[..., Any]) -
         "names": {name: value for name, value in context.inputs.items() if isinstance(value, str)},
         "seed": context.seed,
         "fingerprint": context.fingerprint,
+        "allow_drift": context.allow_drift,
         "threads": context.threads,
     }
     write_json_atomic(folder / "job.json", job)

@@ -13,6 +13,7 @@ two has a checksum (`rl_core.storage.checked_lines`): one that a disk or a hand 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -32,7 +33,7 @@ from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.own_files import own_file
-from rl_core.storage.single_files import make_folder, sync, write_text_atomic
+from rl_core.storage.single_files import make_folder, refused, sync, write_text_atomic
 
 __all__ = [
     "Journal",
@@ -76,22 +77,32 @@ class LineLog:
     """An append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending and cut off a torn last line. Raises: FolderBusy while another process has it open."""
+        """Open for appending and cut off a torn last line.
+
+        Raises: FolderBusy while another process has it open; CheckpointError where the disk refuses.
+        """
         self.path = path
         make_folder(path.parent)
         is_new = not path.exists()
-        self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
+        try:
+            self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise refused(path, error) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._fd)
             raise FolderBusy(f"{path} is being written by another run; wait for it, or use another folder") from None
-        if is_new:
-            sync(path.parent)
         self._lock = threading.Lock()
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
         self._refused = 0
-        self._end = self._heal()
+        try:
+            if is_new:
+                sync(path.parent)
+            self._end = self._heal()
+        except OSError as error:
+            os.close(self._fd)
+            raise refused(path, error) from error
         fault("journal.opened")
 
     def _heal(self) -> int:
@@ -145,7 +156,8 @@ class LineLog:
                 if written < len(line):
                     raise OSError(f"only {written} of {len(line)} bytes were written")
             except OSError as error:
-                os.ftruncate(self._fd, self._end)  # shrinking needs no space; a torn line must not stay in the middle
+                with contextlib.suppress(OSError):  # the next line goes over it all the same
+                    os.ftruncate(self._fd, self._end)  # shrinking needs no space
                 self._refused += 1
                 if self._refused & (self._refused - 1) == 0:  # 1st, 2nd, 4th, 8th, ... refusal
                     log.warning("%s: cannot write (%s); %d lines wait in memory", self.path, error, len(self._pending))
@@ -278,6 +290,7 @@ def clear_journal(folder: Path, delivered: int) -> None:
         delivered: offset in events.jsonl; copies that no later record names are not needed.
     """
     place = events_path(folder).parent
+    clear_leftovers(folder)  # others, without our lock, write run.json there
     clear_leftovers(place, locked=True)
     named = {str(record.get("path", "")) for record, _ in read_lines(events_path(folder), delivered)}
     needed = {Path(path).parent.name for path in named}
