@@ -1,6 +1,6 @@
 """The short crash test: a small pipeline is killed at every point that it reaches, goes on each time, and is compared.
 
-`make crash-test` is the long one: every hit, random times, runs that meet a champion.
+`make crash-test` is the long one: every point, random times, runs that meet a champion; `--walk` takes every hit.
 """
 
 import pytest
@@ -26,13 +26,14 @@ def bench(tmp_path_factory):
         yield bench
 
 
-@pytest.mark.timeout(900)
-def test_killed_at_every_point_in_turn_it_goes_on_to_the_same_bits(bench):
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_point_after_point_it_goes_on_to_the_same_bits(bench, step):
     killed = set()
-    for trial in chains(bench, KIND):
+    for trial in chains(bench, KIND, step):
         assert trial.failures == [], trial.name
         killed |= {kill.fault.partition(":")[0] for kill in trial.kills[: trial.killed]}
-    assert killed == set(bench.hits[KIND])
+    assert killed == set(bench.order[KIND][::step]) and len(killed) >= 70 // step
 
 
 def listed(*runs):
