@@ -137,13 +137,13 @@ class Bench:
         self.seen |= {name for _, _, name in self._reached()}
         return ended
 
-    def also(self, *arguments: str, **environment: str) -> str:
-        """Output of another command on the output folder of the last run."""
+    def also(self, *arguments: str, fault: str = "", code: int = 0) -> str:
+        """Output of another command on the output folder of the last run, which has to end with this code."""
         self.log.write_text("")
         self.said.write_text("")
-        ended = self.forks.run(Request(list(arguments), str(self.said), log=str(self.log), environment=environment))
+        ended = self.forks.run(Request(list(arguments), str(self.said), fault=fault, log=str(self.log)))
         self.seen |= {name for _, _, name in self._reached()}
-        assert ended.code == 0, self.said.read_text()
+        assert ended.code == code, self.said.read_text()
         return self.said.read_text()
 
     def _reached(self) -> list[tuple[int, float, str]]:

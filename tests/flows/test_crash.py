@@ -7,7 +7,7 @@ import pytest
 from crash.forks import Forks
 from crash.pipelines import command, write_inputs
 from crash.servers import environment, prefect_server
-from crash.trials import Bench, Kill, chains
+from crash.trials import Bench, chains
 
 from flows import parameters
 from flows.runtime import prefect_access, prefect_home
@@ -42,9 +42,6 @@ def listed(*runs):
 
 @pytest.mark.timeout(900)
 def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
-    if "loop.resumed" not in bench.seen:  # this test alone
-        bench._run(KIND, Kill("loop.stepped:3:kill"))
-        bench._run(KIND, Kill())
     bench.also(*command(bench.config, "again"))
     bench.also(*command(bench.config, "approval"), "--set", "seed=2")  # nobody answers: version 3 stays challenger
     bench.also(*command(bench.config, "by hand", version=3))
@@ -52,8 +49,10 @@ def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
     bench.also(*command(bench.config, "check"))
     bench.also("run", "--fresh", *command(bench.config, "empty")[1:])
     bench.also(*command(bench.config, "gc"))
-    everything = bench.also(*command(bench.config, "training"), "--set", f"output={bench.output}/all")
-    assert "promoted" in everything
+    everything = (*command(bench.config, "training"), "--set", f"output={bench.output}/all")
+    for fault in ("store.made:1:kill", "cursor.written:9:kill", "rewards.recorded:3:kill"):
+        bench.also(*everything, fault=fault, code=-9)
+    assert "promoted" in bench.also(*everything)
     left = listed("torchrun", "damage", "own server", "up", "deployment")  # below, and in test_launch.py
     assert bench.seen >= set(POINTS) - left, sorted(set(POINTS) - left - bench.seen)
 
