@@ -90,7 +90,9 @@ class PipelineRecord:
     def end(self, status: str) -> None:
         """Note the end: finished, waiting (for approval), postponed (for the tracking store), stopped or failed."""
         self._values["status"] = status
+        self._folders = self._folders[::-1]  # the pipeline's last: until then the run is gone on with
         self._write()
+        self._folders = self._folders[::-1]
 
     def _write(self) -> None:
         for folder in self._folders:

@@ -84,3 +84,16 @@ def test_a_run_that_is_killed_while_its_record_is_written_is_found_again(tmp_pat
     finally:
         faults.configure(None)
     assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == "noon"
+
+
+@pytest.mark.parametrize(("hit", "started"), [(1, "noon"), (2, "")])
+def test_a_run_that_is_killed_while_its_end_is_written_is_over_in_both_files_or_goes_on(tmp_path, hit, started):
+    record = begun(tmp_path)
+    faults.configure(f"text.done:{hit}:raise")
+    try:
+        with pytest.raises(faults.InjectedFault):
+            record.end("finished")
+    finally:
+        faults.configure(None)
+    assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == started
+    assert json.loads((tmp_path / "runs" / "run.json").read_text())["status"] == "finished"
