@@ -517,6 +517,11 @@ def runs(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Check this machine for missing requirements, repair dead runs, or explain a model's fast paths."""
+    if arguments.faults:
+        from rl_core.storage.fault_points import listing
+
+        print(listing())
+        return 0
     settings = _optional(arguments)
     from flows.cli.doctor import examine, report
 

@@ -448,6 +448,7 @@ def _add_doctor(commands: Any) -> None:
     about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
     parser = _add(commands, "doctor", about, examples)
     parser.add_argument("--repair", action="store_true", help="mark killed runs as dead and offer to resume them")
+    parser.add_argument("--faults", action="store_true", help="list the points at which POSTTRAIN_FAULT breaks a run")
     parser.add_argument(
         "--model",
         metavar="MODEL",

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 from flows.runtime import prefect_access
 from rl_core.errors import BackendError
+from rl_core.storage.faults import fault
 from rl_core.storage.single_files import REMEDIES, make_folder
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prefect_defaults", "prepare_prefect", "start_embedded_server"]
@@ -146,6 +147,7 @@ def start_embedded_server() -> None:
     from prefect.server.api.server import SubprocessASGIServer
 
     _refuse_full_disk(settings.home)
+    fault("prefect.starting")
     in_own_session = own_session()
     server = SubprocessASGIServer()
 
@@ -157,6 +159,7 @@ def start_embedded_server() -> None:
     try:
         with patch("prefect.server.api.server.subprocess.Popen", checked):
             server.start()
+            fault("prefect.started")
     except KeyboardInterrupt:  # or SIGTERM
         server.stop()
         raise

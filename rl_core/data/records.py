@@ -15,6 +15,7 @@ from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_te
 from rl_core.data.messages import checked_messages, checked_tools
 from rl_core.data.repeats import Repeats, find_repeats
 from rl_core.errors import DataError, RecordsError, SettingsError
+from rl_core.storage.faults import fault
 
 __all__ = [
     "RowProblem",
@@ -181,6 +182,7 @@ def _read(
     context: int | None,
 ) -> Records:
     records = _checked(source, columns, schema, on_bad_row, max_rows, token_length, context)
+    fault("data.read")
     records.digest = _digest(source, records.rows)
     if schema in (_demonstration, _preference):
         records.repeats = find_repeats(records.rows)

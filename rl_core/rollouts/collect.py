@@ -20,6 +20,7 @@ from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.settings import SamplingSettings
+from rl_core.storage.faults import fault
 from rl_core.timing import span
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
@@ -114,6 +115,7 @@ def collect(
     of_all = {index: group for share, _ in shares for index, group in share.items()}
     all_failed = [episode for _, episodes in shares for episode in episodes]
     all_failed.sort(key=lambda episode: (episode.trajectory.level, episode.trajectory.seed, episode.trajectory.sample))
+    fault("rollouts.played")
     if all_failed:
         _log_failures(all_failed, planned)
     failures.close(all_failed, planned)

@@ -373,6 +373,7 @@ def remove_folder(path: Path | str) -> None:
         raise refused(path, error, "removed") from error
     fault("prune.renamed")
     shutil.rmtree(trash, ignore_errors=True)
+    fault("prune.done")
 
 
 def _alive(pid: int) -> bool:
@@ -408,6 +409,7 @@ def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
     for path in sorted(Path(parent).iterdir()):
         if _is_leftover(path, locked):
             _remove(path)
+            fault("leftover.removed")
             removed.append(path.name)
     return removed
 

@@ -161,8 +161,7 @@ def replacing(
                 file.flush()
                 if synced:
                     os.fsync(file.fileno())
-            if point:
-                fault(point)
+            fault(point or ("text.written" if synced else "live.written"))
             os.replace(temporary, path)
             if synced:
                 sync(path.parent)
@@ -173,6 +172,8 @@ def replacing(
             if isinstance(error, OSError) and (error.filename is None or os.fspath(error.filename) in ours):
                 raise refused(path, error) from error
             raise
+    if synced:
+        fault("text.done")
 
 
 def _is_replaceable(path: Path) -> bool:
@@ -223,6 +224,7 @@ def create_once(path: Path | str, text: str, *, mode: int = 0o644) -> bool:
         try:
             try:
                 sync(temporary)
+                fault("once.written")
                 os.link(temporary, path)
             finally:
                 os.unlink(temporary)

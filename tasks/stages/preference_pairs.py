@@ -18,6 +18,7 @@ from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import PreferenceSettings, RewardModelSettings
+from rl_core.storage.faults import fault
 from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 from tasks.stages.failed_episodes import keeper, kept_episodes
@@ -60,6 +61,7 @@ def stage_pairs(context: StageContext) -> StagePairs:
                 "failure at the same episode; train the policy before it longer, or raise "
                 f"stages.{context.name}.num_pairs or group_size"
             )
+    fault("pairs.made")
     return pairs
 
 

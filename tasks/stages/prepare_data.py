@@ -26,6 +26,7 @@ from rl_core.environments.environment import Environment
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import digest_bytes, digest_file
 from rl_core.storage.single_files import replacing
 from tasks.pipeline.run import PipelineRun
@@ -263,6 +264,7 @@ def _split_and_write(
     for split, part in (("train", train), ("heldout", heldout)):
         path = context.folder / f"{name}_{split}.jsonl"
         _write_rows(path, part)
+        fault("data.rows")
         for tracker in (context.tracker, context.pipeline_run.parent):
             tracker.log_dataset(path, digest_file(path), f"{name}_{split}", split)
 
