@@ -115,7 +115,7 @@ def collect(
     all_failed = [episode for _, episodes in shares for episode in episodes]
     all_failed.sort(key=lambda episode: (episode.trajectory.level, episode.trajectory.seed, episode.trajectory.sample))
     if all_failed:
-        _log_failures(all_failed, planned)
+        _log_failures(all_failed, planned, logging.INFO if failures.total else logging.WARNING)
     failures.close(all_failed, planned)
     return [of_all[index] for index in range(len(requests))]
 
@@ -134,9 +134,11 @@ class _Failed:
         self.failures.check(self.episodes, self.planned)
 
 
-def _log_failures(failed: Sequence[FailedEpisode], planned: int) -> None:
+def _log_failures(failed: Sequence[FailedEpisode], planned: int, level: int) -> None:
+    """Log them: as a warning the first time; after that the metrics count them."""
     first = failed[0]
-    logger.warning(
+    logger.log(
+        level,
         "%d of %d episodes failed and are left out; the first: %s: %s",
         len(failed), planned, first.place, first.what,
     )  # fmt: skip
