@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
+    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_why, _add_profile):
         add(commands)
     for add in (_add_evaluate, _add_analyze, _add_promote):
         add(commands)
@@ -96,6 +96,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", "-o", default="outputs", help="output folder, without --config (default: outputs)")
 
 
+def _add_allow_drift(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-drift",
+        action="store_true",
+        help="resume from a checkpoint although settings, data or code changed since",
+    )
+
+
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the final table")
 
@@ -121,6 +129,7 @@ def _add_run(commands: Any) -> None:
     _add_config(parser)
     parser.add_argument("--fresh", action="store_true", help="rerun all stages, finished ones included")
     _add_stop_after(parser)
+    _add_allow_drift(parser)
     _add_quiet(parser)
 
 
@@ -139,6 +148,8 @@ def _add_retrain(commands: Any) -> None:
         help="initial model: the champion, or the configuration's model (default: its retrain.start)",
     )
     parser.add_argument("--force", action="store_true", help="also without new data")
+    parser.add_argument("--fresh", action="store_true", help="begin an interrupted retraining's unfinished stage anew")
+    _add_allow_drift(parser)
     parser.add_argument("--reason", default="", help="origin of the request; stored with the versions")
     _add_quiet(parser)
 
@@ -168,7 +179,16 @@ def _add_stage(commands: Any) -> None:
     _add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="rerun the stage even if finished")
+    _add_allow_drift(parser)
     _add_quiet(parser)
+
+
+def _add_why(commands: Any) -> None:
+    examples = ["why policy demo", "why sft demo --set stages.sft.epochs=2"]
+    about = "say why a stage was run or not, and what changed since"
+    parser = _add(commands, "why", about, examples)
+    parser.add_argument("name", metavar="STAGE", choices=names(), help=f"one of {', '.join(names())}")
+    _add_config(parser)
 
 
 def _add_profile(commands: Any) -> None:
@@ -256,6 +276,8 @@ def _add_resume(commands: Any) -> None:
         nargs="?",
         help="name or id of the run, or its pipeline (default: the newest unfinished run)",
     )
+    parser.add_argument("--fresh", action="store_true", help="begin the unfinished stage anew, without its checkpoint")
+    _add_allow_drift(parser)
     _add_config(parser, option=True)
     _add_output(parser)
     _add_stop_after(parser)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.folders import write_text_unsynced
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import append_bytes, truncate_file, write_text_unsynced
 from rl_core.types import Rollout
 
 __all__ = ["RecentRollouts", "RewardRecord", "record_all"]
@@ -32,8 +31,8 @@ class RewardRecord:
         if not self._opened:
             self._drop_from(iteration)
             self._opened = True
-        with open(self.path, "ab", opener=own_file) as file:
-            file.write(b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts))
+        lines = b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts)
+        append_bytes(self.path, lines, synced=True)  # a checkpoint that follows says that they were written
 
     def _drop_from(self, iteration: int) -> None:
         """Cut the file before the first line of that iteration, or before a last line torn by a crash.
@@ -49,8 +48,7 @@ class RewardRecord:
             elif _number(line.record.get("iteration")) >= iteration:
                 break
             place = line.end
-        with open(self.path, "r+b", opener=own_file) as file:
-            file.truncate(place)
+        truncate_file(self.path, place)
 
 
 def _number(value: object) -> float:

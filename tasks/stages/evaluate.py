@@ -16,7 +16,7 @@ from rl_core.evaluation import Evaluation, heldout_requests, validation_requests
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import write_json_atomic
 from tasks.config import PipelineSettings, evaluation_settings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext, StageResult, run_stage

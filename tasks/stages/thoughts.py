@@ -15,7 +15,7 @@ from rl_core.evaluation import heldout_requests, validation_requests
 from rl_core.rewards.rollout_log import RecentRollouts, record_all
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import write_json_atomic
 from rl_core.thoughts.controls import measure_gains
 from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
