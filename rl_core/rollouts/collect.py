@@ -117,7 +117,7 @@ def collect(
     all_failed.sort(key=lambda episode: (episode.trajectory.level, episode.trajectory.seed, episode.trajectory.sample))
     fault("rollouts.played")
     if all_failed:
-        _log_failures(all_failed, planned)
+        _log_failures(all_failed, planned, logging.INFO if failures.total else logging.WARNING)
     failures.close(all_failed, planned)
     return [of_all[index] for index in range(len(requests))]
 
@@ -136,9 +136,11 @@ class _Failed:
         self.failures.check(self.episodes, self.planned)
 
 
-def _log_failures(failed: Sequence[FailedEpisode], planned: int) -> None:
+def _log_failures(failed: Sequence[FailedEpisode], planned: int, level: int) -> None:
+    """Log them: as a warning the first time; after that the metrics count them."""
     first = failed[0]
-    logger.warning(
+    logger.log(
+        level,
         "%d of %d episodes failed and are left out; the first: %s: %s",
         len(failed), planned, first.place, first.what,
     )  # fmt: skip

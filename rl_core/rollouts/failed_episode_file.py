@@ -77,7 +77,7 @@ class FailedEpisodeFile:
             return None
         played = episode.trajectory
         name = EpisodeName(self.stage, of, played.level, played.seed, played.sample)
-        append_bytes(self.path, sealed({"episode": str(name), **episode.to_json()}, allow_nan=True))
+        append_bytes(self.path, sealed({"episode": str(name), **episode.to_json()}, allow_nan=True), synced=True)
         self._kept += 1
         return name
 

@@ -21,7 +21,12 @@ LAST = 5  # iterations of each run, as patience ends it
 QUICK = ("sft",)
 
 # Items that may be lost or changed without a word, and why.
-EXCEPTIONS = {}
+_WINDOW = "counts that matter where episodes fail: test_failed_episodes_in_training.py resumes over failures"
+EXCEPTIONS = {
+    "trainer/failures/environment/past": _WINDOW,
+    "trainer/failures/rewards/past": _WINDOW,
+    "trainer/failures/past": _WINDOW,
+}
 
 
 @functools.cache
@@ -183,4 +188,4 @@ def unnoticed(name, every):
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_item_lost_or_reset_is_noticed(name):
     found = unnoticed(name, every=False)
-    assert found == {}
+    assert {kind: done for kind, done in found.items() if kind not in EXCEPTIONS or "lost" in done} == {}
