@@ -31,6 +31,7 @@ from rl_core.settings import SamplingSettings
 
 __all__ = ["Decoder", "AppendedTokens"]
 
+
 @dataclass(slots=True)
 class AppendedTokens:
     """Observation tokens that some slots append to the cache in the step in which every slot takes in its newest token.
@@ -254,9 +255,7 @@ class Decoder:
         """`step` and `draw` for the first `count` slots, at most `most` times, until a turn ends (`FusedStep.sample`)."""
         assert self._fused is not None and self._cache is not None
         positions_n = torch.from_numpy(states.positions)[:count]
-        step = DecodeStep(
-            positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads
-        )
+        step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
         self._fused.sample(step, states, is_end_V, sampling.temperature, most)
 
     def draw(

@@ -125,9 +125,7 @@ class _Run:
             uniforms=self._uniforms, chosen=self._tokens, logprobs=self._logprobs,
         )  # fmt: skip
         # Nothing to be done between a token and the next, until a turn ends
-        self._steps_alone = (
-            decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
-        )
+        self._steps_alone = decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
         self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device)
