@@ -91,6 +91,7 @@ class Decoder:
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
+            self._forget_cache()  # before the new one is allocated, so that both need not fit at once
             self._cache = cache = self._zeros(shape)
         self.slots, self.max_length = cache.shape[2] - padding_slot, cache.shape[4]
         if cache is not self._tables_of:
@@ -100,6 +101,12 @@ class Decoder:
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
+
+    def _forget_cache(self) -> None:
+        """Let go of the cache and of every view of it."""
+        self._cache = self._tables_of = self._fused = None
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
 
     def _make_tables(self, cache: torch.Tensor) -> None:
         """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
