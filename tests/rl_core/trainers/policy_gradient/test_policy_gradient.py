@@ -14,6 +14,7 @@ from rl_core.rollouts.batching import make_batches
 from rl_core.settings import CurriculumStage, ExitCondition
 from rl_core.trainers.policy_gradient import update as policy_update
 from rl_core.trainers.policy_gradient.advantages import SignalWarning
+from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +140,15 @@ def test_the_kl_term_holds_the_policy_back(tokenizer):
     assert tight["policy/ref_kl"] < 0.3 * loose["policy/ref_kl"]
 
 
-def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch):
-    trainer = make_trainer(tokenizer, minibatches=3, epochs=2)
+@pytest.mark.parametrize(
+    ("options", "has_own_pass"),
+    [({"minibatches": 3}, True), ({"micro_batch_tokens": 30}, False), ({"kl_max": 9.0}, True)],
+)
+def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch, options, has_own_pass):
+    """A first step over all rows measures them itself."""
+    trainer = make_trainer(tokenizer, epochs=2, **options)
+    passes, compute = [], RolloutBuffer.compute_old_logprobs
+    monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", lambda *args: passes.append(compute(*args)))
     before = copy.deepcopy(trainer.model)
     updates = []
     made = policy_update.PolicyUpdate.__init__
@@ -152,6 +160,7 @@ def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch):
     monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
     trainer.step()
     (update,) = updates
+    assert bool(passes) == has_own_pass
     rows = [sample.row for sample in update.buffer.samples]
     for batch in make_batches(rows, 10_000, 0):
         expected = completion_logprobs(before, batch)[0]
