@@ -161,6 +161,15 @@ def init(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def convert(arguments: argparse.Namespace) -> int:
+    """Print a configuration of TRL or verl as ours."""
+    from tasks.config.convert import convert
+    from tasks.config.yaml_loader import read_yaml
+
+    print(convert(read_yaml(arguments.file).data, arguments.file, arguments.trainer), end="")
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
     settings = _load(arguments)
@@ -515,8 +524,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    init, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui,
-    monitor, runs, sync, gc, doctor,
+    init, convert, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down,
+    status, ui, monitor, runs, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}

@@ -10,6 +10,8 @@ from tasks.stage_registry import names, training_stages
 
 __all__ = ["build_parser"]
 
+TRAINERS = ("grpo", "rloo", "sft", "dpo", "kto", "reward", "distillation")  # of TRL
+
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
 optimisation, evaluation, analysis, promotion. A pipeline is one YAML file.
@@ -38,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
+    for add in (_add_init, _add_convert, _add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
         add(commands)
     for add in (_add_evaluate, _add_analyze, _add_promote):
         add(commands)
@@ -104,6 +106,14 @@ def _add_init(commands: Any) -> None:
     about = "write a commented starter config, environment and reward"
     parser = _add(commands, "init", about, ["init my_task"])
     parser.add_argument("folder", metavar="FOLDER", help="a new folder; its name becomes that of the pipeline")
+
+
+def _add_convert(commands: Any) -> None:
+    examples = ["convert grpo.yaml > mine.yaml", "convert sft.yaml --trainer sft", "convert ppo_trainer.yaml"]
+    about = "write a configuration of TRL or verl as ours, with comments on what has no equal"
+    parser = _add(commands, "convert", about, examples)
+    parser.add_argument("file", metavar="FILE", help="YAML or JSON: names of a TRL config class, or verl's blocks")
+    parser.add_argument("--trainer", choices=TRAINERS, default="", help="of TRL (default: by the names in the file)")
 
 
 def _add_run(commands: Any) -> None:

@@ -64,5 +64,5 @@ def _body(context: StageContext) -> dict[str, Any]:
         "demonstration_tokens": tokens,
         "metrics": outcome.metrics,
         "note": f"{outcome.steps} steps on {len(rows['train'])} demonstrations, "
-        f"held-out loss {loss:.3f} nats per token",
+        f"held-out loss {loss:.3f} nats per token" + recipe.trainer.bound_note(outcome.steps),
     }
