@@ -71,7 +71,7 @@ meaning differs, the last column says how. Losses were compared number by number
 [losses against TRL](benchmarks/losses.md).
 
 ```bash
-posttrain convert grpo.yaml > mine.yaml           # a file of TRL or verl; --trainer where its names fit several
+posttrain convert grpo.yaml --out mine.yaml       # a file of TRL or verl; --trainer where its names fit several
 posttrain validate mine.yaml
 ```
 

@@ -162,11 +162,20 @@ def init(arguments: argparse.Namespace) -> int:
 
 
 def convert(arguments: argparse.Namespace) -> int:
-    """Print a configuration of TRL or verl as ours."""
+    """Print or write a configuration of TRL or verl as ours."""
     from tasks.config.convert import convert
     from tasks.config.yaml_loader import read_yaml
 
-    print(convert(read_yaml(arguments.file).data, arguments.file, arguments.trainer), end="")
+    text = convert(read_yaml(arguments.file).data, arguments.file, arguments.trainer)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with Path(arguments.out).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise SettingsError(f"{arguments.out}: is there already; name a new file") from None
+    print(f"{arguments.out}: written; check it: posttrain validate {arguments.out}")
     return 0
 
 

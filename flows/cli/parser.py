@@ -109,11 +109,12 @@ def _add_init(commands: Any) -> None:
 
 
 def _add_convert(commands: Any) -> None:
-    examples = ["convert grpo.yaml > mine.yaml", "convert sft.yaml --trainer sft", "convert ppo_trainer.yaml"]
+    examples = ["convert grpo.yaml --out mine.yaml", "convert sft.yaml --trainer sft", "convert ppo_trainer.yaml"]
     about = "write a configuration of TRL or verl as ours, with comments on what has no equal"
     parser = _add(commands, "convert", about, examples)
     parser.add_argument("file", metavar="FILE", help="YAML or JSON: names of a TRL config class, or verl's blocks")
     parser.add_argument("--trainer", choices=TRAINERS, default="", help="of TRL (default: by the names in the file)")
+    parser.add_argument("--out", metavar="FILE", help="write it into a new file (default: print it)")
 
 
 def _add_run(commands: Any) -> None:

@@ -11,7 +11,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
 from rl_core.data.records import Records, Row, RowSource, misfit, read_demonstrations, read_preferences, read_prompts
-from rl_core.data.splits import opening_text, overlap_report, prompt_key, split_by_prompt
+from rl_core.data.splits import opening_text, overlap_report, prompt_key, prompt_text, split_by_prompt
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
@@ -136,7 +136,7 @@ def preference_pairs(
     def read(source: RowSource) -> Records:
         return read_preferences(source, token_length=lambda row: preference_length(row, renderer), context=context)
 
-    parts = _split(data, heldout, read, lambda row: str(row["prompt"]), seed)
+    parts = _split(data, heldout, read, lambda row: prompt_text(row["prompt"]), seed)
     train, rest = pairs_of_rows(parts.train, parts.heldout, renderer, use, seed)
     return Split(train, rest, parts.digest)
 
@@ -174,15 +174,37 @@ def pair_of(row: Row, renderer: ChatRenderer) -> Pair:
 
 def _sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
     """Token ids of each completion of a row, with its label; chosen = True."""
-    prompt_ids = renderer.prompt_ids([Message(role="user", content=row["prompt"])])
+    renderer = renderer.with_tools(row.get("tools"))
+    prompt = row["prompt"]
+    opening = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    prompt_ids = renderer.prompt_ids(opening)
 
-    def side(answer: str) -> PairSide:
-        completion_ids = renderer.action_ids(answer)
-        return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
+    def side(answer: str | list[Message]) -> PairSide:
+        if isinstance(answer, str):
+            completion_ids = renderer.action_ids(answer)
+            return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
+        return PairSide(prompt_ids, *_turns(renderer, answer))
 
     if "label" in row:
         return [(side(row["completion"]), row["label"])]
     return [(side(row["chosen"]), True), (side(row["rejected"]), False)]
+
+
+def _turns(renderer: ChatRenderer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """Token ids and loss mask of messages after a prompt, from one of the assistant to one of the assistant."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    waiting: list[Message] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            waiting.append(message)
+            continue
+        before = renderer.observation_ids(waiting) if waiting else []
+        action = renderer.action_ids(renderer.assistant_text(message))
+        ids += [*before, *action]
+        mask += [False] * len(before) + [message.get("weight", 1) != 0] * len(action)
+        waiting = []
+    return ids, mask
 
 
 def _split(

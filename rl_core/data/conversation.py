@@ -25,6 +25,7 @@ def training_sequences(
     One sequence that keeps every turn as it was written (`history_thoughts: keep`), as a rollout does. With `template`,
     each turn stands after the history as the template renders it for that turn; consecutive turns share a sequence for
     as long as that history begins with the tokens before it; a template that drops thoughts starts a new one.
+    A message of the role "text" alone is plain text: every token after the first carries loss.
     Args:
         tools: JSON schemas handed to the template.
         loss_on: assistant turns with loss, all or the last one; a message with `weight` 0 has none either way.
@@ -32,6 +33,8 @@ def training_sequences(
         does not take.
     """
     renderer = renderer.with_tools(tools)
+    if len(messages) == 1 and messages[0]["role"] == "text":
+        return [renderer.plain_text(messages[0]["content"])]
     if loss_on == "last":
         messages = [*map(_without_loss, messages[:-1]), messages[-1]]
     if all(message.get("weight", 1) == 0 for message in messages if message["role"] == "assistant"):

@@ -189,9 +189,10 @@ def _tokenizer_and_model(
     if "base" in context.inputs:
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
         return ChatRenderer(tokenizer, settings), causal_lm.context_length(context.inputs["base"], settings)
-    texts = [text for row in sets["demonstrations"].rows for message in row["messages"] for text in _texts(message)]
+    texts = [text for row in sets["demonstrations"].rows for text in _all_texts(row["messages"])]
     columns = ("prompt", "chosen", "rejected", "completion")
-    texts += [row[name] for row in sets["preferences"].rows for name in columns if name in row]
+    sides = [row[name] for row in sets["preferences"].rows for name in columns if name in row]
+    texts += [text for side in sides for text in ([side] if isinstance(side, str) else _all_texts(side))]
     tokenizer = train_tokenizer(texts or _opening_texts(environment), settings.vocab_size)
     causal_lm.use_own_template(tokenizer, settings)
     model = causal_lm.create(settings, tokenizer, context.seed)
@@ -204,6 +205,10 @@ def _texts(message: Row) -> list[str]:
     """Everything in a message that becomes tokens."""
     calls = [call_text(call) for call in message.get("tool_calls", ())]
     return [text for text in (message.get("reasoning_content"), message["content"], *calls) if text]
+
+
+def _all_texts(messages: Iterable[Row]) -> list[str]:
+    return [text for message in messages for text in _texts(message)]
 
 
 def _keep_what_fits(
@@ -250,7 +255,7 @@ def _demonstration_prompt(row: Row) -> str:
 
 
 def _preference_prompt(row: Row) -> str:
-    return str(row["prompt"])
+    return splits.prompt_text(row["prompt"])
 
 
 def _split_and_write(
