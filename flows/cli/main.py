@@ -179,6 +179,29 @@ def convert(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def data(arguments: argparse.Namespace) -> int:
+    """Print a report on a data file."""
+    from flows.cli.data import describe_file
+
+    options: dict[str, Any] = {}
+    if arguments.model is not None:
+        from rl_core.data.chat import ChatRenderer
+        from rl_core.models import causal_lm
+        from rl_core.settings import ModelSettings
+
+        settings = ModelSettings(path=arguments.model)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
+        options = {"renderer": renderer, "context": causal_lm.context_length(arguments.model, settings)}
+    heldout = Path(arguments.heldout) if arguments.heldout else None
+    print(
+        describe_file(
+            Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows,
+            near=arguments.near, **options,
+        )
+    )  # fmt: skip
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
     settings = _load(arguments)
@@ -533,7 +556,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    init, convert, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down,
+    init, convert, data, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down,
     status, ui, monitor, runs, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands

@@ -27,6 +27,7 @@ __all__ = [
     "pairs_of_rows",
     "preference_length",
     "preference_pairs",
+    "row_sides",
 ]
 
 logger = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ def preference_pairs(
 
 def preference_length(row: Row, renderer: ChatRenderer) -> int:
     """Tokens of the longest sequence of a preference row or a labelled completion."""
-    return max(len(side.ids) for side, _ in _sides(row, renderer))
+    return max(len(side.ids) for side, _ in row_sides(row, renderer))
 
 
 def pairs_of_rows(
@@ -162,17 +163,17 @@ def pairs_of_rows(
     if use != "kto":
         parts = [[pair_of(row, renderer) for row in rows] for rows in (train, heldout)]
         return parts[0], parts[1]
-    labelled = [[side for row in rows for side in _sides(row, renderer)] for rows in (train, heldout)]
+    labelled = [[side for row in rows for side in row_sides(row, renderer)] for rows in (train, heldout)]
     return mismatched_pairs(labelled[0], seed), mismatched_pairs(labelled[1], seed, labelled[0])
 
 
 def pair_of(row: Row, renderer: ChatRenderer) -> Pair:
     """A preference row as token ids."""
-    (chosen, _), (rejected, _) = _sides(row, renderer)
+    (chosen, _), (rejected, _) = row_sides(row, renderer)
     return Pair(chosen, rejected, row.get("margin", 0.0))
 
 
-def _sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
+def row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
     """Token ids of each completion of a row, with its label; chosen = True."""
     renderer = renderer.with_tools(row.get("tools"))
     prompt = row["prompt"]
