@@ -200,6 +200,17 @@ class DataSettings(Settings):
     heldout_fraction: float = setting(0.1, gt=0, lt=1, doc="share of prompts held out from training")
     max_rows: int | None = setting(None, ge=1, doc="read at most this many rows of each file")
     on_bad_row: Literal["stop", "skip"] = setting("stop", doc="stop: refuse the file; skip: drop and count bad rows")
+    max_tokens: int | None = setting(None, ge=2, doc="longest row in tokens; default: the model's context")
+    long_rows: Literal["refuse", "drop", "cut"] = setting(
+        "refuse",
+        doc="rows beyond max_tokens and the context; refuse: bad rows (on_bad_row); drop: left out and counted; cut: "
+        "demonstrations keep their first tokens, pairs are refused",
+    )
+    deduplicate: Literal["off", "rows", "prompts"] = setting(
+        "off",
+        doc="rows: leave out exact copies of earlier rows; prompts: keep the first row of each prompt (case and white "
+        "space aside)",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,9 @@ def _body(context: StageContext) -> dict[str, Any]:
         [
             sequence
             for row in part
-            for sequence in training_sequences(policy.renderer, row["messages"], row.get("tools"), settings.loss_on)
+            for sequence in training_sequences(
+                policy.renderer, row["messages"], row.get("tools"), settings.loss_on, row.get("max_tokens")
+            )
         ]
         for part in rows.values()
     )
