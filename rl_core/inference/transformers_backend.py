@@ -9,6 +9,7 @@ B rows, S padded width.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Collection, Sequence
@@ -31,6 +32,7 @@ from rl_core.inference.sampling import (
     penalized,
     uniforms,
 )
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.settings import SamplingSettings
@@ -48,6 +50,7 @@ class TransformersBackend:
         self._model = model
         self._eos_ids = frozenset(eos_ids)
         self._pad_id = pad_id
+        self._fit = MemoryFit("rollouts", "lower sampling.max_completion_tokens, or use a smaller model")
         self._keeps_cache = decoding.keeps_cache(model)
         if not self._keeps_cache:
             logger.warning(
@@ -60,7 +63,10 @@ class TransformersBackend:
         """Nothing is kept between runs."""
 
     def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
-        """Play every sequence to its end."""
+        """Play every sequence to its end. Where memory runs out, fewer are played together, now and in later runs.
+
+        A turn that was left in its middle goes on from the tokens that it has. Raises: OutOfMemory.
+        """
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
         check_weights(self._model)
@@ -69,7 +75,7 @@ class TransformersBackend:
                 rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
                 play_turn = self._play_turn if self._keeps_cache else self._play_turn_without_cache
                 while rows:
-                    play_turn(rows, sampling)
+                    self._fit.compute([rows], functools.partial(play_turn, sampling=sampling))
                     turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 

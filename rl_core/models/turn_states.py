@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.data.batches import micro_batches, unscored_batch
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
@@ -62,13 +63,17 @@ def turn_states(
     rows = [[*rollout.prompt_ids, *rollout.completion_ids] for rollout in rollouts]
     base = unwrap(model)
     device = next(base.parameters()).device
+    lengths = [len(row) for row in rows]
     found: list[TurnStates | None] = [None] * len(rows)
+
+    def fill(group: list[int]) -> None:
+        batch = unscored_batch([rows[index] for index in group], pad_id).to(device)
+        hidden_BSH = hidden_states(base, batch).float().cpu()
+        for b, index in enumerate(group):
+            found[index] = _states_of(hidden_BSH[b], rollouts[index])
+
     with evaluating(model):
-        for group in micro_batches([len(row) for row in rows], max_tokens):
-            batch = unscored_batch([rows[index] for index in group], pad_id).to(device)
-            hidden_BSH = hidden_states(base, batch).float().cpu()
-            for b, index in enumerate(group):
-                found[index] = _states_of(hidden_BSH[b], rollouts[index])
+        MemoryFit("hidden states of rollouts").compute(micro_batches(lengths, max_tokens), fill, lengths=lengths)
     return [states for states in found if states is not None]
 
 

@@ -24,6 +24,7 @@ from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.models.dropout import repeatable_masks, training_mode
@@ -213,8 +214,7 @@ class RolloutBuffer:
         return optimizer_step.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
 
     def _for_each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
-        for batch in self._own_batches(plan):
-            function(batch)
+        MemoryFit("scoring of rollouts").compute(self._own_batches(plan), function)
 
     def _own_batches(self, plan: Plan) -> Iterator[TrainBatch]:
         """This process's micro-batches, on the policy's device."""
