@@ -12,6 +12,7 @@ from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
 from rl_core.data.records import Records, Row, RowSource, misfit, read_demonstrations, read_preferences, read_prompts
 from rl_core.data.splits import opening_text, overlap_report, prompt_key, prompt_text, split_by_prompt
+from rl_core.data.token_rows import TokenRows
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
@@ -40,8 +41,8 @@ Use = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model"]
 class Split(Generic[T]):
     """Rows to train on and rows held out, and the digests of what they were read from."""
 
-    train: list[T]
-    heldout: list[T]
+    train: Sequence[T]
+    heldout: Sequence[T]
     digest: str
 
 
@@ -121,7 +122,7 @@ def conversations(
         data, heldout, read, lambda row: opening_text(row["messages"]), seed,
         otherwise=lambda row: str(row["messages"][:-1]),
     )  # fmt: skip
-    train, rest = ([s for row in part for s in sequences(row)] for part in (parts.train, parts.heldout))
+    train, rest = (TokenRows(s for row in part for s in sequences(row)) for part in (parts.train, parts.heldout))
     return Split(train, rest, parts.digest)
 
 

@@ -56,7 +56,7 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self.model = model
         self.settings = settings
         self._pad_id = pad_id
-        self._train = list(train)
+        self._train = train
         self._heldout = list(heldout)
         self._device = next(model.parameters()).device
         self.order = DataOrder(len(train), settings.batch_size, seed)
