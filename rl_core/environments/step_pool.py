@@ -12,13 +12,14 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from dataclasses import dataclass
 from typing import Any
 
 from rl_core.environments.environment import Step
 from rl_core.errors import EnvironmentFault
 from rl_core.timing import span
 
-__all__ = ["Call", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
+__all__ = ["Call", "NewContext", "Observation", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
 
 _LOOK_S = 0.25  # polling interval for overdue calls
 
@@ -149,10 +150,21 @@ class StepPool:
             self._idle.release()
 
 
+@dataclass(frozen=True, slots=True)
+class NewContext:
+    """An observation after which the policy reads a prompt rendered anew, in place of all tokens so far."""
+
+    ids: list[int]  # the prompt, up to the header of the next action
+    limit: int  # longest that this context may become, in tokens; more than the prompt has
+
+
+Observation = list[int] | NewContext | None  # tokens to append; None = the episode is over
+
+
 class PendingTurn:
     """A turn whose step is still running; returned by `RolloutSequence.advance` in place of an observation."""
 
-    def __init__(self, call: Call, finish: Callable[[Callable[[], Step]], list[int] | None]) -> None:
+    def __init__(self, call: Call, finish: Callable[[Callable[[], Step]], Observation]) -> None:
         """`finish` is given the call's `result`, which gives the step or raises what the environment raised."""
         self.call = call
         self._finish = finish
@@ -161,18 +173,18 @@ class PendingTurn:
         """True if `result` would not block."""
         return self.call.done()
 
-    def result(self) -> list[int] | None:
-        """Observation ids, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
+    def result(self) -> Observation:
+        """Observation, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
         with span("environment"):
             self.call.wait()
         return self._finish(self.call.result)
 
 
-Turnover = list[int] | PendingTurn | None  # result of `RolloutSequence.advance`
+Turnover = Observation | PendingTurn  # result of `RolloutSequence.advance`
 
 
-def resolve(turnover: Turnover) -> list[int] | None:
-    """Observation ids, blocking while pending; None = the episode is over."""
+def resolve(turnover: Turnover) -> Observation:
+    """The observation, blocking while pending; None = the episode is over."""
     return turnover.result() if isinstance(turnover, PendingTurn) else turnover
 
 

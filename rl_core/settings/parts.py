@@ -79,7 +79,7 @@ class ModelSettings(Settings):
     history_thoughts: Literal["keep", "template"] = setting(
         "keep",
         doc="thoughts of earlier turns; keep: stay in the context as they were written; template: as the chat template "
-        "renders the history, so a demonstration may become several training sequences",
+        "renders the history, so a demonstration may become several training sequences, an episode several contexts",
     )
 
     def check(self) -> None:
