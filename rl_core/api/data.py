@@ -187,9 +187,21 @@ def row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
             return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
         return PairSide(prompt_ids, *_turns(renderer, answer))
 
-    if "label" in row:
-        return [(side(row["completion"]), row["label"])]
-    return [(side(row["chosen"]), True), (side(row["rejected"]), False)]
+    names = {"completion": row["label"]} if "label" in row else {"chosen": True, "rejected": False}
+    sides = [(_cut(side(row[name]), row.get("max_tokens")), label) for name, label in names.items()]
+    if len(sides) == 2 and sides[0][0].completion_ids == sides[1][0].completion_ids:
+        raise DataError(f"chosen and rejected are the same in the tokens that are read ({len(sides[0][0].ids)})")
+    return sides
+
+
+def _cut(side: PairSide, max_tokens: int | None) -> PairSide:
+    """The first tokens of prompt and completion. Raises: DataError if none that carries loss is among them."""
+    if max_tokens is None or len(side.ids) <= max_tokens:
+        return side
+    room = max(0, max_tokens - len(side.prompt_ids))
+    if not any(side.loss_mask[:room]):
+        raise DataError(f"nothing that carries loss is among the first {max_tokens} tokens")
+    return PairSide(side.prompt_ids, side.completion_ids[:room], side.loss_mask[:room])
 
 
 def _turns(renderer: ChatRenderer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:

@@ -211,7 +211,7 @@ class DataSettings(Settings):
     long_rows: Literal["refuse", "drop", "cut"] = setting(
         "refuse",
         doc="rows beyond max_tokens and the context; refuse: bad rows (on_bad_row); drop: left out and counted; cut: "
-        "demonstrations keep their first tokens, pairs are refused",
+        "the first tokens of each sequence are kept",
     )
     deduplicate: Literal["off", "rows", "prompts"] = setting(
         "off",

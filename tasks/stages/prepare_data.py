@@ -239,7 +239,7 @@ def _keep_what_fits(
     for row, (file, line) in zip(found.rows, found.places, strict=True):
         try:
             length = measure(row)
-            if length > limit and settings.long_rows == "cut" and "messages" in row:
+            if length > limit and settings.long_rows == "cut":
                 row = {**row, "max_tokens": limit}
                 length = measure(row)  # raises where nothing with loss is left
                 cut += 1

@@ -54,3 +54,14 @@ def test_pairs_have_the_completion_tokens_of_trl(renderer, case):
     for side, found in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         assert found.ids == case[side]["ids"]
         assert places([False] * len(found.prompt_ids) + found.loss_mask) == case[side]["loss"]
+
+
+def test_a_side_of_several_turns_has_loss_on_the_assistants_turns_alone(renderer):
+    """TRL counts the user's turn within a side as well; here it is read only. Tokens are those of the conversation."""
+    user, answer = {"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}
+    row = {"prompt": [user], "chosen": [answer, user, answer], "rejected": [answer]}
+    pair = pair_of(read_preferences([row]).rows[0], renderer)
+    ids, mask = renderer.conversation([user, answer, user, answer])
+    assert pair.chosen.ids == ids and [False] * len(pair.chosen.prompt_ids) + pair.chosen.loss_mask == mask
+    assert sum(mask) == 4  # two answers of one token, with their ends of turn
+    assert pair.rejected.ids == ids[: len(pair.rejected.ids)] and pair.rejected.loss_mask == [True, True]

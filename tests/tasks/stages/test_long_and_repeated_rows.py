@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from rl_core.api.data import row_sides
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import training_sequences
 from rl_core.data.tokenizer import train_tokenizer
@@ -75,3 +76,15 @@ def test_repeated_rows(renderer):
     assert left == [rows[0], rows[1], rows[3]] and summary["demonstrations_repeats_left_out"] == 1
     left, summary = kept(rows, renderer, deduplicate="prompts")
     assert left == [rows[0], rows[3]] and summary["demonstrations_repeats_left_out"] == 2
+
+
+def test_pairs_are_cut_as_well(renderer):
+    pair = {"prompt": "x" * 3, "chosen": "y" * 6, "rejected": "yz"}  # <|user|> xxx <|end|> <|assistant|> are 6 tokens
+    (chosen, _), (rejected, _) = row_sides({**pair, "max_tokens": 9}, renderer)
+    whole = [side for side, _ in row_sides(pair, renderer)]
+    assert chosen.ids == whole[0].ids[:9] and chosen.loss_mask == [True] * 3 and len(whole[0].ids) == 13
+    assert rejected == whole[1] and len(whole[1].ids) == 9  # short enough
+    with pytest.raises(DataError, match="same in the tokens that are read"):
+        row_sides({**pair, "max_tokens": 7}, renderer)
+    with pytest.raises(DataError, match="among the first 6 tokens"):
+        row_sides({**pair, "max_tokens": 6}, renderer)
