@@ -174,6 +174,47 @@ def init(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def convert(arguments: argparse.Namespace) -> int:
+    """Print or write a configuration of TRL or verl as ours."""
+    from tasks.config.convert import convert
+    from tasks.config.yaml_loader import read_yaml
+
+    text = convert(read_yaml(arguments.file).data, arguments.file, arguments.trainer)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with Path(arguments.out).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise SettingsError(f"{arguments.out}: is there already; name a new file") from None
+    print(f"{arguments.out}: written; check it: posttrain validate {arguments.out}")
+    return 0
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Print a report on a data file."""
+    from flows.cli.data import describe_file
+
+    options: dict[str, Any] = {}
+    if arguments.model is not None:
+        from rl_core.data.chat import ChatRenderer
+        from rl_core.models import causal_lm
+        from rl_core.settings import ModelSettings
+
+        settings = ModelSettings(path=arguments.model)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
+        options = {"renderer": renderer, "context": causal_lm.context_length(arguments.model, settings)}
+    heldout = Path(arguments.heldout) if arguments.heldout else None
+    print(
+        describe_file(
+            Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows,
+            near=arguments.near, **options,
+        )
+    )  # fmt: skip
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
     stop_after(arguments.stop_after)
@@ -566,8 +607,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    init, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up, down, status,
-    ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
+    init, convert, data, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up,
+    down, status, ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -253,10 +253,10 @@ _POLICY = MetricGroup(
                "rate."),
         Metric("policy/router_aux_loss", "-", "Load-balancing loss of a mixture's routers (`router_aux_loss_coef`)."),
         Metric("policy/entropy_coef", "-", "Weight of the entropy bonus."),
-        Metric("policy/kl", "nats/token",
+        Metric("policy/update_kl", "nats/token",
                "KL(old || current) of the update, k3 estimator. Exactly 0 with one step per rollout, since then old "
                "and current are the same.", "Grows over iterations: steps are too large; use `kl_max`."),
-        Metric("policy/kl_k1", "nats/token", "The same with the k1 estimator; may be negative."),
+        Metric("policy/update_kl_k1", "nats/token", "The same with the k1 estimator; may be negative."),
         Metric("policy/kl_after_max", "nats/token",
                "KL(old || policy) measured after the step, its maximum (`kl_max`)."),
         Metric("policy/refused_steps", "0 or 1", "1 if a step exceeded `kl_max` and was rolled back.",

@@ -536,7 +536,7 @@ def test_checkpoint_every_zero_saves_only_when_stopped(tmp_path):
 
 
 def test_metrics_are_logged_at_the_steps_and_bad_ones_counted(caplog):
-    steps = {1: {"train/loss": 2.0}, 2: {"train/loss": math.nan, "policy/kl": math.inf, "reward/mean": 0.5}}
+    steps = {1: {"train/loss": 2.0}, 2: {"train/loss": math.nan, "policy/update_kl": math.inf, "reward/mean": 0.5}}
     trainer, tracker = ScriptedTrainer([None, 0.0, 0.0, 0.25], steps), MemoryTracker()
     with caplog.at_level(logging.WARNING):
         run_loop(trainer, LoopSettings(), iterations=3, tracker=tracker, clock=iter(range(100)).__next__)
@@ -549,7 +549,7 @@ def test_metrics_are_logged_at_the_steps_and_bad_ones_counted(caplog):
         (3, {"train/loss": 1 / 3, "perf/step_seconds": 1.0, "perf/tracking_seconds": 1.0} | bad),
         (3, {"eval/score": 0.25, "perf/eval_seconds": 1.0} | bad),
     ]
-    assert "policy/kl, train/loss" in caplog.text
+    assert "policy/update_kl, train/loss" in caplog.text
     assert (tracker.done, tracker.total, tracker.message) == (3, 3, "train/loss 0.3333")
 
 

@@ -36,14 +36,14 @@ def test_learns_with_epochs_and_minibatches(tokenizer):
     assert sum(m["train/success_rate"] for m in metrics[-3:]) / 3 > 0.8
     assert trainer.optimizer_step.num_steps == 96
     assert any(m["policy/ratio_max"] > 1.1 for m in metrics[:5])
-    assert all(m["policy/kl"] >= 0 for m in metrics if "policy/kl" in m)
+    assert all(m["policy/update_kl"] >= 0 for m in metrics if "policy/update_kl" in m)
 
 
 def test_a_single_update_is_exactly_on_policy(tokenizer):
     trainer = make_trainer(tokenizer)
     for _ in range(3):
         metrics = trainer.step()
-        assert metrics["policy/ratio_max"] == 1 and metrics["policy/kl"] == 0 and metrics["policy/clip_fraction"] == 0
+        assert metrics["policy/ratio_max"] == 1 and metrics["policy/update_kl"] == metrics["policy/clip_fraction"] == 0
         assert metrics["policy/ratio_mean"] == pytest.approx(1)
         assert metrics["policy/sampler_difference_max"] < 1e-4
 
@@ -260,7 +260,8 @@ def test_metrics_finish_and_evaluation(tokenizer):
     for name in (
         "train/success_rate", "train/completion_tokens", "train/truncation_rate", "train/filtering_rate", "train/loss",
         "train/advantages_mean", "train/advantages_std", "train/grad_norm", "train/learning_rate", "reward/mean",
-        "reward/std", "reward/task", "policy/loss", "policy/kl", "policy/kl_k1", "policy/entropy", "policy/ratio_mean",
+        "reward/std", "reward/task", "policy/loss", "policy/update_kl", "policy/update_kl_k1", "policy/entropy",
+        "policy/ratio_mean",
         "policy/clip_fraction", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/ratio_max",
         "policy/sampler_kl", "perf/tokens_per_second", "perf/rollout_seconds", "perf/update_seconds",
         "curriculum/stage", "curriculum/average/success_rate",
