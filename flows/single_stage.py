@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
+from tasks.pipeline.pipeline_tracker import next_start
 from tasks.pipeline.run_options import OnDrift
 from tasks.stage_registry import entry, names, policy_stages, result_stages
 from tasks.stages.analyze import find_trajectories, image_function, image_tools, log_analysis
@@ -156,8 +156,9 @@ def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path)
     )
     output = Path(settings.output).resolve()
     tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    folder = output / settings.name / "analyses" / started.replace(" ", "-").replace(":", "-")
+    analyses = output / settings.name / "analyses"
+    started = next_start(analyses)
+    folder = analyses / started.replace(" ", "-").replace(":", "-")
     run = tracking.start_run(f"analysis · {started}", folder, tags={"kind": "analysis", "models": ", ".join(models)})
     log_analysis(run, result)
     run.close()

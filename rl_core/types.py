@@ -34,6 +34,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"  # the turn limit was reached
     MAX_TOKENS = "max_tokens"  # max_completion_tokens or the context was reached
     ENVIRONMENT = "environment"  # the environment truncated the episode
+    FAILED = "failed"  # the environment raised, hung or broke its protocol
 
 
 @dataclass(slots=True)

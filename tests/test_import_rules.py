@@ -41,7 +41,7 @@ LEVELS = {
     ],
     "flows": [
         {"runtime", "parameters"},
-        {"monitor", "operations", "post_training"},
+        {"monitor", "operations", "post_training", "verification"},
         {"evaluate_champion", "retrain", "single_stage"},
         {"cli"},
         {""},

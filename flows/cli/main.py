@@ -14,7 +14,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
 from flows.runtime import outlived, stopping
-from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
+from flows.runtime.stopping import Terminated, bounded, stop_after, unwind_on_sigterm
 from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
 
 if TYPE_CHECKING:
@@ -163,6 +162,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
+    stop_after(arguments.stop_after)
     settings = _load(arguments)
     _prepare(settings)
     from flows.post_training import run_pipeline
@@ -334,11 +334,12 @@ def analyze(arguments: argparse.Namespace) -> int:
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
     _prepare(settings)
     from flows.single_stage import analyze_models
+    from rl_core.storage.single_files import copy_tree
 
     result = analyze_models(settings, models, quiet=quiet)
     print(result.table())
     if "analyze" in result.results:
-        shutil.copytree(result.results["analyze"].path, out, dirs_exist_ok=True)
+        copy_tree(result.results["analyze"].path, out)
         print(f"report: {out / 'report.html'}")
     return 0 if result.ok else 1
 
@@ -368,6 +369,7 @@ def approve(arguments: argparse.Namespace) -> int:
 
 def resume(arguments: argparse.Namespace) -> int:
     """Resume an interrupted run."""
+    stop_after(arguments.stop_after)
     chosen = _optional(arguments)
     output = Path(chosen.output if chosen else arguments.output)
     from flows.cli.resume import find, settings_of
@@ -384,6 +386,30 @@ def resume(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     print(result.table())
     return 0 if result.ok else 1
+
+
+def verify_resume(arguments: argparse.Namespace) -> int:
+    """Compare a run in one piece with an interrupted one."""
+    settings = _load(arguments)
+    from flows.verification.verify import Plan, verify
+
+    plan = Plan(arguments.kills, arguments.slices, arguments.seed, arguments.minutes, arguments.keep)
+    return verify(arguments.config, arguments.set, settings, plan)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Play a recorded episode again, or list the failed ones."""
+    settings = _optional(arguments, import_code=True)
+    from flows.cli.replay import kept_table, recorded_settings
+    from flows.cli.replay import replay as play_again
+
+    settings = settings or recorded_settings(Path(arguments.output))
+    if arguments.episode is None:
+        print(kept_table(settings))
+        return 0
+    text, is_same = play_again(settings, arguments.episode, trace=arguments.debug)
+    print(text)
+    return 0 if is_same else 1
 
 
 def sync(arguments: argparse.Namespace) -> int:
@@ -532,10 +558,12 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 _ALL = (
     init, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up, down, status,
-    ui, monitor, runs, sync, gc, doctor,
+    ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    command.__name__.replace("_", "-"): command for command in _ALL
+}
 
 if __name__ == "__main__":
     command()

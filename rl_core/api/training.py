@@ -30,6 +30,7 @@ from rl_core.settings import (
     SFTSettings,
 )
 from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.single_files import make_folder
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
 from rl_core.training.loop import LoopMemory, LoopOutcome
@@ -104,7 +105,7 @@ class Training(Generic[T]):
         if fresh:
             self._set_aside()
         if self.output is not None:
-            self.output.mkdir(parents=True, exist_ok=True)
+            make_folder(self.output)
         begin(self._tracker, self.name, {"settings": dataclasses.asdict(self.settings), **self.fingerprint})
         status = "FAILED"
         try:
@@ -150,17 +151,14 @@ class Training(Generic[T]):
     def save(self, folder: str | Path) -> Path:
         """Write the trained model and its tokenizer as a Hugging Face folder; with adapters merged, and `adapter/`.
 
+        A folder that an earlier call wrote is replaced as a whole: a crash leaves the old model or the new one.
+
         Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
         """
         if not self.memory.state.iteration:
             raise CheckpointError("nothing was trained yet; call run() before save()")
-        folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            causal_lm.save(self.model, self.tokenizer, folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: the model cannot be written ({error})") from error
-        return folder
+        causal_lm.publish(self.model, self.tokenizer, folder)
+        return Path(folder)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluation metrics of the present weights; {} where nothing is held out."""

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
-from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep
+from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotStates
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
 from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead
 from rl_core.inference.sampling import draw
@@ -250,6 +250,20 @@ class Decoder:
         drawing = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         both_2R = self.graphs.run((rows, length, *drawing), compute, inputs)
         return both_2R[:, :count].cpu().numpy()
+
+    def samples_steps(self, sampling: SamplingSettings) -> bool:
+        """True = `sample_steps` can be called."""
+        return self._fused is not None and not sampling.is_restricted
+
+    @torch.inference_mode()
+    def sample_steps(
+        self, states: SlotStates, count: int, is_end_V: np.ndarray, sampling: SamplingSettings, most: int
+    ) -> None:
+        """`step` and `draw` for the first `count` slots, at most `most` times, until a turn ends (`FusedStep.sample`)."""
+        assert self._fused is not None and self._cache is not None
+        positions_n = torch.from_numpy(states.positions)[:count]
+        step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
+        self._fused.sample(step, states, is_end_V, sampling.temperature, most)
 
     def draw(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
 from rl_core.cpu.allocator import keep_freed_memory
+from rl_core.cpu.fused_decode import SlotStates
 from rl_core.cpu.waiting import bound_waiting
 from rl_core.data.batches import micro_batches, pad_rows
 from rl_core.environments.step_pool import PendingTurn, wait_for_any
@@ -45,6 +46,7 @@ from rl_core.settings import SamplingSettings
 __all__ = ["Engine", "RolloutBackend", "RolloutSequence", "make_backend"]
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+_MOST_STEPS = 32  # of one call, so that signals are heeded within a second or so
 _LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
 _ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"  # where one sequence does not fit
 
@@ -137,6 +139,12 @@ class _Run:
         self._uniforms = np.zeros((self._slots, most))
         self._tokens = np.zeros((self._slots, most), dtype=np.int64)  # of the current action
         self._logprobs = np.zeros((self._slots, most))
+        self._states = SlotStates(
+            tokens=self._pending, positions=self._length, limits=self._limit, sampled=self._sampled, acted=self._acted,
+            uniforms=self._uniforms, chosen=self._tokens, logprobs=self._logprobs,
+        )  # fmt: skip
+        # Nothing to be done between a token and the next, until a turn ends
+        self._steps_alone = decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
         self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device)
@@ -292,31 +300,23 @@ class _Run:
     # -- one token for every slot --------------------------------------------------------------------------------------
 
     def _step(self) -> tuple[bool, list[int]]:
-        """Sample one token in every active slot; in fewer of them, where they do not fit into memory.
+        """Sample in every active slot: one token, or as many until the first turn ends; fewer slots where memory ends.
 
         Returns: True = some slots are no longer active (sequences ended, or wait); the slots that ended, in order.
         """
         while True:
             try:
-                chosen, logprobs = self._next_tokens()
+                self._sample_active()
                 break
             except Exception as error:  # nothing but the cache was written, and the same will be written there again
                 if not is_out_of_memory(error):
                     raise
                 self._count = self._fewer(self._count, first_line(error))
-        n = self._count
-        for slot in [slot for slot in self._to_append if slot < n]:
-            self._length[slot] += len(self._to_append.pop(slot))
-        rows = self._rows[:n]
+        n, rows = self._count, self._rows[: self._count]
+        newest, logprobs = self._pending[:n], self._logprobs[rows, self._acted[:n] - 1]
         for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
-            check_logprob(float(logprobs[slot]), int(self._sampled[slot]), self._decoder.dtype)
-        self._length[:n] += 1
-        self._sampled[:n] += 1
-        self._pending[:n] = chosen
-        self._tokens[rows, self._acted[:n]] = chosen
-        self._logprobs[rows, self._acted[:n]] = logprobs
-        self._acted[:n] += 1
-        has_ended = self._is_eos[chosen]
+            check_logprob(float(logprobs[slot]), int(self._sampled[slot]) - 1, self._decoder.dtype)
+        has_ended = self._is_eos[newest]
         if self._sampling.stop:
             has_ended |= self._stopped(n)
         acted = np.flatnonzero(has_ended | (self._length[:n] + 1 >= self._limit[:n]))
@@ -325,17 +325,33 @@ class _Run:
         ended = [slot for slot in acted.tolist() if self._sequences[slot] is None]
         return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
 
-    def _next_tokens(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and log-probs sampled in the active slots; the run's own state stays as it is."""
+    def _sample_active(self) -> None:
+        """Sample one token in each active slot, or several where nothing has to be appended."""
         n = self._count
         to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
+        if self._steps_alone and not to_append:
+            is_awaited = bool(self._waiting_on_env) and self._sampling.rejoin == "ready"
+            self._decoder.sample_steps(self._states, n, self._is_eos, self._sampling, 1 if is_awaited else _MOST_STEPS)
+        else:
+            self._take_one(n, to_append)
+
+    def _take_one(self, n: int, to_append: dict[int, list[int]]) -> None:
+        """Sample one token in each of the first n slots, after what is to be appended."""
         appended, extra_tokens, extra_positions = self._appended_tokens(to_append, n)
         tokens, positions = self._pending[:n], self._length[:n].copy()
         for slot, ids in to_append.items():
             positions[slot] += len(ids)
         if appended is not None:
             tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
-        return self._sample(tokens, positions, n, appended)
+        rows, acted = self._rows[:n], self._acted[:n]
+        chosen, logprobs = self._sample(tokens, positions, n, appended)  # may raise: the run's state is as it was
+        for slot in to_append:
+            self._length[slot] += len(self._to_append.pop(slot))
+        self._logprobs[rows, acted] = logprobs
+        self._pending[:n] = self._tokens[rows, acted] = chosen
+        self._length[:n] += 1
+        self._sampled[:n] += 1
+        acted += 1
 
     def _stopped(self, n: int) -> np.ndarray:
         """bool [n], True = the slot's newest token completes a stop text."""

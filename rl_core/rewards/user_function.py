@@ -7,15 +7,16 @@ import importlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from rl_core.environments.failed_episodes import error_trace
 from rl_core.errors import RewardError, SettingsError, nearest
 from rl_core.models.turn_states import TurnStates
-from rl_core.rewards.component import Component, describe
+from rl_core.rewards.component import Component
 from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, Trajectory
 
-__all__ = ["RewardFunction", "UserReward"]
+__all__ = ["RewardFunction", "SampleFailure", "UserReward", "import_function"]
 
 RewardFunction = Callable[[list[Trajectory]], Sequence[float]]  # written by a user
 
@@ -24,36 +25,53 @@ class _Failure(Exception):
     """A call that returned no list; the message continues "reward 'name' ..."."""
 
 
+class SampleFailure(NamedTuple):
+    """Failure of the function on one sample."""
+
+    error: str  # continues "reward 'name' ..."
+    trace: str = ""
+
+
 class UserReward(Component):
     """A function at 'package.module:function' that takes a list of Trajectory and gives as many numbers.
 
     It runs in a thread of its own, abandoned after `timeout_s`. Python cannot kill a thread: one that hangs keeps its
-    memory and processor time until the process ends, which it does not delay. With on_error 'stop' a failure ends the
-    stage. With 'mask' the samples are then tried one at a time; those that fail alone are masked, up to
-    max_masked_rate (which bounds the number of abandoned threads), and the others are scored together, so that a
-    function may still compare its samples.
-    A wrong number of values, or a failure of no sample in particular, ends the stage in both cases.
+    memory and processor time until the process ends, which it does not delay. Where a call fails, the samples are tried
+    one at a time; those that fail alone are in `failed`, and the others are scored together, so that a function may
+    still compare its samples. As soon as `too_many` failed (which bounds the number of abandoned threads), the rest is
+    left untried and without a value.
+    A wrong number of values, or a failure of no sample in particular, is an error.
     """
 
-    def __init__(self, name: str, options: RewardSettings, function: RewardFunction | None = None) -> None:
-        """`function`: None = the one at the import path `name`.
+    def __init__(
+        self,
+        name: str,
+        options: RewardSettings,
+        function: RewardFunction | None = None,
+        too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0,
+    ) -> None:
+        """Look the function up.
 
+        Args:
+            function: None = the one at the import path `name`.
+            too_many: True = so many failures of so many samples end the stage.
         Raises: SettingsError when the function cannot be imported.
         """
         super().__init__()
         self.name = name
         self.options = options
-        self.function = _import(name) if function is None else function
+        self.function = import_function(name) if function is None else function
+        self.failed: dict[int, SampleFailure] = {}  # of the last call, by index of the sample
+        self._too_many = too_many
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
-        """One number for each rollout; None = masked. Raises: RewardError naming function and sample."""
+        """One number for each rollout; None = it failed. Raises: RewardError naming the function."""
+        self.failed = {}
         try:
             values = self._call(rollouts)
         except _Failure as failure:
-            if self.options.on_error == "mask":
-                return self._one_by_one(rollouts, failure)
-            raise RewardError(f"reward '{self.name}' {failure}{self._culprit(rollouts)}") from failure.__cause__
-        return self._checked(values, rollouts)
+            return self._one_by_one(rollouts, failure)
+        return self._checked(values, range(len(rollouts)))
 
     def _call(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """Return value of the function. Raises: _Failure when it raises, hangs, or returns no list."""
@@ -83,46 +101,39 @@ class UserReward(Component):
         assert values is not None
         return values
 
-    def _checked(self, values: Sequence[Any], rollouts: Sequence[Rollout]) -> list[float | None]:
-        if len(values) != len(rollouts):
-            raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(rollouts)} trajectories")
+    def _checked(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:
+        """The values of the samples `indices` as numbers; None for those that are none, which are noted."""
+        if len(values) != len(indices):
+            raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(indices)} trajectories")
         checked: list[float | None] = []
-        for value, rollout in zip(values, rollouts, strict=True):
+        for value, index in zip(values, indices, strict=True):
             number = _finite(value)
-            if number is None and self.options.on_error == "stop":
-                raise RewardError(f"reward '{self.name}' gave {value!r}, no finite number, for {describe(rollout)}")
+            if number is None:
+                self.failed[index] = SampleFailure(f"gave {value!r}, no finite number")
             checked.append(number)
         return checked
 
-    def _culprit(self, rollouts: Sequence[Rollout]) -> str:
-        """Text naming the first sample that makes the function fail alone; "" when each passes alone."""
-        for rollout in rollouts:
-            try:
-                self._call([rollout])
-            except _Failure:
-                return f" (at {describe(rollout)})"
-        return ""
-
     def _one_by_one(self, rollouts: Sequence[Rollout], failure: _Failure) -> list[float | None]:
         """Values of the samples that pass, None for those that fail alone."""
-        failing: list[int] = []
         for index, rollout in enumerate(rollouts):
             try:
                 self._call([rollout])
             except _Failure as own:
-                failing.append(index)
-                if len(failing) > self.options.max_masked_rate * len(rollouts):
-                    raise RewardError(
-                        f"reward '{self.name}' {own} (at {describe(rollout)}); with it {len(failing)} of "
-                        f"{len(rollouts)} samples fail, more than max_masked_rate {self.options.max_masked_rate:g}"
-                    ) from own.__cause__
-        passing = [index for index in range(len(rollouts)) if index not in failing]
-        if not failing:
-            raise RewardError(f"reward '{self.name}' {failure}, though it takes each sample alone") from failure
+                trace = error_trace(own.__cause__) if own.__cause__ is not None else ""
+                self.failed[index] = SampleFailure(str(own), trace)
+                if self._too_many(len(self.failed), len(rollouts)):
+                    return [None] * len(rollouts)
+        passing = [index for index in range(len(rollouts)) if index not in self.failed]
+        if not self.failed:
+            raise RewardError(
+                f"reward '{self.name}' {failure}, though it takes each sample alone"
+            ) from failure.__cause__
         try:
-            values = self._checked(self._call([rollouts[i] for i in passing]), [rollouts[i] for i in passing])
+            values = self._checked(self._call([rollouts[index] for index in passing]), passing)
         except _Failure as again:
-            raise RewardError(f"reward '{self.name}' {again}, without the samples that fail alone too") from again
+            raise RewardError(
+                f"reward '{self.name}' {again}, without the samples that fail alone too"
+            ) from again.__cause__
         found = dict(zip(passing, values, strict=True))
         return [found.get(index) for index in range(len(rollouts))]
 
@@ -142,7 +153,7 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _import(path: str) -> RewardFunction:
+def import_function(path: str) -> RewardFunction:
     """The function at 'package.module:function'. Raises SettingsError."""
     module_name, _, function_name = path.partition(":")
     try:

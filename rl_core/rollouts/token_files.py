@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_core.analysis.trajectories import read_trajectories
 from rl_core.errors import DataError
+from rl_core.storage.single_files import replacing
 from rl_core.types import Rollout
 
 __all__ = ["read_rollouts", "tokens_path", "write_tokens"]
@@ -27,7 +28,7 @@ def write_tokens(path: Path, rollouts: Iterable[Rollout]) -> None:
 
     {"prompt": [ids], "completion": [ids], "runs": [lengths of sampled, observed, sampled, ... tokens]}
     """
-    with path.open("w", encoding="utf-8") as file:
+    with replacing(path) as file:
         for rollout in rollouts:
             runs = [(bool(sampled), sum(1 for _ in run)) for sampled, run in groupby(rollout.loss_mask)]
             lengths = [length for _, length in runs]

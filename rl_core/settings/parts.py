@@ -143,6 +143,13 @@ class SamplingSettings(Settings):
     step_timeout_s: float = setting(
         600.0, gt=0, doc="seconds after which such a step is an error naming its episode; tools have their own timeout"
     )
+    max_failed_share: float = setting(
+        0.1,
+        ge=0,
+        le=1,
+        doc="share of episodes whose environment may raise, hang or break its protocol (counted over ten iterations "
+        "and at least 50 episodes); they are left out. Beyond it the stage stops; 0: at the first, 1: only if all fail",
+    )
     rejoin: Literal["together", "ready"] = setting(
         "together",
         doc="together: a finished step rejoins only when no other episode is decodable, so results are bit-identical "

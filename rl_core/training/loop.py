@@ -29,10 +29,10 @@ from rl_core.models.trainable_weights import load_trainable_weights, trainable_w
 from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import write_text_atomic
 from rl_core.storage.rng_state import restore_rng, rng_state
+from rl_core.storage.single_files import write_text_atomic
 from rl_core.timing import collected
-from rl_core.tracking import MemoryTracker, Tracker
+from rl_core.tracking import MemoryTracker, Tracker, sync_tracker
 from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import check_fingerprint, runtime_fingerprint
@@ -400,6 +400,7 @@ class _Loop:
             state = self.trainer.optimizer_step.sharded.gather_state(state)
             state["workers"] = {"size": self.process_group.size, "rng": self.process_group.all_gather(state["rng"])}
         if self.process_group.is_rank_zero:
+            sync_tracker(self.tracker)
             self.checkpoints.save(state)
         self.saved = place
         self.saved_at = self._spent("checkpoint", started)

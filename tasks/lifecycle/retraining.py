@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import SettingsError
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import expire, read
@@ -304,5 +304,5 @@ def close_record(home: Path, record: Retraining, **outcome: Any) -> Retraining:
 
 def _write(home: Path, record: Retraining) -> None:
     folder = home / "retrainings"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_json_atomic(folder / f"{record.number:04d}.json", dataclasses.asdict(record))

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import record_sources, tags_of_records
@@ -24,7 +25,7 @@ from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
-from tasks.pipeline.pipeline_tracker import PipelineTracker, run_folder
+from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_folder
 from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
@@ -79,7 +80,7 @@ class PipelineRun:
         self.undelivered = Waiting()  # at the end: records that the tracking store did not take
 
     def __enter__(self) -> PipelineRun:
-        self.stages_folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.stages_folder)
         self._record.acquire()
         try:
             self._open()
@@ -100,7 +101,7 @@ class PipelineRun:
         self._settle_earlier_runs(previous)
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         data_record = record_sources(self.settings)
-        started = previous or time.strftime("%Y-%m-%d %H:%M:%S")
+        started = previous or next_start(self.home / "runs")
         self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
         self.tracker = PipelineTracker(
             self.tracking,

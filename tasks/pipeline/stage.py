@@ -32,8 +32,9 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped
 from rl_core.storage.checked_lines import copy_intact, read_checked
-from rl_core.storage.folders import seal_folder, write_json_atomic
+from rl_core.storage.folders import clear_leftovers, remove_folder, seal_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from rl_core.timing import collected
 from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.conditions import CONDITIONS, describe, read_conditions
@@ -42,6 +43,7 @@ from tasks.pipeline.drift import ASIDE, adopt, set_others_aside
 from tasks.pipeline.key import input_digest, stage_key_parts, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
 from tasks.pipeline.result import (
+    FAILED_EPISODES,
     METRICS_HISTORY,
     RECENT_ROLLOUTS,
     StageResult,
@@ -64,7 +66,7 @@ if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
-__all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
+__all__ = ["FAILED_EPISODES", "RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
 
 logger = logging.getLogger(__name__)
 
@@ -175,8 +177,9 @@ def run_stage(
     before = {earlier: result.key for earlier, result in pipeline_run.results.items()}
     conditions = describe(name, made_of, inputs, before)
     stage = _Stage(name, label or name, settings, inputs, digests, key, final, conditions)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(final.parent)
     with FolderLock(final.with_name(f"{key}.lock")):
+        clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
@@ -352,7 +355,9 @@ def _seal(stage: _Stage) -> str:
 
 def _grown(stage: _Stage) -> list[Path]:
     """Files of lines that were written all along the run, and may have been damaged since."""
-    return [path for path in (stage.journal / "metrics.jsonl", stage.folder / REWARD_RECORD) if path.is_file()]
+    names = REWARD_RECORD, FAILED_EPISODES
+    paths = [stage.journal / "metrics.jsonl", *(stage.folder / name for name in names)]
+    return [path for path in paths if path.is_file()]
 
 
 def _damaged_lines(stage: _Stage) -> dict[str, int]:
@@ -373,8 +378,8 @@ def tokens_per_second(journal: Path) -> float | None:
 
 def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {"checkpoints", REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
+    make_folder(folder)
+    kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
         kept |= {THREADS, CONDITIONS, ASIDE}
     for path in folder.iterdir():
@@ -384,9 +389,7 @@ def _clear_leftovers(folder: Path) -> None:
 
 
 def _discard(final: Path) -> None:
-    """Remove a finished or open folder and its journal; renamed first, so that no reader sees half of it."""
+    """Remove a finished or open folder and its journal."""
     for path in (final, final.with_name(f"{final.name}.open"), final.with_name(f"{final.name}.tracking")):
         if path.exists():
-            trash = path.with_name(f".trash-{time.time_ns()}-{path.name}")
-            path.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            remove_folder(path)
