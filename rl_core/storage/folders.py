@@ -39,6 +39,7 @@ __all__ = [
     "digest_bytes",
     "digest_file",
     "digest_folder",
+    "move_folder",
     "publish_folder",
     "put_bytes",
     "read_manifest",
@@ -329,6 +330,20 @@ def set_aside(path: Path, name: str) -> Path:
     except OSError as error:
         raise refused(path, error, "set aside") from error
     return aside
+
+
+def move_folder(path: Path, final: Path) -> None:
+    """Rename a folder to a name in the same folder that is free; on the disk when this returns.
+
+    Raises: CheckpointError if the name is taken, or the disk refuses.
+    """
+    if final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final}: exists already")
+    try:
+        os.rename(path, final)
+        sync(final.parent)
+    except OSError as error:
+        raise refused(path, error, "renamed") from error
 
 
 def remove_folder(path: Path | str) -> None:

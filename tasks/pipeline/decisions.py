@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.storage.checked_lines import read_checked, sealed
-from rl_core.storage.folders import write_text_atomic
+from rl_core.storage.single_files import write_text_atomic
 from tasks.pipeline.conditions import changes, finished_conditions
 
 __all__ = ["StageDecision", "decisions", "note_decision"]
