@@ -198,7 +198,7 @@ def preference(loss, model=None, **changes):
     return with_choice(PreferenceTrainer(model, PAD, *pairs, settings, 7))
 
 
-# -------------------------------------------------------------------------------------------------------------- policies
+# ------------------------------------------------------------------------------------------------------------- policies
 
 
 @functools.cache
