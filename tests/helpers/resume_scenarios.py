@@ -255,7 +255,6 @@ def all_rewards():
         "task": 1.0,
         "curiosity": 0.5,
         "coherence": 0.2,
-        "tool_use": 0.1,
         "length": 0.1,
         "learned": 0.2,
         "luck": 0.1,

@@ -121,6 +121,9 @@ class Answered:
         self.looks += 1
         return self.looks > 1
 
+    def wait(self):
+        """It is there."""
+
     def result(self):
         return self.value
 
@@ -130,7 +133,7 @@ class Waiting(ScriptedSequence):
 
     def advance(self, action_ids, logprobs, hit_limit):
         observation = super().advance(action_ids, logprobs, hit_limit)
-        return observation if hit_limit else PendingTurn(Answered(observation), lambda value: value)
+        return observation if hit_limit else PendingTurn(Answered(observation), lambda result: result())
 
 
 def play(backend, kind=ScriptedSequence, slots=100, **options):
@@ -160,6 +163,7 @@ def short_of_memory(monkeypatch, where, most, error):
             "step": lambda: arguments[2],
             "prefill": lambda: len(arguments[0]),
             "fill": lambda: len(arguments[0]),
+            "sample_steps": lambda: arguments[1],
         }[where]()
         asked.append(size)
         if size > most:
@@ -170,9 +174,12 @@ def short_of_memory(monkeypatch, where, most, error):
     return asked
 
 
-@pytest.mark.parametrize("kind", [ScriptedSequence, Waiting])
-@pytest.mark.parametrize("rejoin", ["together", "ready"])
-@pytest.mark.parametrize(("where", "most"), [("_zeros", 4), ("step", 5), ("step", 1), ("prefill", 1), ("fill", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rejoin"), [(ScriptedSequence, "together"), (Waiting, "together"), (Waiting, "ready")]
+)
+@pytest.mark.parametrize(
+    ("where", "most"), [("_zeros", 4), ("step", 5), ("step", 1), ("sample_steps", 2), ("prefill", 1), ("fill", 1)]
+)
 def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, rejoin, kind):
     expected = play(engine(), kind, rejoin=rejoin)
     asked = short_of_memory(monkeypatch, where, most, CPU)
@@ -186,7 +193,7 @@ def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, 
     else:
         assert found == expected
     assert max(asked) > most and counts["out_of_memory"] >= 1 and "out of memory: " in caplog.text
-    if where in ("_zeros", "step"):
+    if where in ("_zeros", "step", "sample_steps"):
         asked.clear()
         assert play(backend, kind, rejoin=rejoin) == expected  # what fits is remembered
         assert not asked or max(asked) <= most
@@ -207,7 +214,7 @@ def test_a_step_with_observations_is_taken_up_again(monkeypatch):
     assert play(engine()) == expected and failures
 
 
-@pytest.mark.parametrize("where", ["_zeros", "step", "prefill"])
+@pytest.mark.parametrize("where", ["_zeros", "step", "sample_steps", "prefill"])
 def test_a_sequence_that_does_not_fit_alone_is_a_typed_error(monkeypatch, where):
     short_of_memory(monkeypatch, where, 0, CPU)
     with pytest.raises(OutOfMemory, match="max_completion_tokens"):

@@ -31,7 +31,7 @@ EXCEPTIONS = {
     "loop/metrics/*": "of the last evaluation: an outcome has them where no best metric is chosen (tried below)",
     "rng/cuda": "of GPUs, of which there is none here",
     "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is said again",
-    "trainer/rewards/watch/past/*/reward": "of the alarm over a full window; test_hacking_monitor.py resumes within one",
+    "trainer/rewards/watch/past/*/reward": "of the alarm over a window; test_hacking_monitor.py resumes within one",
     "trainer/rewards/watch/past/*/success": "as above",
     "trainer/rewards/watch/past/*/total/count": "as above",
     "trainer/rewards/watch/past/*/total/mean": "as above",
