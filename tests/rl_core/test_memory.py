@@ -33,12 +33,14 @@ from rl_core.models.turn_states import turn_states
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SamplingSettings, SFTSettings
 from rl_core.thoughts import baseline, episodes
+from rl_core.tracking import MemoryTracker
 from rl_core.trainers import preference
 from rl_core.trainers.policy_gradient import rollout_buffer
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
+from rl_core.training.loop import run_loop
 
 CPU = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -390,3 +392,14 @@ def test_probe_and_turn_states_in_halves(monkeypatch, tokenizer):
     monkeypatch.setattr(states_module, "hidden_states", limited(states_module.hidden_states, rows_of_batch, 4, calls))
     assert measured() == pytest.approx(expected, abs=1e-4)
     assert max(calls) == 9 and not any(map(math.isnan, expected))
+
+
+def test_the_loop_reports_how_often_memory_ran_out(monkeypatch):
+    rows = [([1, 2, 3 + i % 5, 4], [False, True, True, True]) for i in range(9)]
+    trainer = SFTTrainer(nano(), PAD, rows, rows, SFTSettings(batch_size=9, eval_every=1), 0)
+    monkeypatch.setattr(logprobs, "hidden_states", limited(logprobs.hidden_states, rows_of_batch, 4, []))
+    tracker = MemoryTracker()
+    run_loop(trainer, trainer.settings, iterations=2, tracker=tracker)
+    # neither 9 rows fit nor 5 of their halves of 4 and 5; training keeps the limit, an evaluation finds it out again
+    assert tracker.series("perf/out_of_memory") == [(1, 2.0)]
+    assert tracker.series("perf/eval_out_of_memory") == [(1, 2.0), (2, 2.0)]

@@ -38,6 +38,9 @@ EXCEPTIONS = {
     "trainer/rewards/watch/past/*/total/squares": "as above",
 }
 
+# Where each pair or rollout is a micro-batch of its own, for the sake of its dropout masks, nothing can be cut.
+ROW_BY_ROW = {"optimizer_step/max_tokens": ("dpo", "dpo lora", "grpo lora")}
+
 # What only one scenario of policy gradients has in use.
 ELSEWHERE = {
     "trainer/curriculum/": "grpo rollback",
@@ -187,6 +190,8 @@ def unnoticed(name, every=False):
         if path[0] in passed_over or str(path[-1]).startswith("perf/") or kind in EXCEPTIONS:
             continue
         if any(kind.startswith(part) and name != other for part, other in ELSEWHERE.items()):
+            continue
+        if name in ROW_BY_ROW.get(kind, ()):
             continue
         if not every and kind in seen:
             continue
