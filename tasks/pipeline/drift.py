@@ -225,5 +225,5 @@ def newest_conditions(folder: Path) -> dict[str, Any] | None:
 def differences_now(folder: Path, settings: PipelineSettings) -> list[str]:
     """Differences of a stage's present conditions, but for its inputs, from the nearest known ones, finished or not."""
     now = present(settings, folder.name)
-    found = [changes(known, now, with_inputs=False) for known in _known(folder)]
-    return min(found, key=len, default=[])
+    newest_first = sorted(_known(folder), key=lambda conditions: str(conditions.get("time", "")), reverse=True)
+    return min((changes(known, now, with_inputs=False) for known in newest_first), key=len, default=[])

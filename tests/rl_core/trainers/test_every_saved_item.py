@@ -28,6 +28,15 @@ EXCEPTIONS = {
     "optimizer_step/skipped_in_row": "decides when a run of bad steps ends; test_optimizer_step.py resumes within one",
     "trainer/critic_optimizer_step/skipped_in_row": "as above",
     "trainer/entries/*/optimizer_steps/*/skipped_in_row": "as above",
+    "trainer/entries/*/optimizer_steps/*/num_steps": "counters go on over a rollback",
+    "trainer/entries/*/optimizer_steps/*/skipped_steps": "as above",
+    "trainer/entries/*/optimizer_steps/*/max_tokens": "as above",
+    "trainer/entries/*/optimizer_steps/*/learning_rate_scale": "as above: a rollback makes the present one smaller",
+    "trainer/entries/*/extra/replay/rewards": "of a critic; groups are compared once, when they are fresh",
+    "trainer/entries/*/extra/replay/is_truncated": "as above",
+    "trainer/curriculum/stage_iterations": "begins anew at the rollback; test_curriculum.py resumes at every iteration",
+    "trainer/curriculum/window/series/*": "as above",
+    "trainer/curriculum/streaks": "as above",
     "loop/metrics/*": "of the last evaluation: an outcome has them where no best metric is chosen (tried below)",
     "rng/cuda": "of GPUs, of which there is none here",
     "trainer/rewards/watch/alarmed": "decides whether the warning of an alarm is said again",
@@ -37,6 +46,9 @@ EXCEPTIONS = {
     "trainer/rewards/watch/past/*/total/mean": "as above",
     "trainer/rewards/watch/past/*/total/squares": "as above",
 }
+
+# The monitor of rewards as it was at a stage's entry: "grpo rewards" tries the present one.
+MONITORED = "trainer/entries/*/extra/rewards/watch/"
 
 # Where each pair or rollout is a micro-batch of its own, for the sake of its dropout masks, nothing can be cut.
 ROW_BY_ROW = {"optimizer_step/max_tokens": ("dpo", "dpo lora", "grpo lora")}
@@ -189,7 +201,9 @@ def unnoticed(name, every=False):
         kind = kind_of(path)
         if path[0] in passed_over or str(path[-1]).startswith("perf/") or kind in EXCEPTIONS:
             continue
-        if any(kind.startswith(part) and name != other for part, other in ELSEWHERE.items()):
+        if kind.startswith(MONITORED) or any(
+            kind.startswith(part) and name != other for part, other in ELSEWHERE.items()
+        ):
             continue
         if name in ROW_BY_ROW.get(kind, ()):
             continue
