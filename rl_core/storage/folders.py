@@ -40,12 +40,12 @@ __all__ = [
     "digest_bytes",
     "digest_file",
     "digest_folder",
+    "move_folder",
     "publish_folder",
     "put_bytes",
     "read_manifest",
     "read_verified",
     "remove_folder",
-    "rename_folder",
     "seal_folder",
     "set_aside",
     "sync_tree",
@@ -333,16 +333,6 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def rename_folder(path: Path, new: Path) -> None:
-    """Rename a folder within its parent; on the disk when the call returns. Raises: CheckpointError."""
-    assert path.parent == new.parent, "a rename between folders is not synced"
-    try:
-        os.rename(path, new)
-        sync(new.parent)
-    except OSError as error:
-        raise refused(path, error, "renamed") from error
-
-
 def set_aside(path: Path, name: str) -> Path:
     """Rename a damaged file or folder to `name` with a number behind it, for people to look at; returns the new path.
 
@@ -355,6 +345,20 @@ def set_aside(path: Path, name: str) -> Path:
     except OSError as error:
         raise refused(path, error, "set aside") from error
     return aside
+
+
+def move_folder(path: Path, final: Path) -> None:
+    """Rename a folder to a name in the same folder that is free; on the disk when this returns.
+
+    Raises: CheckpointError if the name is taken, or the disk refuses.
+    """
+    if final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final}: exists already")
+    try:
+        os.rename(path, final)
+        sync(final.parent)
+    except OSError as error:
+        raise refused(path, error, "renamed") from error
 
 
 def remove_folder(path: Path | str) -> None:

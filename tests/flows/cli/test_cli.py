@@ -72,10 +72,10 @@ def test_help_imports_nothing_heavy():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:6] == ["init", "run", "retrain", "validate", "stage", "profile"]
-    assert names[6:11] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[11:17] == ["up", "down", "status", "ui", "monitor", "runs"]
-    assert names[17:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
+    assert names[:7] == ["init", "run", "retrain", "validate", "stage", "why", "profile"]
+    assert names[7:12] == ["evaluate", "analyze", "promote", "approve", "resume"]
+    assert names[12:18] == ["up", "down", "status", "ui", "monitor", "runs"]
+    assert names[18:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -349,8 +349,8 @@ def test_run_hands_over(config, flow, capsys):
     assert cli.main(["run", config, "--set", "seed=4", "--set", "stages.sft=null", "--fresh", "-q"]) == 0
     ((settings, fresh, quiet, allow_drift),) = flow.calls
     assert settings.seed == 4 and settings.stages.active == ("policy",) and fresh and quiet and not allow_drift
-    assert cli.main(["run", config, "--allow-drift"]) == 0 and flow.calls[-1][1:] == (False, False, True)
     assert capsys.readouterr().out == "the table\n"
+    assert cli.main(["run", config, "--allow-drift"]) == 0 and flow.calls[-1][1:] == (False, False, True)
 
 
 def test_retrain_hands_over_and_says_what_came_of_it(config, flow, monkeypatch, capsys):
@@ -532,7 +532,8 @@ def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(flow, "run_pipeline", run_pipeline)
     assert cli.main(["resume", "demo", "-q", "--output", str(tmp_path)]) == 0
-    assert found == {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
+    given = {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
+    assert found == {**given, "allow_drift": False, "restart": False}
     assert capsys.readouterr().out == "going on with 'demo · 1', which is killed\nthe table\n"
 
 
