@@ -27,6 +27,7 @@ from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, stop_after, unwind_on_sigterm
 from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
+from rl_core.storage.single_files import REMEDIES
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -108,7 +109,9 @@ def _with_advice(message: str) -> str:
     """A message that says that the disk is full, or a file too large, with what to do."""
     said = {**{number: os.strerror(number) for number in FULL}, 0: "database or disk is full"}
     found = next((number for number, words in said.items() if words in message), None)
-    return message if found is None else f"{message}; {REFUSALS.get(found, ROOM)}"
+    if found is None:
+        return message
+    return f"{message.replace(f'; {REMEDIES.get(found)}', '')}; {REFUSALS.get(found, ROOM)}"
 
 
 def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
@@ -168,6 +171,47 @@ def init(arguments: argparse.Namespace) -> int:
     from flows.cli.init import init
 
     print(init(Path(arguments.folder)))
+    return 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Print or write a configuration of TRL or verl as ours."""
+    from tasks.config.convert import convert
+    from tasks.config.yaml_loader import read_yaml
+
+    text = convert(read_yaml(arguments.file).data, arguments.file, arguments.trainer)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with Path(arguments.out).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise SettingsError(f"{arguments.out}: is there already; name a new file") from None
+    print(f"{arguments.out}: written; check it: posttrain validate {arguments.out}")
+    return 0
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Print a report on a data file."""
+    from flows.cli.data import describe_file
+
+    options: dict[str, Any] = {}
+    if arguments.model is not None:
+        from rl_core.data.chat import ChatRenderer
+        from rl_core.models import causal_lm
+        from rl_core.settings import ModelSettings
+
+        settings = ModelSettings(path=arguments.model)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
+        options = {"renderer": renderer, "context": causal_lm.context_length(arguments.model, settings)}
+    heldout = Path(arguments.heldout) if arguments.heldout else None
+    print(
+        describe_file(
+            Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows,
+            near=arguments.near, **options,
+        )
+    )  # fmt: skip
     return 0
 
 
@@ -514,6 +558,11 @@ def runs(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Check this machine for missing requirements, repair dead runs, or explain a model's fast paths."""
+    if arguments.faults:
+        from rl_core.storage.fault_points import listing
+
+        print(listing())
+        return 0
     settings = _optional(arguments)
     from flows.cli.doctor import examine, report
 
@@ -558,8 +607,8 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    init, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up, down, status,
-    ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
+    init, convert, data, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up,
+    down, status, ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -183,6 +183,17 @@ class ChatRenderer:
             waiting = []
         return ids, mask
 
+    def plain_text(self, text: str) -> tuple[list[int], list[bool]]:
+        """Token ids of text without turns, as the tokenizer writes it, its EOS at the end; all but the first have loss.
+
+        Raises: DataError if fewer than two tokens are left.
+        """
+        eos = str(self.tokenizer.eos_token)
+        ids = cast(list[int], self.tokenizer(text if text.endswith(eos) else text + eos)["input_ids"])
+        if len(ids) < 2:
+            raise DataError("text: has no token to predict")
+        return ids, [False] + [True] * (len(ids) - 1)
+
     # -- chat template -------------------------------------------------------------------------------------------------
 
     def _render_prompt(self, key: _Key) -> tuple[int, ...]:

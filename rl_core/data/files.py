@@ -1,7 +1,8 @@
-"""Row readers for JSON Lines and Parquet, with specific errors for other file types and for bad rows."""
+"""Row readers for JSON Lines, CSV and Parquet, with specific errors for other file types and for bad rows."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import math
@@ -19,7 +20,8 @@ __all__ = [
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
 MAX_LINE = 64 * 2**20  # bytes; a longer line is no row, and refusing it bounds memory
-DATA_SUFFIXES = (".jsonl", *PARQUET_SUFFIXES)
+CSV_SUFFIXES = (".csv", ".tsv")
+DATA_SUFFIXES = (".jsonl", *CSV_SUFFIXES, *PARQUET_SUFFIXES)
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"  # JSON white space; U+2028 and the like are text
 _HEAD = 4096
@@ -49,7 +51,7 @@ class BadRow(Exception):
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file itself, or all JSONL and Parquet files under a folder, sorted by name, without hidden ones."""
+    """The file itself, or all JSONL, CSV and Parquet files under a folder, sorted by name, without hidden ones."""
     if not path.is_dir():
         return [path]
     found = (item for item in path.rglob("*") if item.suffix in DATA_SUFFIXES and item.is_file())
@@ -109,6 +111,8 @@ def read_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int
         if not head.startswith(b"PAR1"):
             raise DataError(f"{path}: is not Parquet despite its name (it does not start with PAR1)")
         return _parquet_rows(path, columns)
+    if path.suffix.lower() in CSV_SUFFIXES:
+        return _csv_rows(path)
     _inspect_json(path, head)
     return _json_rows(path)
 
@@ -117,7 +121,7 @@ def _inspect(path: Path) -> bytes:
     """First bytes of a readable file. Raises: DataError, also for a known file type with a wrong extension."""
     try:
         if path.is_dir():
-            raise DataError(f"{path}: is a folder; name one JSONL or Parquet file in it")
+            raise DataError(f"{path}: is a folder; name one JSONL, CSV or Parquet file in it")
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: is not a regular file")
         with path.open("rb") as file:
@@ -149,7 +153,7 @@ def _inspect_json(path: Path, head: bytes) -> None:
             line = 1 + head[: head.find(b"[")].count(b"\n")
             raise DataError(
                 f"{path}:{line}: here one JSON array begins; JSON Lines needs one object per line, without brackets "
-                "and commas"
+                f"and commas: jq -c '.[]' {path.name} > {path.stem}.jsonl"
             )
     if first_line == b"{":
         raise DataError(f"{path}: is one JSON document over many lines; JSON Lines needs one object per line")
@@ -167,6 +171,60 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
                 yield number, _parse(line)
             except BadRow as bad:
                 yield number, bad
+
+
+_LISTS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "tools",
+    "history",
+)  # JSON in a cell
+_VALUES = ("label", "margin", "seed")  # numbers and truth values, which a CSV file has as text
+_LONGEST_CELL = 2**27  # characters
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Rows of a CSV file with a header, numbered by the line on which each begins; empty cells are left out."""
+    line, before = 1, csv.field_size_limit(_LONGEST_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            names = next(reader, [])
+            if not names or len(set(names)) < len(names) or not all(names):
+                raise DataError(f"{path}:1: the header needs a name for each column, each once; found {names}")
+            line = reader.line_num + 1
+            for cells in reader:
+                if cells:
+                    yield line, _csv_row(names, cells)
+                line = reader.line_num + 1
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}:{line}: is not CSV: {error}") from None
+    finally:
+        csv.field_size_limit(before)
+
+
+def _csv_row(names: list[str], cells: list[str]) -> dict[str, Any] | BadRow:
+    if len(cells) != len(names):
+        return BadRow("", f"has {len(cells)} cells, the header {len(names)} columns; quote texts that hold commas")
+    row: dict[str, Any] = {}
+    for name, cell in zip(names, cells, strict=True):
+        if not cell:
+            continue
+        row[name] = cell
+        is_list = name in _LISTS and cell.lstrip().startswith(("[", "{"))
+        if is_list or name in _VALUES:
+            try:
+                row[name] = json.loads(cell.lower() if name in _VALUES else cell)
+            except ValueError:
+                if name in ("messages", "conversations", "tools", *_VALUES):
+                    return BadRow(name, f"must be JSON in its cell (json.dumps, not str), found {describe(cell)}")
+    return row
 
 
 def _parse(line: bytes) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
 from rl_core.settings.presets import PRESETS
+from rl_core.storage.faults import fault
 from rl_core.storage.replaced_folders import replace_folder
 from rl_core.storage.verified_reading import verified
 
@@ -251,6 +252,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     else:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    fault("model.saved")
 
 
 def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:

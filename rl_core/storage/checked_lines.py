@@ -80,7 +80,7 @@ def copy_intact(source: Path, target: Path) -> list[Line]:
         report_damage(source, line)
     if source == target and not damaged:
         return []
-    with source.open("rb") as whole, replacing(target, binary=True) as kept:
+    with source.open("rb") as whole, replacing(target, binary=True, point="lines.copied") as kept:
         bad = {line.start for line in damaged}
         place = 0
         for text in whole:

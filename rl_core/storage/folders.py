@@ -40,6 +40,7 @@ __all__ = [
     "digest_bytes",
     "digest_file",
     "digest_folder",
+    "move_folder",
     "publish_folder",
     "put_bytes",
     "read_manifest",
@@ -346,6 +347,20 @@ def set_aside(path: Path, name: str) -> Path:
     return aside
 
 
+def move_folder(path: Path, final: Path) -> None:
+    """Rename a folder to a name in the same folder that is free; on the disk when this returns.
+
+    Raises: CheckpointError if the name is taken, or the disk refuses.
+    """
+    if final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final}: exists already")
+    try:
+        os.rename(path, final)
+        sync(final.parent)
+    except OSError as error:
+        raise refused(path, error, "renamed") from error
+
+
 def remove_folder(path: Path | str) -> None:
     """Delete a folder: renamed first, so that a reader sees all of it or nothing, after a crash too.
 
@@ -362,6 +377,7 @@ def remove_folder(path: Path | str) -> None:
         raise refused(path, error, "removed") from error
     fault("prune.renamed")
     shutil.rmtree(trash, ignore_errors=True)
+    fault("prune.done")
 
 
 def _alive(pid: int) -> bool:
@@ -397,6 +413,7 @@ def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
     for path in sorted(Path(parent).iterdir()):
         if _is_leftover(path, locked):
             _remove(path)
+            fault("leftover.removed")
             removed.append(path.name)
     return removed
 

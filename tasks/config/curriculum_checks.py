@@ -30,6 +30,11 @@ METRICS: dict[str, tuple[float, float]] = {
     "reward/std": (0.0, math.inf),
 }
 
+_UPDATE_KL = (
+    "the KL of one update is policy/update_kl, that to the reference policy/ref_kl; neither can be watched here"
+)
+_OTHER_NAMES = {"policy/kl": _UPDATE_KL, "policy/kl_k1": _UPDATE_KL, "kl": _UPDATE_KL, "train/kl": _UPDATE_KL}
+
 POLICY: Key = ("stages", "policy")
 
 Ranges = Mapping[str, tuple[float, float]]  # least and largest value of each metric
@@ -106,6 +111,8 @@ def _rollback(rollback: RollbackSettings, key: Key, iterations: int, metrics: Ra
 
 
 def _unknown(metric: str, key: Key, metrics: Ranges) -> Found:
+    if metric in _OTHER_NAMES:
+        return _found((*key, "metric"), f"no such metric '{metric}'; {_OTHER_NAMES[metric]}")
     known = [*metrics, *(name.removeprefix("train/") for name in metrics if name.startswith("train/"))]
     return _found((*key, "metric"), f"no such metric '{metric}'; {nearest(metric, known)}")
 

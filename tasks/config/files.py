@@ -91,7 +91,7 @@ class _Finder:
         path = self.find(name)
         if path is None:
             tried = " and ".join(str(place) for place in self.candidates(name))
-            text = f"{name!r} is no file; looked at {tried}; {advice or 'it must be a JSONL or Parquet file'}"
+            text = f"{name!r} is no file; looked at {tried}; {advice or 'it must be a JSONL, CSV or Parquet file'}"
             self.problems.append(Problem(key, f"{text}, or name another place with --set {dotted(key)}=FILE"))
             return name
         if path.is_dir() and folder:
@@ -99,7 +99,9 @@ class _Finder:
                 kinds = ", ".join(DATA_SUFFIXES)
                 self.problems.append(Problem(key, f"{path} is a folder without a data file in it ({kinds})"))
         elif path.is_dir():
-            self.problems.append(Problem(key, f"{path} is a folder; give the path of a JSONL or Parquet file in it"))
+            self.problems.append(
+                Problem(key, f"{path} is a folder; give the path of a JSONL, CSV or Parquet file in it")
+            )
         elif not path.is_file():
             self.problems.append(Problem(key, f"{path} is no regular file (a pipe, a socket or a device)"))
         elif not os.access(path, os.R_OK):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, FolderBusy
+from rl_core.storage.faults import fault
 from tasks.tracking import Tracking
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines
 from tasks.tracking.replay import journals
@@ -121,6 +122,7 @@ def _mark(tracking: Tracking, gone: DeadRun) -> DeadRun | None:
         last = int(max(path.stat().st_mtime for path in paths if path.exists()) * 1000)
         events.append({"op": "tags", "time": last, "tags": {"interrupted": gone.why}})
         events.append({"op": "end", "time": last, "status": "KILLED"})
+        fault("dead.noted")
     finally:
         events.close()
     logger.info("%s; marked as killed", gone.why)
