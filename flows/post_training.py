@@ -31,6 +31,7 @@ from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
 from tasks.config import PipelineSettings
+from tasks.config.data_checks import refuse_bad_rows
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
@@ -125,6 +126,7 @@ def execute(
     Args:
         fresh, only, models: see `post_training`. tags, on_drift, restart, lock: see `RunOptions` and `PipelineRun`.
     """
+    refuse_bad_rows(typed)
     fault("flow.begun")
     with (
         PipelineRun(

@@ -25,7 +25,7 @@ from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.fused_decode import SlotStates
 from rl_core.cpu.waiting import bound_waiting
 from rl_core.data.batches import micro_batches, pad_rows
-from rl_core.environments.step_pool import PendingTurn, wait_for_any
+from rl_core.environments.step_pool import NewContext, Observation, PendingTurn, wait_for_any
 from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import AppendedTokens, Decoder
 from rl_core.inference.sampling import (
@@ -46,7 +46,7 @@ from rl_core.settings import SamplingSettings
 __all__ = ["Engine", "RolloutBackend", "RolloutSequence", "make_backend"]
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
-_MOST_STEPS = 32  # of one call, so that signals are heeded within a second or so
+_STEPS = 8  # tokens of one call of compiled code: a slot is empty so long, at most, before it is refilled
 _LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
 _ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"  # where one sequence does not fit
 
@@ -143,7 +143,7 @@ class _Run:
             tokens=self._pending, positions=self._length, limits=self._limit, sampled=self._sampled, acted=self._acted,
             uniforms=self._uniforms, chosen=self._tokens, logprobs=self._logprobs,
         )  # fmt: skip
-        # Nothing to be done between a token and the next, until a turn ends
+        # Nothing is to be done between a token and the next of a turn
         self._steps_alone = decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
         self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
         if sampling.repetition_penalty != 1:
@@ -300,7 +300,8 @@ class _Run:
     # -- one token for every slot --------------------------------------------------------------------------------------
 
     def _step(self) -> tuple[bool, list[int]]:
-        """Sample in every active slot: one token, or as many until the first turn ends; fewer slots where memory ends.
+        """Sample in every active slot: one token, or several where its turn does not end before; fewer slots where
+        memory ends.
 
         Returns: True = some slots are no longer active (sequences ended, or wait); the slots that ended, in order.
         """
@@ -331,7 +332,7 @@ class _Run:
         to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
         if self._steps_alone and not to_append:
             is_awaited = bool(self._waiting_on_env) and self._sampling.rejoin == "ready"
-            self._decoder.sample_steps(self._states, n, self._is_eos, self._sampling, 1 if is_awaited else _MOST_STEPS)
+            self._decoder.sample_steps(self._states, n, self._is_eos, self._sampling, 1 if is_awaited else _STEPS)
         else:
             self._take_one(n, to_append)
 
@@ -393,16 +394,28 @@ class _Run:
         else:
             self._go_on(slot, turnover, hit_limit)
 
-    def _go_on(self, slot: int, observation: list[int] | None, hit_limit: bool = False) -> bool:
-        """Append the environment's answer; False = the sequence has ended."""
+    def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
+        """Append the environment's answer, or begin with it anew; False = the sequence has ended."""
         if observation is None:
             self._sequences[slot] = None
             return False
-        check_observation(observation, int(self._limit[slot] - self._length[slot]) - 1, hit_limit)
-        self._to_append[slot] = [int(self._pending[slot]), *observation[:-1]]
-        self._pending[slot] = observation[-1]
+        sequence = self._sequences[slot]
+        room = int(self._limit[slot] - self._length[slot]) - 1
+        check_observation(observation, room, self._limits[id(sequence)], hit_limit)
+        if isinstance(observation, NewContext):
+            ids = observation.ids
+            self._to_append[slot] = ids[:-1]
+            self._length[slot], self._limit[slot] = 0, observation.limit
+            if self._seen is not None:
+                self._seen[slot] = False
+        else:
+            ids = observation
+            self._to_append[slot] = [int(self._pending[slot]), *ids[:-1]]
+        if not self._to_append[slot]:  # a context of one token
+            del self._to_append[slot]
+        self._pending[slot] = ids[-1]
         if self._seen is not None:
-            self._seen[slot, self._tensor(observation)] = True
+            self._seen[slot, self._tensor(ids)] = True
         return True
 
     def _appended_tokens(

@@ -263,9 +263,11 @@ class RewardOrchestrator:
                 trajectory = rollouts[index].trajectory
                 failed.setdefault(index, FailedEpisode(trajectory, [], f"reward '{name}'", *failure))
         episodes = [failed[index] for index in sorted(failed)]
+        level = logging.INFO if self.failures.total else logging.WARNING  # the metrics count the later ones
         self.failures.close(episodes, len(rollouts))
         if episodes:
-            logger.warning(
+            logger.log(
+                level,
                 "%d of %d samples could not be scored and are masked; the first: %s: %s",
                 len(episodes), len(rollouts), episodes[0].place, episodes[0].what,
             )  # fmt: skip

@@ -261,8 +261,9 @@ class OptimizerStep:
         }
 
     def _moments(self) -> dict[str, Any]:
-        is_single = isinstance(self.optimizer, torch.optim.Optimizer)
-        return moments(self.optimizer) if is_single else self.optimizer.state_dict()
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            return moments(self.optimizer)
+        return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; the model's weights are loaded elsewhere, before this.
