@@ -410,7 +410,7 @@ def _clear_leftovers(folder: Path) -> None:
     make_folder(folder)
     kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
-        kept |= {THREADS, CONDITIONS, ASIDE}
+        kept |= {THREADS, CONDITIONS, ASIDE, RECENT_ROLLOUTS}  # the last: nothing may be played any more
     for path in folder.iterdir():
         if path.name in kept:
             continue

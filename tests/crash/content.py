@@ -21,7 +21,7 @@ __all__ = ["MAY_DIFFER", "content", "count_parents", "leftovers", "problems_of_s
 MAY_DIFFER = {
     "times": "seconds, time stamps, tokens per second; in reports, pictures and tables that show them",
     "ids": "of MLflow runs and models, of Prefect's flow runs, of the journal; process numbers",
-    "notes of the interruption": "the tags resumed, interrupted, changed_params and cached.STAGE",
+    "notes of the interruption": "the tags resumed, interrupted, changed_params and cached.STAGE; decisions.jsonl",
     "recent_rollouts.jsonl": "rollouts of the newest iterations; after a resume, of those since the checkpoint",
 }
 
@@ -32,6 +32,7 @@ TIMED_TAGS = re.compile(
     r"|mlflow\.user|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
 )
 DATABASE = Path("mlflow", "mlflow.db")
+NOTES = ("recent_rollouts.jsonl", "decisions.jsonl")
 TIMED_ENDINGS = (".png", ".html", "review.md")  # show times
 LEFT = re.compile(r"\.tmp-.*|\.trash-.*|.*\.open|.*\.corrupt-.*|.*\.tmp-\d+|.*half-made.*|tmp\w{8}|model-\w{8}|workers")
 STARTED = re.compile(r"\d{4}-\d\d-\d\d[ -]\d\d[:-]\d\d[:-]\d\d")
@@ -52,7 +53,7 @@ def _files(output: Path) -> dict[str, Any]:
         name = STARTED.sub("STARTED", path.relative_to(output).as_posix())
         if not path.is_file() or name.split("/")[0] in ("prefect", "mlflow") or "/.tracking/" in name:
             continue
-        if path.name == "recent_rollouts.jsonl" or path.name.endswith(TIMED_ENDINGS):
+        if path.name in NOTES or path.name.endswith(TIMED_ENDINGS):
             found[name] = "there"
             continue
         found[name] = _comparable(path)

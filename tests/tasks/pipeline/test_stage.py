@@ -19,7 +19,7 @@ from tasks.pipeline import key as keys
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import content_digest
 from tasks.pipeline.run_options import RunOptions
-from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage import StageContext, _clear_leftovers, run_stage
 
 
 def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
@@ -254,6 +254,19 @@ def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(tmp_path, setting, 
     assert not (done.path / "threads.json").exists() and torch.get_num_threads() == before
     other = PipelineRun(tmp_path / "elsewhere", threads=setting)
     assert play(other, body).digest == done.digest  # the number is no content
+
+
+def test_rollouts_for_people_outlive_a_kill_behind_the_last_iteration(tmp_path):
+    """The resumed process plays none, so it could not write the file again; without checkpoints it will."""
+    for name in ("recent_rollouts.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    _clear_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "recent_rollouts.jsonl"]
+    (tmp_path / "checkpoints" / "LATEST").unlink()
+    (tmp_path / "checkpoints").rmdir()
+    _clear_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_lack_of_memory_outside_of_training_is_counted(tmp_path):
