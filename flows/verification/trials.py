@@ -141,8 +141,8 @@ def run_sliced(command: Command, folder: Path, slice_s: float, limit_s: float, r
                 f"starting takes about {sum(known) / len(known):.0f} s" if known else "starting takes longer than that"
             )
             raise CheckFailed(
-                f"{STALLED} slices of {slice_s:g} s in a row ended without progress: {start}, and a checkpoint comes every "
-                "`checkpoint_every` iterations. Take longer slices, or save more often"
+                f"{STALLED} slices of {slice_s:g} s in a row ended without progress: {start}, and a checkpoint comes "
+                "every `checkpoint_every` iterations. Take longer slices, or save more often"
             )
         if trial.seconds > limit_s:
             raise CheckFailed(f"the run in slices takes longer than {limit_s:.0f} s")
