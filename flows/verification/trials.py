@@ -136,10 +136,13 @@ def run_sliced(command: Command, folder: Path, slice_s: float, limit_s: float, r
         stalled = 0 if done > seen else stalled + 1
         seen = done
         if stalled >= STALLED:
+            known = [cut.restart_seconds for cut in trial.interruptions if cut.restart_seconds is not None]
+            start = (
+                f"starting takes about {sum(known) / len(known):.0f} s" if known else "starting takes longer than that"
+            )
             raise CheckFailed(
-                f"{STALLED} slices of {slice_s:g} s in a row ended without progress: starting takes about "
-                f"{_mean([i.restart_seconds for i in trial.interruptions]):.0f} s, and a checkpoint comes every "
-                "`checkpoint_every` iterations. Take longer slices, or save more often"
+                f"{STALLED} slices of {slice_s:g} s in a row ended without progress: {start}, and a checkpoint comes "
+                "every `checkpoint_every` iterations. Take longer slices, or save more often"
             )
         if trial.seconds > limit_s:
             raise CheckFailed(f"the run in slices takes longer than {limit_s:.0f} s")
@@ -290,8 +293,3 @@ def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     said = [line for line in lines if line.startswith("posttrain:")]
     return "\n".join(f"  {line}" for line in (said[-1:] or lines[-15:]))
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0
