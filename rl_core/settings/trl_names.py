@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (rows of a table)
-"""Names of TRL 1.16 (configuration classes and `ModelConfig`) with what they are here; data alone, longer than 300 lines.
+"""Names of TRL 1.16 (configuration classes and `ModelConfig`) with what they are here.
 
 A row: the names, separated by spaces; our settings ("" = no equal; "=" before one = the value stays as it is; STAGE =
 the stage of the trainer); the difference in meaning, or the reason why there is no equal; the trainers for which the
