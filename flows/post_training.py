@@ -30,6 +30,7 @@ from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
 from tasks.config import PipelineSettings
+from tasks.config.data_checks import refuse_bad_rows
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
@@ -124,6 +125,7 @@ def execute(
     Args:
         fresh, only, models: see `post_training`. tags, on_drift, restart, lock: see `RunOptions` and `PipelineRun`.
     """
+    refuse_bad_rows(typed)
     with (
         PipelineRun(
             typed,

@@ -18,6 +18,7 @@ from typing import Self
 
 from rl_core.errors import CheckFailed
 from rl_core.storage.faults import POINTS, VARIABLE
+from rl_core.storage.single_files import open_log
 from tasks.tracking import read_metrics
 
 __all__ = ["Command", "Interruption", "Trial", "run_killed", "run_sliced", "run_whole"]
@@ -43,7 +44,7 @@ class Command:
         sets = [argument for override in (*self.overrides, f"output={output}") for argument in ("--set", override)]
         # -P: the working directory comes last on the path, as with the command `posttrain`
         arguments = [sys.executable, "-P", "-m", "flows.cli.main", "run", self.config, "--quiet", *sets]
-        with log.open("ab") as file:
+        with open_log(log, append_up_to=1 << 30) as file:
             return subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
                 env={**self.environment, **more},

@@ -16,6 +16,7 @@ from flows.verification.findings import ENVIRONMENT, ResumeFinding, explain
 from flows.verification.suspects import suspects_in
 from flows.verification.trials import Command, Trial, run_killed, run_sliced, run_whole
 from rl_core.errors import CheckFailed
+from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, named_code
 
 __all__ = ["EQUAL", "Plan", "REFUSED", "verify"]
@@ -42,7 +43,7 @@ def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, pl
     Returns: exit code: 0 equal, 1 they differ, 2 not verified.
     """
     output = Path(settings.output).resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     folder = Path(tempfile.mkdtemp(prefix="verify-", dir=output))
     report = _Report()
     command = Command(config, [*overrides, *_own_overrides(settings)], settings.name)

@@ -342,6 +342,9 @@ _TOOL = MetricGroup(
         Metric("tool/misuse_rate", "share",
                "Turns that parse as neither call nor answer, name no tool, or make one fail.",
                "Rises during training."),
+        Metric("tool/hung_calls", "calls",
+               "Calls of tools, rewards and steps that are past their time limit and still run, in this process.",
+               "Above 0: something waits without a timeout of its own; at 32 timed tools answer with an error."),
     ),
 )
 

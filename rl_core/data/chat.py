@@ -24,8 +24,9 @@ from rl_core.data.assistant_message import assistant_text, in_history
 from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from rl_core.data.reasoning import split_thought
 from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError
 from rl_core.settings import ModelSettings
+from rl_core.time_limits import CallTimeout, call_within
 from rl_core.types import Message
 
 if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
 __all__ = ["PLAIN_TEMPLATE", "ChatRenderer"]
 
 _CACHED = 16384  # cached renderings; observations of small environments repeat often
+EXAMINE_S = 3.0  # processor time for the examination of a template, which takes some hundredths
 _SHOWN = 40  # characters of a text in a message
 
 _Key = tuple[tuple[str, str, str], ...]  # role, content, other fields as JSON ("" = none)
@@ -58,7 +60,13 @@ class ChatRenderer:
             raise DataError("the tokenizer has no end-of-sequence token (eos_token), so actions cannot end; set one")
         self.template = ChatTemplate(tokenizer, settings, tools)
         self.settings = self.template.settings
-        self.facts: TemplateFacts = examine(self.template)
+        try:
+            self.facts: TemplateFacts = call_within(EXAMINE_S, "chat template", examine, self.template, of_cpu=True)
+        except CallTimeout as error:
+            raise DataError(
+                f"the tokenizer's chat template takes longer than {EXAMINE_S:g} s for a few short messages; give "
+                "another one with model.chat_template"
+            ) from error
         self._control = control_pattern(self.facts.control)
         self._markers = control_pattern(self.facts.markers)
         special = set(tokenizer.all_special_tokens)
@@ -112,13 +120,19 @@ class ChatRenderer:
         return list(self._prompt(_key(messages)))
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to append after the policy's EOS: the messages and the header of the next action.
-
-        Raises: SettingsError where `history_thoughts: template` would have the turns before them rendered anew.
-        """
-        if self.settings.history_thoughts == "template":
-            self._refuse_rewriting(messages)
+        """Token ids to append after the policy's EOS: the messages and the header of the next action."""
         return list(self._observation(_key(messages)))
+
+    def rewrites(self, messages: Sequence[Message]) -> bool:
+        """True = `history_thoughts: template`, and after these messages the template writes earlier turns anew."""
+        if self.settings.history_thoughts == "keep":
+            return False
+        shown = {"user" if m["role"] == "tool" and not self.facts.has_tool else m["role"] for m in messages}
+        return bool(shown & set(self.facts.rewrites))
+
+    def history_ids(self, messages: Sequence[Message]) -> list[int]:
+        """As `prompt_ids`, for an episode that has begun: one of its kind, so not kept for the next."""
+        return list(self._render_prompt(_key(messages)))
 
     def action_ids(self, text: str) -> list[int]:
         """Token ids of one action and its end of turn, after a header.
@@ -181,17 +195,6 @@ class ChatRenderer:
         bare = after.lstrip()  # some templates put a space between the message and its EOS; the policy does not
         end = self.facts.end_of_turn
         return tuple(self._encode(bare.removeprefix(end) if bare.startswith(end) else after))
-
-    def _refuse_rewriting(self, messages: Sequence[Message]) -> None:
-        """A rollout appends: its tokens cannot follow a history that the template writes anew."""
-        shown = {"user" if m["role"] == "tool" and not self.facts.has_tool else m["role"] for m in messages}
-        found = sorted(shown & set(self.facts.rewrites))
-        if found:
-            raise SettingsError(
-                f"model.history_thoughts: after a {found[0]} message this chat template renders the policy's earlier "
-                "turns anew, and an episode is one sequence of tokens as they were sampled; use keep for rollouts of "
-                "several turns (template serves demonstrations and episodes of one turn)"
-            )
 
     def _after_header(self, text: str) -> str:
         """Text of an action as it goes on after its header, which may have opened or closed a thought."""

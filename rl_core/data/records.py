@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,6 +281,8 @@ def _optional(row: Row) -> Row:
     if seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise BadRow("seed", f"must be an integer, found {describe(seed)}")
+        if not -(2**63) <= seed < 2**63:
+            raise BadRow("seed", "does not fit into 64 bits")
         kept["seed"] = seed
     return kept
 
@@ -333,8 +335,8 @@ def _margin(row: Row) -> Row:
         return {}
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise BadRow("margin", f"must be a number, found {describe(margin)}")
-    if not 0 <= margin < math.inf:
-        raise BadRow("margin", f"must be finite and at least 0, found {margin}")
+    if not 0 <= margin <= sys.float_info.max:
+        raise BadRow("margin", f"must be finite and at least 0, found {str(margin)[:40]}")
     return {"margin": float(margin)}
 
 

@@ -6,19 +6,20 @@ do not depend on the order in which steps finish.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Any
 
 from rl_core.environments.environment import Step
 from rl_core.errors import EnvironmentFault
+from rl_core.time_limits import MAX_HUNG, give_up, hung_calls
 from rl_core.timing import span
 
-__all__ = ["Call", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
+__all__ = ["Call", "NewContext", "Observation", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
 
 _LOOK_S = 0.25  # polling interval for overdue calls
 
@@ -32,30 +33,39 @@ class Call:
         self.future: Future[Any] = Future()
         self._pool, self._what, self._timeout_s, self._function, self._args = pool, what, timeout_s, function, args
         self._began: float | None = None
+        self.thread: threading.Thread | None = None  # that runs it
         self.is_abandoned = False  # True = it exceeded its time limit, and its thread is no longer the pool's
+        self._is_finished = False
+        self._lock = threading.Lock()  # it finishes or is abandoned, not both
 
     def run(self) -> None:
         """Execute the call on a pool thread."""
+        self.thread = threading.current_thread()
         self._began = time.monotonic()
+        value, error = None, None
         try:
             value = self._function(*self._args)
-        except BaseException as error:  # re-raised by `result`
-            with contextlib.suppress(InvalidStateError):
-                self.future.set_exception(error)
+        except BaseException as raised:  # re-raised by `result`
+            error = raised
+        with self._lock:
+            if self.is_abandoned:
+                return
+            self._is_finished = True
+        if error is not None:
+            self.future.set_exception(error)
         else:
-            with contextlib.suppress(InvalidStateError):
-                self.future.set_result(value)
+            self.future.set_result(value)
 
     def done(self) -> bool:
         """True once the call has finished, or exceeded its time limit: `result` then raises EnvironmentFault."""
         if not self.future.done() and self._left() <= 0:
-            self._pool.abandon(self)
-            with contextlib.suppress(InvalidStateError):  # it returned just now
-                self.future.set_exception(
-                    EnvironmentFault(
-                        f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
-                    )
-                )
+            with self._lock:
+                is_late = not self._is_finished and not self.is_abandoned
+                self.is_abandoned = self.is_abandoned or is_late
+            if is_late:
+                self._pool.abandon(self)
+                fault = f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
+                self.future.set_exception(EnvironmentFault(fault))
         return self.future.done()
 
     def result(self) -> Any:
@@ -85,7 +95,8 @@ class StepPool:
     """Threads for the environment steps of one collection; a context manager.
 
     Daemon threads, because Python cannot kill a thread: a step that never returns is abandoned and delays neither its
-    error, nor queued calls, for which a new thread takes its place, nor process exit.
+    error, nor queued calls, for which a new thread takes its place, nor process exit. One that runs Python is made to
+    end; with MAX_HUNG that do not, further steps fail at once (`rl_core.time_limits`).
     """
 
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
@@ -112,6 +123,9 @@ class StepPool:
     def submit(self, what: str, function: Callable[..., Any], *args: Any) -> Call:
         """Queue `function` for a thread; `what` names the call in errors."""
         call = Call(self, what, self._timeout_s, function, args)
+        if (count := hung_calls()) >= MAX_HUNG:
+            call.future.set_exception(EnvironmentFault(f"{what} was not begun: {count} earlier calls still hang"))
+            return call
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._num_threads < self._max_concurrent:
             self._add_thread()
@@ -124,11 +138,10 @@ class StepPool:
                 call.done()
 
     def abandon(self, call: Call) -> None:
-        """Give up the thread of a call that is overdue."""
-        if call.is_abandoned:
-            return
-        call.is_abandoned = True
+        """Give up the thread of a call that is overdue, and make it end where it can be."""
         self._num_threads -= 1
+        if call.thread is not None:
+            give_up(call.thread)
         if not self._calls.empty():
             self._add_thread()
 
@@ -149,10 +162,21 @@ class StepPool:
             self._idle.release()
 
 
+@dataclass(frozen=True, slots=True)
+class NewContext:
+    """An observation after which the policy reads a prompt rendered anew, in place of all tokens so far."""
+
+    ids: list[int]  # the prompt, up to the header of the next action
+    limit: int  # longest that this context may become, in tokens; more than the prompt has
+
+
+Observation = list[int] | NewContext | None  # tokens to append; None = the episode is over
+
+
 class PendingTurn:
     """A turn whose step is still running; returned by `RolloutSequence.advance` in place of an observation."""
 
-    def __init__(self, call: Call, finish: Callable[[Callable[[], Step]], list[int] | None]) -> None:
+    def __init__(self, call: Call, finish: Callable[[Callable[[], Step]], Observation]) -> None:
         """`finish` is given the call's `result`, which gives the step or raises what the environment raised."""
         self.call = call
         self._finish = finish
@@ -161,18 +185,18 @@ class PendingTurn:
         """True if `result` would not block."""
         return self.call.done()
 
-    def result(self) -> list[int] | None:
-        """Observation ids, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
+    def result(self) -> Observation:
+        """Observation, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
         with span("environment"):
             self.call.wait()
         return self._finish(self.call.result)
 
 
-Turnover = list[int] | PendingTurn | None  # result of `RolloutSequence.advance`
+Turnover = Observation | PendingTurn  # result of `RolloutSequence.advance`
 
 
-def resolve(turnover: Turnover) -> list[int] | None:
-    """Observation ids, blocking while pending; None = the episode is over."""
+def resolve(turnover: Turnover) -> Observation:
+    """The observation, blocking while pending; None = the episode is over."""
     return turnover.result() if isinstance(turnover, PendingTurn) else turnover
 
 

@@ -259,7 +259,7 @@ class Decoder:
     def sample_steps(
         self, states: SlotStates, count: int, is_end_V: np.ndarray, sampling: SamplingSettings, most: int
     ) -> None:
-        """`step` and `draw` for the first `count` slots, at most `most` times, until a turn ends (`FusedStep.sample`)."""
+        """`step` and `draw` in the first `count` slots until a turn ends, `most` times at most (`FusedStep.sample`)."""
         assert self._fused is not None and self._cache is not None
         positions_n = torch.from_numpy(states.positions)[:count]
         step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)

@@ -25,7 +25,7 @@ from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.fused_decode import SlotStates
 from rl_core.cpu.waiting import bound_waiting
 from rl_core.data.batches import micro_batches, pad_rows
-from rl_core.environments.step_pool import PendingTurn, wait_for_any
+from rl_core.environments.step_pool import NewContext, Observation, PendingTurn, wait_for_any
 from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import AppendedTokens, Decoder
 from rl_core.inference.sampling import (
@@ -393,16 +393,28 @@ class _Run:
         else:
             self._go_on(slot, turnover, hit_limit)
 
-    def _go_on(self, slot: int, observation: list[int] | None, hit_limit: bool = False) -> bool:
-        """Append the environment's answer; False = the sequence has ended."""
+    def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
+        """Append the environment's answer, or begin with it anew; False = the sequence has ended."""
         if observation is None:
             self._sequences[slot] = None
             return False
-        check_observation(observation, int(self._limit[slot] - self._length[slot]) - 1, hit_limit)
-        self._to_append[slot] = [int(self._pending[slot]), *observation[:-1]]
-        self._pending[slot] = observation[-1]
+        sequence = self._sequences[slot]
+        room = int(self._limit[slot] - self._length[slot]) - 1
+        check_observation(observation, room, self._limits[id(sequence)], hit_limit)
+        if isinstance(observation, NewContext):
+            ids = observation.ids
+            self._to_append[slot] = ids[:-1]
+            self._length[slot], self._limit[slot] = 0, observation.limit
+            if self._seen is not None:
+                self._seen[slot] = False
+        else:
+            ids = observation
+            self._to_append[slot] = [int(self._pending[slot]), *ids[:-1]]
+        if not self._to_append[slot]:  # a context of one token
+            del self._to_append[slot]
+        self._pending[slot] = ids[-1]
         if self._seen is not None:
-            self._seen[slot, self._tensor(observation)] = True
+            self._seen[slot, self._tensor(ids)] = True
         return True
 
     def _appended_tokens(

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
 from rl_core.data.batches import pad_rows
-from rl_core.environments.step_pool import Turnover, resolve
+from rl_core.environments.step_pool import NewContext, Observation, Turnover, resolve
 from rl_core.inference.sampling import (
     RolloutSequence,
     check_logprob,
@@ -157,6 +157,7 @@ class _Row:
         self.sequence = sequence
         self.ids = list(sequence.prompt_ids)
         self.limit = min(len(self.ids) + sampling.max_completion_tokens, max_length)
+        self._context = self.limit
         self.action: list[int] = []
         self.logprobs: list[float] = []
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
@@ -188,11 +189,14 @@ class _Row:
         self._hit_limit = not self._has_ended(eos_ids)
         return self.sequence.advance(self.action, self.logprobs, self._hit_limit)
 
-    def goes_on(self, observation: list[int] | None) -> bool:
+    def goes_on(self, observation: Observation) -> bool:
         """Take what came back; False = the sequence has ended."""
         if observation is None:
             return False
-        check_observation(observation, self.limit - len(self.ids), self._hit_limit)
-        self.ids += observation
+        check_observation(observation, self.limit - len(self.ids), self._context, self._hit_limit)
+        if isinstance(observation, NewContext):
+            self.ids, self.limit = list(observation.ids), observation.limit
+        else:
+            self.ids += observation
         self.action, self.logprobs = [], []
         return True

@@ -15,7 +15,7 @@ from rl_core.data.model_text import plain_json, printable
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode, error_trace
-from rl_core.environments.step_pool import Call, PendingTurn, StepPool, Turnover
+from rl_core.environments.step_pool import Call, NewContext, Observation, PendingTurn, StepPool, Turnover
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
@@ -197,7 +197,10 @@ class _EpisodeSequence:
         self._on_failure = on_failure
         self.has_failed = False
         self._turns: list[Turn] = []
+        self._history: list[Message] = []  # messages so far, those of the policy included
         self._completion_ids: list[int] = []
+        self._context_starts: list[int] = []
+        self._used = 0  # of the room: sampled and appended tokens
         self._loss_mask: list[bool] = []
         self._logprobs: list[float] = []
         self._reward = 0.0
@@ -226,6 +229,7 @@ class _EpisodeSequence:
             self._fail(fault, "the environment's reset")
             return
         self.prompt_ids = self._renderer.prompt_ids(self.messages)
+        self._history = list(self.messages)
         self._room = min(self._room, max_length - len(self.prompt_ids))
         if self._room < 1:
             raise DataError(
@@ -235,6 +239,7 @@ class _EpisodeSequence:
     def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
         """Play one action; see `RolloutSequence`."""
         self._append(action_ids, logprobs, sampled=True)
+        self._used += len(action_ids)
         text = self._renderer.action_text(action_ids)
         self._turns.append(Turn(action=text, num_tokens=len(action_ids)))
         if hit_limit:  # cut in the middle: the environment is not shown half an action
@@ -253,16 +258,16 @@ class _EpisodeSequence:
         text = self._renderer.action_text(newest)
         return any(stop in text for stop in self._stop)
 
-    def _take(self, result: Callable[[], Step]) -> list[int] | None:
-        """Observation tokens of a finished step, which `result` gives; None = the episode is over, or has failed."""
+    def _take(self, result: Callable[[], Step]) -> Observation:
+        """Observation of a finished step, which `result` gives; None = the episode is over, or has failed."""
         try:
             return self._observe(self._guard(plain_step, result()))
         except EnvironmentFault as fault:
             self._fail(fault, f"step {len(self._turns)} of the environment")
             return None
 
-    def _observe(self, step: Step) -> list[int] | None:
-        """Observation tokens of a step; None = the episode is over."""
+    def _observe(self, step: Step) -> Observation:
+        """Observation of a step; None = the episode is over."""
         if not math.isfinite(step.reward):
             raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
         self._last, turn = step, self._turns[-1]
@@ -276,13 +281,42 @@ class _EpisodeSequence:
         if len(self._turns) >= self._max_turns:
             self._stop_reason = StopReason.MAX_TURNS
             return None
-        observation_ids = self._renderer.observation_ids(step.messages)
-        if len(self._completion_ids) + len(observation_ids) >= self._room:  # no room for a single token after it
+        observation = self._continuation(step.messages)
+        if observation is None:
             self._stop_reason = StopReason.MAX_TOKENS
             return None
         turn.observation = "\n".join(message["content"] for message in step.messages)
-        self._append(observation_ids, [0.0] * len(observation_ids), sampled=False)
-        return observation_ids
+        ids = observation.ids if isinstance(observation, NewContext) else observation
+        self._append(ids, [0.0] * len(ids), sampled=False)
+        return observation
+
+    def _continuation(self, messages: list[Message]) -> Observation:
+        """Tokens to append, or the context that the chat template renders anew; None = no room for a token after it."""
+        self._history += [{"role": "assistant", "content": self._turns[-1].action}, *messages]
+        if not (isinstance(self._renderer, ChatRenderer) and self._renderer.rewrites(messages)):
+            ids = self._renderer.observation_ids(messages)
+        else:
+            rendered = self._renderer.history_ids(self._history)
+            context = self._context_ids()
+            if rendered[: len(context)] != context:
+                limit = min(len(rendered) + self._room - self._used, len(self.prompt_ids) + self._room)
+                if len(rendered) >= limit:
+                    return None
+                self._context_starts.append(len(self._completion_ids))
+                return NewContext(rendered, limit)
+            ids = rendered[len(context) :]
+        self._used += len(ids)
+        return ids if self._used < self._room and self._fits(ids) else None
+
+    def _context_ids(self) -> list[int]:
+        """All tokens that the policy reads now."""
+        if not self._context_starts:
+            return [*self.prompt_ids, *self._completion_ids]
+        return self._completion_ids[self._context_starts[-1] :]
+
+    def _fits(self, ids: list[int]) -> bool:
+        """A later context has room for these tokens and one more."""
+        return not self._context_starts or len(self._context_ids()) + len(ids) < len(self.prompt_ids) + self._room
 
     def rollout(self, policy_version: int) -> Rollout:
         """The finished episode as a rollout."""
@@ -294,6 +328,7 @@ class _EpisodeSequence:
             sampler_logprobs=self._logprobs,
             trajectory=self._trajectory(policy_version),
             is_truncated=self._stop_reason is not StopReason.TERMINATED,
+            context_starts=self._context_starts,
         )
 
     def _trajectory(self, policy_version: int = 0) -> Trajectory:

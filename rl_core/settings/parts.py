@@ -21,6 +21,7 @@ __all__ = [
 ]
 
 # Arguments and functions of a rendering, which no variable of the template may replace.
+MAX_STOPS = 64
 _OF_RENDERING = frozenset(
     {"messages", "conversation", "tools", "documents", "chat_template", "tokenize", "tokenizer_kwargs", "padding"}
     | {"add_generation_prompt", "continue_final_message", "return_dict", "return_tensors", "truncation", "max_length"}
@@ -79,7 +80,7 @@ class ModelSettings(Settings):
     history_thoughts: Literal["keep", "template"] = setting(
         "keep",
         doc="thoughts of earlier turns; keep: stay in the context as they were written; template: as the chat template "
-        "renders the history, so a demonstration may become several training sequences",
+        "renders the history, so a demonstration may become several training sequences, an episode several contexts",
     )
 
     def check(self) -> None:
@@ -163,6 +164,8 @@ class SamplingSettings(Settings):
 
     def check(self) -> None:
         """An empty stop text would end every action before its first token."""
+        if len(self.stop) > MAX_STOPS:
+            raise SettingsError(f"stop: {len(self.stop)} texts, each looked for after every token; at most {MAX_STOPS}")
         if "" in self.stop:
             raise SettingsError("stop: holds an empty text, which every action contains; remove it")
 

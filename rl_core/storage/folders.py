@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -39,12 +40,12 @@ __all__ = [
     "digest_bytes",
     "digest_file",
     "digest_folder",
-    "move_folder",
     "publish_folder",
     "put_bytes",
     "read_manifest",
     "read_verified",
     "remove_folder",
+    "rename_folder",
     "seal_folder",
     "set_aside",
     "sync_tree",
@@ -226,6 +227,19 @@ def _publish(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _regular(path: Path) -> int:
+    """Size of a regular file; CorruptError for a pipe, which would be waited for, or a device, which never ends."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptError(f"{path}: is no regular file")
+    return found.st_size
+
+
+def _bytes(path: Path) -> bytes:
+    _regular(path)
+    return path.read_bytes()
+
+
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != "manifest_digest"}
     return digest_bytes(json.dumps(rest, sort_keys=True).encode())
@@ -250,7 +264,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        manifest = json.loads(_bytes(path), parse_constant=_no_constant)
         if manifest["format_version"] != FORMAT_VERSION:
             raise CorruptError(f"{path}: format {manifest['format_version']!r}, this version reads {FORMAT_VERSION}")
         if manifest["manifest_digest"] != _manifest_digest(manifest):
@@ -277,11 +291,12 @@ def read_verified(folder: Path | str, name: str, manifest: Mapping[str, Any]) ->
     if entry is None:
         raise CorruptError(f"{path}: not in the manifest")
     try:
-        data = path.read_bytes()
+        size = _regular(path)
+        if size != entry["size"]:
+            raise CorruptError(f"{path}: {size} bytes, the manifest says {entry['size']}")
+        data = _bytes(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    if len(data) != entry["size"]:
-        raise CorruptError(f"{path}: {len(data)} bytes, the manifest says {entry['size']}")
     if digest_bytes(data) != entry["sha256"]:
         raise CorruptError(f"{path}: SHA-256 differs from the manifest")
     return data
@@ -299,7 +314,7 @@ def verify_folder(path: Path | str) -> dict[str, Any]:
         if name not in present:
             raise CorruptError(f"{folder / name}: missing")
         try:
-            size = present[name].stat().st_size
+            size = _regular(present[name])
             digest = digest_file(present[name]) if size == entry["size"] else ""
         except OSError as error:
             raise _unreadable(folder / name, error) from error
@@ -318,6 +333,16 @@ def _free_name(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
+def rename_folder(path: Path, new: Path) -> None:
+    """Rename a folder within its parent; on the disk when the call returns. Raises: CheckpointError."""
+    assert path.parent == new.parent, "a rename between folders is not synced"
+    try:
+        os.rename(path, new)
+        sync(new.parent)
+    except OSError as error:
+        raise refused(path, error, "renamed") from error
+
+
 def set_aside(path: Path, name: str) -> Path:
     """Rename a damaged file or folder to `name` with a number behind it, for people to look at; returns the new path.
 
@@ -330,20 +355,6 @@ def set_aside(path: Path, name: str) -> Path:
     except OSError as error:
         raise refused(path, error, "set aside") from error
     return aside
-
-
-def move_folder(path: Path, final: Path) -> None:
-    """Rename a folder to a name in the same folder that is free; on the disk when this returns.
-
-    Raises: CheckpointError if the name is taken, or the disk refuses.
-    """
-    if final.exists() or final.is_symlink():
-        raise CheckpointError(f"{final}: exists already")
-    try:
-        os.rename(path, final)
-        sync(final.parent)
-    except OSError as error:
-        raise refused(path, error, "renamed") from error
 
 
 def remove_folder(path: Path | str) -> None:

@@ -62,6 +62,7 @@ REMEDIES = {
     errno.EACCES: _ELSEWHERE,
     errno.EPERM: _ELSEWHERE,
     errno.ENOTDIR: _ELSEWHERE,
+    errno.EEXIST: "remove it, or use another folder",
     errno.EIO: "the disk fails: see the kernel's log, and use another one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ESTALE: "mount the network folder again",
@@ -123,7 +124,7 @@ def make_folder(path: Path | str) -> Path:
             folder.mkdir(exist_ok=True)  # another process may be faster
             sync(folder.parent)
     except OSError as error:
-        raise refused(path, error, "made") from error
+        raise refused(error.filename or path, error, "made") from error
     return path
 
 

@@ -139,8 +139,10 @@ class ThoughtReader:
 def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollout) -> ThoughtEpisode:
     """The thoughts of one rollout. The episode is replayed, action by action, to obtain each turn's correct answer.
 
-    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a correct answer.
+    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a correct answer;
+        SettingsError for an episode of several contexts.
     """
+    rollout.check_one_context("the training of thoughts")
     played = rollout.trajectory
     episode = environment.episode(seed=played.seed, level=played.level)
     episode.reset()

@@ -24,6 +24,7 @@ METRICS: dict[str, tuple[float, float]] = {
     "train/turns": (0.0, math.inf),
     "tool/calls": (0.0, math.inf),
     "tool/misuse_rate": (0.0, 1.0),
+    "tool/hung_calls": (0.0, math.inf),
     "policy/mean_logprob": (-math.inf, 0.0),
     "reward/mean": (-math.inf, math.inf),
     "reward/std": (0.0, math.inf),

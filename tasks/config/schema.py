@@ -26,6 +26,7 @@ __all__ = ["model_of", "read"]
 S = TypeVar("S", bound=Settings)
 
 _LIMITS = {"gt": annotated_types.Gt, "ge": annotated_types.Ge, "lt": annotated_types.Lt, "le": annotated_types.Le}
+MAX_PROBLEMS = 50  # after these the reader stops: it is no configuration of ours
 _WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -125,8 +126,14 @@ def read(cls: type[S], values: Any) -> tuple[S | None, list[Problem]]:
             break
         except pydantic.ValidationError as error:
             errors = error.errors(include_url=False, include_context=True)
+        if any(item["type"] == "invalid_key" for item in errors):  # half of a surrogate pair, in a dict
+            return None, [*problems, Problem((), "a key is no text that a file can store; rename it")]
         known = {problem.key for problem in problems}  # what was dropped for its own problem is not missing
-        for problem in (_problem(cls, item) for item in errors):
+        for item in errors:
+            if len(problems) >= MAX_PROBLEMS:  # to suggest names for each of thousands takes minutes
+                problems.append(Problem((), f"and more; {len(errors)} values in all cannot be used"))
+                return None, problems
+            problem = _problem(cls, item)
             if problem.key not in known:
                 problems.append(problem)
                 known.add(problem.key)  # a number or a word: one error for each kind that it could have been

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_core.errors import ResumeRefused
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import move_folder, remove_folder
+from rl_core.storage.folders import remove_folder, rename_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
 from tasks import stage_registry
@@ -201,8 +201,8 @@ def _take_over(stage: Unfinished, final: Path, conditions: dict[str, Any], found
         remove_folder(own)  # left without a checkpoint
         journal, mine = (final.with_name(f"{key}.tracking") for key in (stage.key, final.name))
         if journal.exists() and not mine.exists():
-            move_folder(journal, mine)
-        move_folder(stage.folder, own)
+            rename_folder(journal, mine)
+        rename_folder(stage.folder, own)
     if found:
         logger.warning(
             "%s resumes from its checkpoint (%s) although these changed:\n  %s", stage.stage, stage, "\n  ".join(found)

@@ -17,6 +17,7 @@ from helpers.adapters import fakes
 from flows.cli import main as cli
 from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
+from rl_core.storage.single_files import refused
 from tasks.config import from_dict
 from tasks.tracking import Tracking
 
@@ -231,7 +232,7 @@ def test_validate_refuses_a_bad_row(tmp_path, monkeypatch, capsys):
     assert cli.main(["validate", "own.yaml"]) == 2
     captured = capsys.readouterr()
     assert f"{tmp_path / 'rows.jsonl'}:2: completion: is missing" in captured.err and captured.out == ""
-    monkeypatch.setattr(cli, "FIRST_ROWS", 1)
+    monkeypatch.setattr("tasks.config.data_checks.FIRST_ROWS", 1)
     assert cli.main(["validate", "own.yaml"]) == 0
     assert "first 1 rows checked" in capsys.readouterr().out
 
@@ -387,6 +388,16 @@ def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
             "posttrain: /else/logs: Permission denied; use a writable folder",
         ),
         (OSError(28, "no", b"/full"), 1, "posttrain: /full: No space left on device; make room, as with"),
+        (
+            refused("/full", OSError(28, "No space left on device")),
+            1,
+            "posttrain: CheckpointError: /full: cannot be written: No space left on device; make room, as with",
+        ),
+        (
+            refused("/ro", OSError(30, "Read-only file system")),
+            1,
+            "posttrain: CheckpointError: /ro: cannot be written: Read-only file system; make the file system writable",
+        ),
     ],
 )
 def test_exit_codes(error, code, message, config, flow, monkeypatch, capsys):

@@ -621,3 +621,23 @@ def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplo
     )  # fmt: skip
     assert outcome.iterations == 3
     assert "nowhere/history.json: cannot be written" in caplog.text
+
+
+def test_what_was_recorded_is_on_the_disk_before_a_checkpoint_says_so(tmp_path, monkeypatch):
+    """Else a power cut could leave a checkpoint whose steps nobody recorded."""
+    calls = []
+
+    class Tracker(MemoryTracker):
+        def log_metrics(self, metrics, step):
+            calls.append("metrics")
+
+        def sync(self):
+            calls.append("sync")
+
+    save = CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", lambda store, state: calls.append("save") or save(store, state))
+    run(tmp_path, tracker=Tracker(), iterations=4)
+    assert calls.count("save") >= 2
+    for place, call in enumerate(calls):
+        if call == "save":
+            assert calls[place - 1] == "sync"

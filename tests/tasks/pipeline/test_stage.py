@@ -190,9 +190,11 @@ def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
         return {}
 
     play(PipelineRun(tmp_path), body)
+    (tmp_path / "sft" / ".trash-0123-7-1").mkdir()  # a run that was killed in the middle of a removal
     again = PipelineRun(tmp_path, RunOptions(fresh=True))
     assert not play(again, body).cached and play(again, body).cached
     assert seen == ["sft", "sft"]
+    assert [path.name for path in (tmp_path / "sft").glob(".*")] == []
 
 
 def test_no_stage_begins_after_a_request_to_stop(tmp_path):
