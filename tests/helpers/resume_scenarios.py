@@ -111,7 +111,7 @@ class _Cut:
 
 
 def run(scenario, store=None, *, cut=None, best_metric="eval/chosen"):
-    """What a run leaves, as bits: (weights, outcome, history), None where it was cut; every metric."""
+    """Result of a run as bits: (weights, outcome, history), None where it was cut; every metric."""
     trainer, tracker = scenario.trainer(), MemoryTracker()
     callbacks = [disturb, *([_Cut(cut)] if cut else [])]
     try:

@@ -83,7 +83,7 @@ def whole(name):
 
 @functools.cache
 def resumed(name):
-    """What the resumed part leaves, and its metrics."""
+    """Result of the resumed part, and its metrics."""
     return run(SCENARIOS[name], MemoryStore(cut_state(name)))
 
 
