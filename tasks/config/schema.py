@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -56,9 +55,13 @@ def _made(cls: type[Settings]) -> type[pydantic.BaseModel]:
     return typing.cast(type[pydantic.BaseModel], model)
 
 
-@functools.cache
 def _hints(cls: type[Settings]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}  # of each class, found once: looking them up takes milliseconds
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

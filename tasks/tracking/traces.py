@@ -96,7 +96,7 @@ class _Episode:
 
         source = AssessmentSource(source_type="CODE", source_id=self.trajectory.environment or "environment")
         values: dict[str, bool | float] = {"success": self.trajectory.success, "reward": self.trajectory.reward}
-        found = [
+        found: list[Assessment] = [
             Feedback(name=name, value=value, source=source, trace_id=self.trace_id) for name, value in values.items()
         ]
         for judgement in found:  # else each delivery would add another one under an id that MLflow draws
