@@ -176,6 +176,7 @@ def init(arguments: argparse.Namespace) -> int:
 
 def convert(arguments: argparse.Namespace) -> int:
     """Print or write a configuration of TRL or verl as ours."""
+    from rl_core.storage.single_files import create_once
     from tasks.config.convert import convert
     from tasks.config.yaml_loader import read_yaml
 
@@ -183,11 +184,8 @@ def convert(arguments: argparse.Namespace) -> int:
     if arguments.out is None:
         print(text, end="")
         return 0
-    try:
-        with Path(arguments.out).open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise SettingsError(f"{arguments.out}: is there already; name a new file") from None
+    if not create_once(arguments.out, text):
+        raise SettingsError(f"{arguments.out}: is there already; name a new file")
     print(f"{arguments.out}: written; check it: posttrain validate {arguments.out}")
     return 0
 
