@@ -113,6 +113,8 @@ class Environment(ABC):
     knows_success: bool = True
     # Share of the different questions that is held out from training; 0 = held-out episodes differ in their seed alone.
     heldout_share: float = 0.2
+    # Columns of `Episode.row`, known before anything is played; () = episodes are no rows of data, None = not known.
+    columns: tuple[str, ...] | None = None
     # True = `episode` itself gives training and held-out seeds different questions.
     splits_itself: bool = False
 

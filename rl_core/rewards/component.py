@@ -27,6 +27,9 @@ class Component(ABC):
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> Sequence[float | None]:
         """Score them. Raises: RewardError."""
 
+    def check_columns(self, columns: Sequence[str] | None) -> None:  # noqa: B027 most look at no column
+        """Raise SettingsError for a column that it reads and the environment's rows do not have; None = not known."""
+
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run needs; empty for most components."""
         return {}

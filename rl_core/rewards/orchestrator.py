@@ -44,8 +44,8 @@ COMPONENTS: dict[str, str] = {
 class RewardOrchestrator:
     """Scores rollouts: the only place that sets `Trajectory.reward` once an episode has been played.
 
-    A component is a name from COMPONENTS or an import path 'package.module:function' of a function that takes a list of
-    Trajectory and gives as many numbers.
+    A component is a name from COMPONENTS, or the import path or file of a function ('package.module:function',
+    'file.py:function'): see `rewards.signature`.
     """
 
     def __init__(
@@ -80,6 +80,14 @@ class RewardOrchestrator:
     def needs_states(self) -> bool:
         """True = `score` needs `embed`."""
         return any(component.needs_states for component in self.components.values())
+
+    def check_columns(self, columns: Sequence[str] | None) -> None:
+        """Raise SettingsError for a column that a component reads and the environment's rows do not have.
+
+        `columns`: those of the rows; () = its episodes are no rows, None = not known.
+        """
+        for component in self.components.values():
+            component.check_columns(columns)
 
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""
@@ -178,7 +186,7 @@ class RewardOrchestrator:
         if ":" not in name:
             raise SettingsError(
                 f"rewards.{name}: no such component; {nearest(name, COMPONENTS)} "
-                "A function of yours is named by its import path, 'package.module:function'"
+                "A function of yours is named by its import path, 'package.module:function', or file, 'file.py:function'"
             )
         return UserReward(name, options)
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextvars
-import importlib
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
-from rl_core.errors import RewardError, SettingsError, nearest
+from rl_core.errors import RewardError, SettingsError
+from rl_core.importing import import_named
 from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component, describe
+from rl_core.rewards.signature import Signature
 from rl_core.settings import RewardSettings
-from rl_core.types import Rollout, Trajectory
+from rl_core.types import Rollout
 
 __all__ = ["RewardFunction", "UserReward"]
 
-RewardFunction = Callable[[list[Trajectory]], Sequence[float]]  # written by a user
+RewardFunction = Callable[..., Any]  # written by a user; see `signature` for its arguments
 
 
 class _Failure(Exception):
@@ -25,7 +27,10 @@ class _Failure(Exception):
 
 
 class UserReward(Component):
-    """A function at 'package.module:function' that takes a list of Trajectory and gives as many numbers.
+    """A function at 'package.module:function' or 'file.py:function' that gives one number for each trajectory.
+
+    Its arguments: `rewards.signature`. A None that a function of TRL's gives means there that it does not apply: it
+    adds nothing, and is counted in the metric `skipped`.
 
     It runs in a thread of its own, abandoned after `timeout_s`. Python cannot kill a thread: one that hangs keeps its
     memory and processor time until the process ends, which it does not delay. With on_error 'stop' a failure ends the
@@ -43,27 +48,34 @@ class UserReward(Component):
         super().__init__()
         self.name = name
         self.options = options
-        self.function = _import(name) if function is None else function
+        self.signature = Signature(_imported(name) if function is None else function, name)
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
         """One number for each rollout; None = masked. Raises: RewardError naming function and sample."""
+        self.signature.logged.clear()
         try:
             values = self._call(rollouts)
         except _Failure as failure:
             if self.options.on_error == "mask":
                 return self._one_by_one(rollouts, failure)
             raise RewardError(f"reward '{self.name}' {failure}{self._culprit(rollouts)}") from failure.__cause__
+        if self.signature.is_trl:
+            self.metrics = {"skipped": sum(value is None for value in values) / max(1, len(values))}
+            self.metrics |= {name: fmean(logged) for name, logged in self.signature.logged.items()}
         return self._checked(values, rollouts)
+
+    def check_columns(self, columns: Sequence[str] | None) -> None:
+        """See `Component`."""
+        self.signature.check(columns)
 
     def _call(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """Return value of the function. Raises: _Failure when it raises, hangs, or returns no list."""
-        trajectories = [rollout.trajectory for rollout in rollouts]
         outcome: list[tuple[list[Any] | None, BaseException | None]] = []
         context = contextvars.copy_context()
 
         def work() -> None:
             try:
-                outcome.append((context.run(_as_list, self.function, trajectories), None))
+                outcome.append((context.run(_as_list, self.signature.call, rollouts), None))
             except (Exception, SystemExit) as error:  # SystemExit: a reward must not end the run
                 outcome.append((None, error))
 
@@ -88,7 +100,7 @@ class UserReward(Component):
             raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(rollouts)} trajectories")
         checked: list[float | None] = []
         for value, rollout in zip(values, rollouts, strict=True):
-            number = _finite(value)
+            number = 0.0 if value is None and self.signature.is_trl else _finite(value)
             if number is None and self.options.on_error == "stop":
                 raise RewardError(f"reward '{self.name}' gave {value!r}, no finite number, for {describe(rollout)}")
             checked.append(number)
@@ -127,8 +139,8 @@ class UserReward(Component):
         return [found.get(index) for index in range(len(rollouts))]
 
 
-def _as_list(function: RewardFunction, trajectories: list[Trajectory]) -> list[Any]:
-    values = function(trajectories)
+def _as_list(call: Callable[[Sequence[Rollout]], Any], rollouts: Sequence[Rollout]) -> list[Any]:
+    values = call(rollouts)
     if not isinstance(values, Iterable):
         raise _Failure(f"gave {type(values).__name__}, expected a list of numbers")
     return list(values)
@@ -142,17 +154,10 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _import(path: str) -> RewardFunction:
-    """The function at 'package.module:function'. Raises SettingsError."""
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # any error raised by a user's module on import
-        raise SettingsError(
-            f"rewards.{path}: module '{module_name}' cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-    function = getattr(module, function_name, None)
+def _imported(path: str) -> RewardFunction:
+    """The function at an import path or in a file. Raises: SettingsError."""
+    function = import_named(path, f"rewards.{path}")
     if not callable(function):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise SettingsError(f"rewards.{path}: no function '{function_name}' there; {nearest(function_name, known)}")
-    return function
+        name = path.partition(":")[2]
+        raise SettingsError(f"rewards.{path}: no function '{name}' there, but a {type(function).__name__} of that name")
+    return function  # type: ignore[no-any-return]
