@@ -186,7 +186,7 @@ class RewardOrchestrator:
         if ":" not in name:
             raise SettingsError(
                 f"rewards.{name}: no such component; {nearest(name, COMPONENTS)} "
-                "A function of yours is named by its import path, 'package.module:function', or file, 'file.py:function'"
+                "A function of yours is named by its place, 'package.module:function' or 'file.py:function'"
             )
         return UserReward(name, options)
 

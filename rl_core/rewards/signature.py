@@ -56,8 +56,8 @@ class Signature:
         self.optional = [p.name for p in wanted if p.default is not p.empty]
         if not self.is_trl and self.needed and {"prompts", "completion"} & set(self.needed):
             raise SettingsError(
-                f"reward '{name}' takes {inspect.signature(function)}; TRL's signature has `completions`, the library's "
-                "own begins with the list of trajectories"
+                f"reward '{name}' takes {inspect.signature(function)}; TRL's signature has `completions`, this "
+                "library's own begins with the list of trajectories"
             )
 
     def check(self, columns: Sequence[str] | None) -> None:

@@ -10,6 +10,14 @@ import regex
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.defaults import DEFAULTS, is_open
+from rl_core.settings.verifiers import (
+    CodeSettings,
+    ExactSettings,
+    JudgeSettings,
+    MathSettings,
+    NumericSettings,
+    RegexSettings,
+)
 
 __all__ = [
     "CoherenceSettings",
@@ -100,7 +108,8 @@ class RewardSettings(Settings):
     )
     clip: float | None = setting(None, gt=0, doc="components are clipped to +-this before weighting; default: none")
     on_error: Literal["stop", "mask"] = setting(
-        "stop", doc="reaction to a user function failing on a sample; mask: exclude the sample from the loss"
+        "stop",
+        doc="reaction to a user function or the judge failing on a sample; mask: exclude the sample from the loss",
     )
     max_masked_rate: float = setting(
         0.1,
@@ -122,3 +131,9 @@ class RewardSettings(Settings):
     tool_use: ToolUseSettings = setting(ToolUseSettings(), doc="options of component tool_use")
     format: FormatSettings = setting(FormatSettings(), doc="of the component format")
     length: LengthSettings = setting(LengthSettings(), doc="of the component length")
+    exact: ExactSettings = setting(ExactSettings(), doc="of the component exact")
+    numeric: NumericSettings = setting(NumericSettings(), doc="of the component numeric")
+    regex: RegexSettings = setting(RegexSettings(), doc="of the component regex")
+    math: MathSettings = setting(MathSettings(), doc="of the component math")
+    code: CodeSettings = setting(CodeSettings(), doc="of the component code")
+    judge: JudgeSettings = setting(JudgeSettings(), doc="of the component judge")

@@ -39,7 +39,7 @@ _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception", "BaseExcept
 
 
 def import_paths(value: Any) -> set[str]:
-    """Texts within plain settings, keys of mappings included, that read like 'package.module:name' or 'file.py:name'."""
+    """Texts within plain settings, keys of mappings too, that read like 'package.module:name' or 'file.py:name'."""
     if isinstance(value, str):
         return {value} if _IMPORT_PATH.fullmatch(value) else set()
     if isinstance(value, dict):
