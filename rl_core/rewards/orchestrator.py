@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_core.environments.answer_checks import CHECKS, make_check
 from rl_core.errors import RewardError, SettingsError, nearest
 from rl_core.models.turn_states import Embed, TurnStates
 from rl_core.rewards.coherence import CoherenceReward
@@ -15,12 +16,14 @@ from rl_core.rewards.component import Component, describe
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.rewards.format import FormatReward
 from rl_core.rewards.hacking_monitor import HackingMonitor
+from rl_core.rewards.judge import JudgeReward
 from rl_core.rewards.learned import LearnedReward, Scorer
 from rl_core.rewards.length import LengthReward
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.rewards.task import TaskReward
 from rl_core.rewards.tool_use import ToolUseReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
+from rl_core.rewards.verifier import VerifierReward
 from rl_core.settings import RewardSettings
 from rl_core.types import Rollout, RolloutGroup
 
@@ -38,6 +41,12 @@ COMPONENTS: dict[str, str] = {
     "learned": "score of the reward model, normalised over the run",
     "format": "share of turns that the environment can read",
     "length": "what is written beyond the free length costs",
+    "exact": "the answer is the target's text",
+    "numeric": "the answer is the target's number",
+    "regex": "the answer matches a pattern",
+    "math": "the answer is mathematically equal to the target",
+    "code": "the program in the answer passes the row's tests",
+    "judge": "score of a model behind an OpenAI-compatible URL",
 }
 
 
@@ -173,10 +182,14 @@ class RewardOrchestrator:
             "tool_use": lambda: ToolUseReward(options.tool_use),
             "format": lambda: FormatReward(options.format),
             "length": lambda: LengthReward(options.length),
+            "judge": lambda: JudgeReward(options),
         }
         if name in made:
             component: Component = made[name]()
             return component
+        if name in CHECKS:
+            settings = getattr(options, name)
+            return VerifierReward(make_check(name, settings), getattr(settings, "workers", 1))
         if name == "learned":
             if scorer is None:
                 raise SettingsError(
@@ -211,6 +224,8 @@ class RewardOrchestrator:
         except Exception as error:
             raise RewardError(f"reward '{name}' raised {type(error).__name__}: {error}") from error
         for value, rollout in zip(values, rollouts, strict=True):
+            if value is None and self.options.on_error == "mask":
+                continue
             if value is None or not math.isfinite(value):
                 raise RewardError(f"reward '{name}' gave {value!r}, no finite number, for {describe(rollout)}")
         return values

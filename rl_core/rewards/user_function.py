@@ -160,4 +160,4 @@ def _imported(path: str) -> RewardFunction:
     if not callable(function):
         name = path.partition(":")[2]
         raise SettingsError(f"rewards.{path}: no function '{name}' there, but a {type(function).__name__} of that name")
-    return function  # type: ignore[no-any-return]
+    return function
