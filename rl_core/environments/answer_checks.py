@@ -58,6 +58,11 @@ class AnswerCheck(ABC):
             else f"verifier '{self.name}' reads the column '{self.column}', but the environment's episodes are no rows"
         )
 
+    @property
+    def needs_target(self) -> bool:
+        """True = it compares with the environment's target."""
+        return self.column is None
+
     def _count(self, name: str) -> None:
         self.counts[name] = self.counts.get(name, 0) + 1
 
@@ -119,6 +124,11 @@ class RegexCheck(AnswerCheck):
         super().__init__(None if settings.pattern is not None else settings.column)
         self._settings = settings
         self._patterns: dict[str, TimedPattern] = {}
+
+    @property
+    def needs_target(self) -> bool:
+        """True = neither a pattern nor its column is given."""
+        return self._settings.pattern is None and self.column is None
 
     def score(self, text: str, target: str, row: Mapping[str, Any]) -> float:
         """1 or 0; 0, counted in timed_out, where matching takes too long."""

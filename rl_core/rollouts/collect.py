@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from rl_core.data.model_text import plain_json, printable
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import PendingTurn, StepPool, Turnover
+from rl_core.environments.tool_schema import example, schema_of
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
@@ -21,6 +23,8 @@ from rl_core.timing import span
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
 __all__ = ["EpisodeRequest", "Renderer", "collect"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,12 @@ def collect(
                     raise EnvironmentFault(
                         f"{sequence.place}: two episodes of the same seed began with different messages"
                     )
-        backend.run([sequence for group in groups for sequence in group], sampling)
+        try:
+            backend.run([sequence for group in groups for sequence in group], sampling)
+        finally:
+            for group in groups:
+                for sequence in group:
+                    sequence.close()
     played = [
         RolloutGroup([sequence.rollout(sample, policy_version) for sample, sequence in enumerate(group)])
         for group in groups
@@ -114,7 +123,7 @@ def _with_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
     if not isinstance(renderer, ChatRenderer) or not renderer.settings.native_tools or not tools.tools:
         return renderer
     tool = next(iter(tools.tools.values()))
-    call = ToolCall(tool.name, {name: kind(1) for name, kind in tool.parameters.items()})
+    call = ToolCall(tool.name, {name: example(schema_of(kind)) for name, kind in tool.parameters.items()})
     function = {"name": call.name, "arguments": call.arguments}
     told = renderer.with_tools(tools.schema())
     text = told.assistant_text(
@@ -213,7 +222,9 @@ class _EpisodeSequence:
             raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
         self._reward += step.reward
         if step.tool_call is not None:
-            turn.tool_call = ToolCall(printable(step.tool_call.name), plain_json(step.tool_call.arguments))
+            turn.tool_call = _plain_call(step.tool_call)
+        turn.more_calls = [_plain_call(call) for call in step.more_calls]
+        turn.info = plain_json(step.info)
         turn.is_error = step.is_error
         if step.terminated or step.truncated:
             self._stop_reason = StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT
@@ -231,6 +242,13 @@ class _EpisodeSequence:
         turn.observation = "\n".join(message["content"] for message in messages)
         self._append(observation_ids, [0.0] * len(observation_ids), sampled=False)
         return observation_ids
+
+    def close(self) -> None:
+        """End the episode's sessions, where it has some; an error of that is logged."""
+        try:
+            self._episode.close()
+        except Exception:
+            logger.warning("%s: its close failed", self.place, exc_info=True)
 
     def rollout(self, sample: int, policy_version: int) -> Rollout:
         """The finished episode as a rollout."""
@@ -281,6 +299,10 @@ class _EpisodeSequence:
             raise
         except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
             raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error
+
+
+def _plain_call(call: ToolCall) -> ToolCall:
+    return ToolCall(printable(call.name), plain_json(call.arguments))
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:
