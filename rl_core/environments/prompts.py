@@ -59,6 +59,7 @@ class PromptEpisode(Episode):
             is_error = any(failed for _, failed in results)
             info = {"failed_calls": [n for n, (_, failed) in enumerate(results) if failed]} if is_error else {}
             return Step(messages, tool_call=calls[0], more_calls=calls[1:], is_error=is_error, info=info)
+        self.close()
         if self._check is None:
             return Step(terminated=True, answer=text)
         score = self._check.score(text, self.target, self.row)
@@ -126,9 +127,8 @@ class Prompts(Environment):
         self.check = _check_of(verifier)
         self.knows_success = self.check is not None
         self._tools = _toolset(tools, mcp)
-        described = self._tools.instructions(call_format, 1 if call_format == "line" else MAX_CALLS)
-        told = described if describe_tools and self._tools.tools else ""
-        self._system = "\n\n".join(part for part in (system, told) if part)
+        self._has_tools = bool(mcp) or bool(self._tools.tools)
+        self._told, self._call_format, self._describe_tools = system, call_format, describe_tools
         self._report: dict[str, Any] = {}
         reader = functools.partial(_read, prompt, on_bad_row, max_rows)
         self._rows = self._split(rows, heldout, path, reader, files, revision)
@@ -149,7 +149,7 @@ class Prompts(Environment):
             for split, part in self._rows.items()
             for one in self.levels
         }
-        waits = any(tool.timeout_s is not None for tool in self._tools.tools.values())
+        waits = bool(mcp) or any(tool.timeout_s is not None for tool in self._tools.tools.values())
         self.blocking = waits or bool(self.check is not None and self.check.blocking)
 
     @classmethod
@@ -158,6 +158,14 @@ class Prompts(Environment):
         named = options.get("tools")
         paths = named if isinstance(named, list) else [named]
         return tuple(path for path in paths if isinstance(path, str))
+
+    @functools.cached_property
+    def _system(self) -> str:
+        """System message: the option's, and the description of the tools, for which MCP servers are asked."""
+        if not self._has_tools or not self._describe_tools:
+            return self._told
+        described = self._tools.instructions(self._call_format, 1 if self._call_format == "line" else MAX_CALLS)
+        return "\n\n".join(part for part in (self._told, described) if part)
 
     @property
     def tools(self) -> Toolset:
@@ -175,8 +183,7 @@ class Prompts(Environment):
 
     def opening(self, row: Mapping[str, Any]) -> list[Message]:
         """Opening messages of a row."""
-        prompt = row["prompt"]
-        messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+        messages = _messages(row)
         if self._system and messages[0]["role"] == "system":
             first = Message(role="system", content=f"{messages[0]['content']}\n\n{self._system}")
             return [first, *messages[1:]]
@@ -266,7 +273,7 @@ class Prompts(Environment):
         """Rows split by the digest of their question, at least one question of each level on either side."""
         if not share:
             return {"train": rows, "heldout": ()}
-        keys = [digest([[[m["role"], m["content"]] for m in self.opening(row)], None]) for row in rows]
+        keys = [digest([[m["role"], m["content"]] for m in _messages(row)]) for row in rows]
         held = {key for key in keys if is_heldout(key, share)}
         for level in dict.fromkeys(str(row.get(self._level)) for row in rows):
             own = sorted({key for key, row in zip(keys, rows, strict=True) if str(row.get(self._level)) == level})
@@ -305,6 +312,11 @@ class Prompts(Environment):
                 f"options.target: the verifier '{self.check.name}' compares with the right answer; name its column, "
                 f"one of {', '.join(self.columns)}"
             )
+
+
+def _messages(row: Mapping[str, Any]) -> list[Message]:
+    prompt = row["prompt"]
+    return [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
 
 
 def _read(

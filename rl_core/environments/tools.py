@@ -29,7 +29,7 @@ from typing import Any, Literal
 from rl_core.data.model_text import printable
 from rl_core.data.reasoning import after_thought
 from rl_core.environments.tool_schema import JSON_TYPES, Kind, check_value, function_parameters, schema_of
-from rl_core.errors import SettingsError, ToolMisuse, nearest
+from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse, nearest
 from rl_core.types import ToolCall
 
 __all__ = ["CallFormat", "Tool", "ToolMisuse", "Toolset"]
@@ -64,12 +64,14 @@ class Tool:
     timeout_s: float | None = None  # None = pure and fast: runs on the caller's thread, without a limit
     max_output_chars: int = 2000  # a longer output is an error
     optional: tuple[str, ...] = ()  # arguments that may be left out
+    waits: bool = False  # True = it waits for something, with a limit of its own: calls of one turn run at once
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise SettingsError(f"tool name {self.name!r} must be letters, digits, '_' or '-', starting with a letter")
         for parameter, kind in self.parameters.items():
-            if not (isinstance(kind, Mapping) or kind in JSON_TYPES) or not parameter.isidentifier():
+            is_named = bool(parameter.split()) if isinstance(kind, Mapping) else parameter.isidentifier()
+            if not (isinstance(kind, Mapping) or kind in JSON_TYPES) or not is_named:
                 raise SettingsError(
                     f"tool '{self.name}': {parameter!r} must have a name and int, float, str, bool, list, dict or a "
                     "JSON schema"
@@ -151,15 +153,15 @@ class Toolset:
         return [self._parse_line(self._tools[words[0]], words[1] if len(words) > 1 else "")]
 
     def run_all(self, calls: Sequence[ToolCall]) -> list[tuple[str, bool]]:
-        """(observation, is_error) of each call, in order; those of tools with a time limit run at once."""
-        timed = [call for call in calls if call.name in self._tools and self._tools[call.name].timeout_s is not None]
-        if len(calls) < 2 or not timed:
+        """(observation, is_error) of each call, in order; run at once where one of the tools may wait."""
+        tools = [self._tools[call.name] for call in calls if call.name in self._tools]
+        if len(calls) < 2 or not any(tool.waits or tool.timeout_s is not None for tool in tools):
             return [self.run(call) for call in calls]
         with ThreadPoolExecutor(len(calls)) as pool:
             return list(pool.map(self.run, calls))
 
     def run(self, call: ToolCall) -> tuple[str, bool]:
-        """(observation, is_error) of a call. Never raises: failures of a tool become 'error: ...'."""
+        """(observation, is_error) of a call. Failures of a tool become 'error: ...'; raises EnvironmentFault alone."""
         tool = self._tools.get(call.name)
         if tool is None:
             return f"error: no tool '{call.name}'; {nearest(call.name, self._tools)}", True
@@ -256,6 +258,8 @@ class Toolset:
     def _call(self, tool: Tool, arguments: dict[str, Any]) -> tuple[str, bool]:
         try:
             output = str(tool.function(*self._context, **arguments))
+        except EnvironmentFault:  # nothing that the policy did
+            raise
         except (Exception, SystemExit) as error:  # SystemExit: a tool must not end the run
             message = str(error) or type(error).__name__
             return printable(f"error: {message[: tool.max_output_chars]}"), True
