@@ -223,6 +223,16 @@ def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Fin
         yield _finding(("environment",), f"{settings.environment.name!r} raised {type(error).__name__}: {error}")
         return
     yield from _columns(settings, environment.columns, import_code)
+    policy = settings.stages.policy
+    if policy is not None and settings.environment.name == "prompts" and not environment.knows_success:
+        by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
+        if not any(weight for weights in by_stage for name, weight in weights.items() if name != "task"):
+            yield _finding(
+                (*POLICY, "rewards"),
+                "prompts alone reward nothing: set environment.options.verifier (exact, numeric, regex, math, code), "
+                'or name a reward, as `rewards: {exact: 1.0}` or {"rewards.py:correct": 1.0}',
+                ("environment",),
+            )
     for key, levels in _named_levels(settings):
         for level in levels:
             if level not in known:
