@@ -30,10 +30,11 @@ from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
 from tasks.config import PipelineSettings
+from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.run_options import FlowRunAddress, RunOptions
+from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
 from tasks.stage_registry import Product
 from tasks.tracking.store import without_password
 
@@ -44,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Prefect stores a flow's parameters; the progress display exists only in this process.
 _display: contextvars.ContextVar[Display | None] = contextvars.ContextVar("display", default=None)
 _started: contextvars.ContextVar[str] = contextvars.ContextVar("started", default="")  # of the run to go on with
+_restart: contextvars.ContextVar[bool] = contextvars.ContextVar("restart", default=False)  # its unfinished stage
 
 
 def _run_name() -> str:
@@ -74,6 +76,7 @@ def post_training(
     only: str | None = None,
     models: dict[str, str] | None = None,
     overrides: list[str] | None = None,
+    allow_drift: bool = False,
 ) -> PipelineResult:
     """Run the pipeline described by `settings`.
 
@@ -83,10 +86,16 @@ def post_training(
         only: the stage that `fresh` applies to; None = all.
         models: name -> folder or hub name, evaluated and compared in place of the trained models.
         overrides: key.path=value each, as in `--set`; applied to `settings`.
+        allow_drift: resume an unfinished stage although its settings, data or code changed.
     """
     typed = read_settings(settings, overrides)
+    on_drift: OnDrift = "resume" if allow_drift else "refuse"
+
+    def run_once() -> PipelineResult:
+        return execute(typed, fresh=fresh, only=only, models=models, on_drift=on_drift, restart=_restart.get())
+
     with outlived.noted() as outcome:
-        outcome.result = run_with_approval(typed, lambda: execute(typed, fresh=fresh, only=only, models=models), say)
+        outcome.result = run_with_approval(typed, run_once, say)
     return outcome.result
 
 
@@ -107,11 +116,13 @@ def execute(
     models: dict[str, str] | None = None,
     tags: dict[str, str] | None = None,
     lock: FolderLock | None = None,
+    on_drift: OnDrift = "refuse",
+    restart: bool = False,
 ) -> PipelineResult:
     """One pass over the stages within a flow run; called by every training flow through `run_with_approval`.
 
     Args:
-        fresh, only, models: see `post_training`. tags, lock: see `RunOptions` and `PipelineRun`.
+        fresh, only, models: see `post_training`. tags, on_drift, restart, lock: see `RunOptions` and `PipelineRun`.
     """
     with (
         PipelineRun(
@@ -119,6 +130,8 @@ def execute(
             RunOptions(
                 fresh=fresh,
                 only=only,
+                on_drift="anew" if restart else on_drift,
+                restart=restart,
                 given=models or {},
                 started=_started.get(),
                 tags=tags or {},
@@ -243,15 +256,27 @@ def run_pipeline(
     models: dict[str, str] | None = None,
     quiet: bool = False,
     started: str = "",
+    allow_drift: bool = False,
+    restart: bool = False,
 ) -> PipelineResult:
     """Run the flow in this process, with live progress. Arguments: see `post_training`.
 
     Args:
         started: start time of the run of this pipeline to resume.
-    Raises: errors of the stages; Stopped if interrupted, with the state saved.
+        restart: begin its unfinished stage anew.
+    Raises: errors of the stages; ResumeRefused; Stopped if interrupted, with the state saved.
     """
-    with watched(quiet=quiet, started=started), passed_on(settings) as stored:
-        result: PipelineResult = outlived.run(lambda: post_training(stored, fresh, only, models))
+    on_drift: OnDrift = "anew" if restart else "resume" if allow_drift else "refuse"
+    stages_folder = Path(settings.output).resolve() / settings.name / "stages"  # refused before anything is started
+    check_unfinished(stages_folder, settings, RunOptions(fresh=fresh, only=only, on_drift=on_drift))
+    token = _restart.set(restart)
+    try:
+        with watched(quiet=quiet, started=started), passed_on(settings) as stored:
+            result: PipelineResult = outlived.run(
+                lambda: post_training(stored, fresh, only, models, allow_drift=allow_drift)
+            )
+    finally:
+        _restart.reset(token)
     return result
 
 

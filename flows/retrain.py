@@ -27,6 +27,7 @@ from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 from tasks.lifecycle.data_lineage import record_sources
 from tasks.lifecycle.retraining import RetrainingPlan, close_record, open_record, plan_retraining, settle_waiting
+from tasks.pipeline.run_options import OnDrift
 from tasks.stages.promote import AWAITING
 from tasks.tracking import Tracking
 
@@ -61,6 +62,8 @@ def retrain(
     force: bool = False,
     reason: str = "",
     overrides: list[str] | None = None,
+    allow_drift: bool = False,
+    fresh: bool = False,
 ) -> State[RetrainResult]:
     """Retrain if there is new data, and promote the result if it passes the gate.
 
@@ -70,15 +73,23 @@ def retrain(
         force: retrain even without new data.
         reason: origin of the request; stored with the resulting versions.
         overrides: key.path=value each, as in `--set`; applied to `settings`.
+        allow_drift: resume an unfinished stage although its settings, data or code changed.
+        fresh: begin the unfinished stage of an interrupted retraining anew.
     """
     typed = read_settings(settings, overrides)
     with outlived.noted() as outcome:
-        outcome.result = result = _retrain(typed, start, force, reason)
+        outcome.result = result = _retrain(typed, start, force, reason, allow_drift=allow_drift, fresh=fresh)
     return Completed(message=result.message, data=result)
 
 
 def _retrain(
-    settings: PipelineSettings, start: Literal["champion", "base"] | None, force: bool, reason: str
+    settings: PipelineSettings,
+    start: Literal["champion", "base"] | None,
+    force: bool,
+    reason: str,
+    *,
+    allow_drift: bool,
+    fresh: bool,
 ) -> RetrainResult:
     output = Path(settings.output).resolve()
     home = output / settings.name
@@ -101,7 +112,7 @@ def _retrain(
             if plan.record is None:
                 logger.info("retraining: %s", plan.why)
                 return PipelineResult(results={}, rows=[], run_url="", seconds=0.0)
-            return _train(home, plan, lock)
+            return _train(home, plan, lock, "resume" if allow_drift else "refuse" if plan.continues else "anew", fresh)
 
     pipeline = run_with_approval(settings, run_once, say)  # manual approval is awaited without the lock
     if plans and plans[-1].record is None:
@@ -120,8 +131,12 @@ def _outcome(pipeline: PipelineResult) -> RetrainResult:
     return RetrainResult("waiting" if status == AWAITING else status, str(said.get("note", "")), pipeline)
 
 
-def _train(home: Path, plan: RetrainingPlan, lock: FolderLock) -> PipelineResult:
-    """Run the planned pipeline and record its outcome."""
+def _train(home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift, restart: bool) -> PipelineResult:
+    """Run the planned pipeline and record its outcome.
+
+    on_drift: of a retraining that goes on; a new one has other data or another start than one that was interrupted, so
+        its stages begin anew, and the old checkpoints are kept aside with a warning.
+    """
     record, settings = plan.record, plan.settings
     assert record is not None and settings is not None
     logger.info("retraining %d: %s", record.number, plan.why)
@@ -132,7 +147,7 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock) -> PipelineResult
         "retrain.reason": plan.why[:500],
     }
     try:
-        pipeline = execute(settings, tags=tags, lock=lock)
+        pipeline = execute(settings, tags=tags, lock=lock, on_drift=on_drift, restart=restart)
     except PosttrainError as error:
         close_record(home, record, status="failed", note=f"{type(error).__name__}: {error}"[:500])
         raise
@@ -183,9 +198,11 @@ def run_retraining(
     force: bool = False,
     reason: str = "",
     quiet: bool = False,
+    allow_drift: bool = False,
+    fresh: bool = False,
 ) -> RetrainResult:
     """Run the flow in this process, with live progress. Arguments: see `retrain`."""
     with watched(quiet=quiet), passed_on(settings) as stored:
-        run = outlived.run(lambda: retrain(stored, start, force, reason))
+        run = outlived.run(lambda: retrain(stored, start, force, reason, allow_drift=allow_drift, fresh=fresh))
         result: RetrainResult = run  # type: ignore[assignment]
     return result

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
+from tasks.pipeline.pipeline_tracker import next_start
+from tasks.pipeline.run_options import OnDrift
 from tasks.stage_registry import entry, names, policy_stages, result_stages
 from tasks.stages.analyze import find_trajectories, image_function, image_tools, log_analysis
 from tasks.stages.loading import make_environment
@@ -38,6 +39,7 @@ def single_stage(
     model: str | None = None,
     fresh: bool = False,
     overrides: list[str] | None = None,
+    allow_drift: bool = False,
 ) -> PipelineResult:
     """Run one stage; its inputs come from finished runs, or the earlier stages run first.
 
@@ -47,11 +49,13 @@ def single_stage(
         model: start from this folder, hub name or registered model instead of an earlier stage's model.
         fresh: rerun this stage even if finished.
         overrides: key.path=value each, as in `--set`; applied to `settings`.
+        allow_drift: resume the stage although its settings, data or code changed since its checkpoint.
     """
     typed = read_settings(settings, overrides)
     if getattr(typed.stages, stage) is None:
         raise SettingsError(f"stages: has no '{stage}', only {', '.join(typed.stages.active)}")
-    return execute(_up_to(typed, stage, model), fresh=fresh, only=stage)
+    on_drift: OnDrift = "resume" if allow_drift else "refuse"
+    return execute(_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift)
 
 
 @flow(name="analyze", flow_run_name=_run_name, validate_parameters=False, persist_result=False)
@@ -71,7 +75,13 @@ def compare_models(
 
 
 def run_stage(
-    settings: PipelineSettings, name: str, *, model: str | None = None, fresh: bool = False, quiet: bool = False
+    settings: PipelineSettings,
+    name: str,
+    *,
+    model: str | None = None,
+    fresh: bool = False,
+    quiet: bool = False,
+    allow_drift: bool = False,
 ) -> PipelineResult:
     """Run one stage; its inputs come from finished runs, or the earlier stages run first.
 
@@ -79,8 +89,9 @@ def run_stage(
         name: a stage of the config.
         model: start from this folder, hub name or registered model instead of an earlier stage's model.
         fresh: rerun this stage even if finished; earlier stages are not rerun.
+        allow_drift: resume the stage although its settings, data or code changed since its checkpoint.
     """
-    return run_pipeline(_up_to(settings, name, model), fresh=fresh, only=name, quiet=quiet)
+    return run_pipeline(_up_to(settings, name, model), fresh=fresh, only=name, quiet=quiet, allow_drift=allow_drift)
 
 
 def _up_to(settings: PipelineSettings, name: str, model: str | None) -> PipelineSettings:
@@ -145,8 +156,9 @@ def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path)
     )
     output = Path(settings.output).resolve()
     tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
-    started = time.strftime("%Y-%m-%d %H:%M:%S")
-    folder = output / settings.name / "analyses" / started.replace(" ", "-").replace(":", "-")
+    analyses = output / settings.name / "analyses"
+    started = next_start(analyses)
+    folder = analyses / started.replace(" ", "-").replace(":", "-")
     run = tracking.start_run(f"analysis · {started}", folder, tags={"kind": "analysis", "models": ", ".join(models)})
     log_analysis(run, result)
     run.close()

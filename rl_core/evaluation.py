@@ -21,6 +21,7 @@ from rl_core.analysis.statistics import (
 )
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
@@ -87,6 +88,7 @@ class Evaluation:
     seconds: float  # 0 = unknown
     episodes: list[EpisodeResult] = field(repr=False)  # in the order of the requests
     held_out: dict[str, dict[str, Any]] = field(default_factory=dict)  # level -> `HeldOut.to_json`; {} = not known
+    failed_episodes: int = 0  # rollouts whose environment failed; they count nowhere
     trajectories: list[Trajectory] = field(default_factory=list, repr=False)  # not part of `to_json`
     rollouts: list[Rollout] = field(default_factory=list, repr=False)  # the same with token ids; not part of `to_json`
 
@@ -106,7 +108,7 @@ class Evaluation:
         }
         for name in (
             "reward_mean", "turns_mean", "tool_calls_mean", "action_tokens_mean", "misuse_rate", "truncated_rate",
-            "tokens_per_second", "seconds",
+            "failed_episodes", "tokens_per_second", "seconds",
         ):  # fmt: skip
             plain[name] = float(getattr(self, name))
         plain |= {f"pass_at_{k}": value for k, value in self.pass_at_k.items()}
@@ -258,6 +260,7 @@ def evaluate(
     seed: int,
     policy_version: int = 0,
     process_group: ProcessGroup = SINGLE_PROCESS,
+    failures: EpisodeFailures | None = None,
 ) -> Evaluation:
     """Evaluation of a model: every requested episode is played `samples` times.
 
@@ -265,21 +268,25 @@ def evaluate(
         requests: from `heldout_requests`. samples: rollouts of each, at least 1.
         sampling: temperature 0 = greedy, with log-probabilities at temperature 1. seed: of the sampling.
         process_group: processes that each play a share of the episodes.
-    Raises: DataError without requests; SettingsError for samples below 1.
+        failures: counts the episodes whose environment failed; None = up to `sampling.max_failed_share` of this call.
+    Raises: DataError without requests; SettingsError for samples below 1; EnvironmentFault if too many episodes failed.
     """
     if not requests:
         raise DataError("evaluate: there are no episodes to play")
     if samples < 1:
         raise SettingsError(f"samples: {samples} must be at least 1")
+    failures = failures or EpisodeFailures(sampling.max_failed_share)
+    before = failures.total
     start = time.perf_counter()
     groups = collect(
         environment, backend, renderer, requests,
         group_size=samples, sampling=sampling, seed=seed, policy_version=policy_version,
-        process_group=process_group,
+        process_group=process_group, failures=failures,
     )  # fmt: skip
     seconds = time.perf_counter() - start
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     result = summarize((rollout.trajectory for rollout in rollouts), seconds)
+    result.failed_episodes = failures.total - before
     result.rollouts = rollouts
     return result
 

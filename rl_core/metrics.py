@@ -35,7 +35,6 @@ class MetricHistory:
         self._is_full_said = False  # warned about dropped names
         self.limit = limit  # observations kept per metric, hence the longest window
         self._series: dict[str, deque[tuple[float, float]]] = {}
-        self._counts: dict[str, int] = {}
         self._lock = threading.RLock()
 
     def observe(self, metrics: Mapping[str, float], step: float) -> None:
@@ -51,7 +50,6 @@ class MetricHistory:
                     self._is_full_said = True
                 elif math.isfinite(value):
                     self._series.setdefault(name, deque(maxlen=self.limit)).append((float(step), float(value)))
-                    self._counts[name] = self._counts.get(name, 0) + 1
 
     @property
     def names(self) -> list[str]:
@@ -60,9 +58,9 @@ class MetricHistory:
             return sorted(self._series)
 
     def count(self, name: str) -> int:
-        """Number of observations since the start or the last `clear`, including those beyond `limit`."""
+        """Number of observations kept."""
         with self._lock:
-            return self._counts.get(name, 0)
+            return len(self._series.get(name, ()))
 
     def is_full(self, name: str, window: int) -> bool:
         """True if there are `window` observations. Raises: DataError for a window beyond `limit`."""
@@ -111,7 +109,6 @@ class MetricHistory:
         with self._lock:
             for name in list(self._series) if names is None else names:
                 self._series.pop(name, None)
-                self._counts.pop(name, None)
 
     def summary(self, window: int) -> dict[str, dict[str, Any]]:
         """Statistics of each metric's latest `window` values: last, mean, slope per step, p10, p50, p90, is_full."""
@@ -145,11 +142,7 @@ class MetricHistory:
     def state_dict(self) -> dict[str, Any]:
         """All kept observations."""
         with self._lock:
-            return {
-                "limit": self.limit,
-                "series": {name: [list(point) for point in points] for name, points in self._series.items()},
-                "counts": dict(self._counts),
-            }
+            return {"series": {name: [list(point) for point in points] for name, points in self._series.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; `limit` is not restored."""
@@ -158,7 +151,6 @@ class MetricHistory:
                 name: deque(((float(s), float(v)) for s, v in points), maxlen=self.limit)
                 for name, points in state["series"].items()
             }
-            self._counts = {name: int(count) for name, count in state["counts"].items()}
 
     def _check(self, window: int) -> None:
         if not 1 <= window <= self.limit:

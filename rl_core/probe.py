@@ -19,6 +19,7 @@ from rl_core.data.conversation import training_sequences
 from rl_core.data.records import Row
 from rl_core.losses.kl import exact_forward_kl
 from rl_core.losses.supervised import token_entropy
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs, next_token_logprobs
 from rl_core.models.rotary import longest_sequence
@@ -26,7 +27,7 @@ from rl_core.models.turn_states import turn_spans, turn_states
 from rl_core.rewards.coherence import CoherenceReward
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.settings import CoherenceSettings
-from rl_core.types import Rollout
+from rl_core.types import Rollout, TrainBatch
 
 __all__ = ["Divergence", "Subject", "divergence", "mean_nll", "probe", "same_vocabulary"]
 
@@ -102,13 +103,15 @@ def mean_nll(subject: Subject, conversations: Sequence[Row]) -> tuple[float | No
     if not rows:
         return None, 0
     device = next(subject.model.parameters()).device
-    total, tokens = 0.0, 0
+
+    def measure(batch: TrainBatch) -> tuple[float, int]:
+        logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
+        return -float(logprobs_BS.double().sum()), batch.num_loss_tokens  # log-prob 0 for tokens without loss
+
     with evaluating(subject.model), torch.no_grad():
-        for batch in make_batches(rows, MAX_TOKENS, subject.renderer.pad_id):
-            logprobs_BS, _ = completion_logprobs(subject.model, batch.to(device))
-            total -= float(logprobs_BS.double().sum())  # 0 for tokens without loss
-            tokens += batch.num_loss_tokens
-    return total / tokens, count
+        batches = make_batches(rows, MAX_TOKENS, subject.renderer.pad_id)
+        found = MemoryFit("perplexity").compute(batches, measure)
+    return sum(nll for nll, _ in found) / sum(tokens for _, tokens in found), count
 
 
 @torch.no_grad()
@@ -123,20 +126,25 @@ def divergence(
     if not rollouts:
         return None
     device = next(model.parameters()).device
-    entropy_N: list[torch.Tensor] = []
-    kl_N: list[torch.Tensor] = []
     turns_N: list[int] = []
+
+    def measure(batch: TrainBatch) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+        batch = batch.to(device)
+        theirs = next_token_logprobs(reference, batch) if reference is not None else None
+        entropies, kls = [], []
+        for log_p_CV in next_token_logprobs(model, batch):
+            entropies.append(token_entropy(log_p_CV).cpu())
+            if theirs is not None:
+                kls.append(exact_forward_kl(log_p_CV, next(theirs)).cpu())
+        return entropies, kls, batch.rows
+
     with evaluating(model), evaluating(reference or model):
-        for batch in make_batches(list(rollouts), MAX_TOKENS, pad_id):
-            batch = batch.to(device)
-            theirs = next_token_logprobs(reference, batch) if reference is not None else None
-            for log_p_CV in next_token_logprobs(model, batch):
-                entropy_N.append(token_entropy(log_p_CV).cpu())
-                if theirs is not None:
-                    kl_N.append(exact_forward_kl(log_p_CV, next(theirs)).cpu())
-            for row in batch.rows:
-                spans = turn_spans(rollouts[row].loss_mask)
-                turns_N += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]
+        found = MemoryFit("entropy and KL").compute(make_batches(list(rollouts), MAX_TOKENS, pad_id), measure)
+    entropy_N = [part for entropies, _, _ in found for part in entropies]
+    kl_N = [part for _, kls, _ in found for part in kls]
+    for row in (row for _, _, rows in found for row in rows):
+        spans = turn_spans(rollouts[row].loss_mask)
+        turns_N += [turn for turn, (start, end, _) in enumerate(spans) for _ in range(start, end)]
     turns = torch.tensor(turns_N)
     entropy, kl = torch.cat(entropy_N), torch.cat(kl_N) if kl_N else None
     return Divergence(

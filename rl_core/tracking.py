@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["MemoryTracker", "Tracker"]
+__all__ = ["MemoryTracker", "Tracker", "sync_tracker"]
 
 
 class Tracker(Protocol):
@@ -30,6 +30,15 @@ class Tracker(Protocol):
 
     def progress(self, done: int, total: int, message: str = "") -> None:
         """Report progress; cheap enough to call at every iteration."""
+
+
+def sync_tracker(tracker: Tracker) -> None:
+    """Force what was recorded to the disk, if the tracker has a `sync()`; called before a checkpoint is published.
+
+    Else a power cut could leave a checkpoint whose steps nobody recorded.
+    """
+    if (sync := getattr(tracker, "sync", None)) is not None:
+        sync()
 
 
 @dataclass

@@ -5,13 +5,27 @@ Suffixes: P prompts, G rollouts per prompt, B = P*G rows, T completion tokens, S
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import Any, NotRequired, TypedDict
 
 import torch
 
-__all__ = ["Message", "Rollout", "RolloutGroup", "StopReason", "ToolCall", "TrainBatch", "Trajectory", "Turn"]
+from rl_core.errors import SettingsError
+
+__all__ = [
+    "Message",
+    "Rollout",
+    "RolloutGroup",
+    "StopReason",
+    "ToolCall",
+    "TrainBatch",
+    "Trajectory",
+    "Turn",
+    "context_positions",
+]
 
 
 class Message(TypedDict):
@@ -34,6 +48,7 @@ class StopReason(StrEnum):
     MAX_TURNS = "max_turns"  # the turn limit was reached
     MAX_TOKENS = "max_tokens"  # max_completion_tokens or the context was reached
     ENVIRONMENT = "environment"  # the environment truncated the episode
+    FAILED = "failed"  # the environment raised, hung or broke its protocol
 
 
 @dataclass(slots=True)
@@ -128,7 +143,12 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Rollout:
-    """One sampled episode. Token ids are kept as sampled: they are never re-tokenised."""
+    """One sampled episode. Token ids are kept as sampled: they are never re-tokenised.
+
+    An episode whose history is rendered anew (`model.history_thoughts: template`) has several contexts: at each of
+    `context_starts` begins a prompt of its own, in which earlier turns stand as the chat template writes them; the
+    tokens after it follow from that prompt alone.
+    """
 
     prompt_ids: list[int]  # [prompt tokens]
     completion_ids: list[int]  # [T] every token after the prompt: sampled ones and observations, in order
@@ -140,6 +160,7 @@ class Rollout:
     trajectory: Trajectory
     is_truncated: bool = False  # True = cut by a limit, not ended by the environment
     is_masked: bool = False  # True = no reward could be computed: it carries no loss
+    context_starts: list[int] = field(default_factory=list)  # indices into completion_ids, rising; [] = one context
 
     @property
     def temperature(self) -> float:
@@ -155,6 +176,40 @@ class Rollout:
     def success(self) -> bool:
         """Success as judged by the environment."""
         return self.trajectory.success
+
+    @property
+    def num_episode_tokens(self) -> int:
+        """Tokens after the prompt, without the prompts of later contexts: those that sampling's limit counts."""
+        repeated = 0
+        for start in self.context_starts:
+            repeated += self.loss_mask.index(True, start) - start if True in self.loss_mask[start:] else 0
+        return len(self.completion_ids) - repeated
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each token, prompt included, within its context."""
+        return context_positions(len(self.prompt_ids), len(self.completion_ids), self.context_starts)
+
+    def check_one_context(self, purpose: str) -> None:
+        """Raise SettingsError where a `purpose` that reads one sequence of tokens is given several contexts."""
+        if self.context_starts:
+            raise SettingsError(
+                f"model.history_thoughts: {purpose} takes one sequence of tokens an episode, and this chat template "
+                "renders earlier turns anew; set it to keep"
+            )
+
+    @property
+    def last_context(self) -> list[int]:
+        """Token ids of the context in which the episode ended: the whole sequence, where it has no other."""
+        if not self.context_starts:
+            return [*self.prompt_ids, *self.completion_ids]
+        return self.completion_ids[self.context_starts[-1] :]
+
+
+def context_positions(num_prompt: int, num_completion: int, starts: Sequence[int]) -> list[int]:
+    """Position of each token within its context; contexts begin at 0 and at these indices of the completion."""
+    edges = [0, *(num_prompt + start for start in starts), num_prompt + num_completion]
+    return [position for begin, end in pairwise(edges) for position in range(end - begin)]
 
 
 @dataclass(slots=True)

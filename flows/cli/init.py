@@ -6,6 +6,7 @@ import keyword
 from pathlib import Path
 
 from rl_core.errors import SettingsError
+from rl_core.storage.single_files import make_folder, write_text_atomic
 from tasks.shipped import templates
 
 __all__ = ["init"]
@@ -29,10 +30,10 @@ def init(folder: Path) -> str:
     there = [file for file in FILES if (folder / file).exists()]
     if there:
         raise SettingsError(f"{folder}: has {', '.join(there)} already, which would be overwritten; name a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for file in FILES:
         text = (templates() / file).read_text(encoding="utf-8").replace("@FOLDER@", name)
-        (folder / file).write_text(text.replace("FOLDER/config.yaml", f"{name}/config.yaml"), encoding="utf-8")
+        write_text_atomic(folder / file, text.replace("FOLDER/config.yaml", f"{name}/config.yaml"))
     parent = folder.resolve().parent
     lines = [f"{folder}: wrote {', '.join(FILES)}"]
     if parent != Path.cwd():

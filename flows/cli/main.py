@@ -14,7 +14,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import signal
 import sys
 import traceback
@@ -25,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
 from flows.runtime import outlived, stopping
-from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
-from rl_core.errors import DataError, ModelError, PosttrainError, SettingsError, Stopped
+from flows.runtime.stopping import Terminated, bounded, stop_after, unwind_on_sigterm
+from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -87,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
         how, number = ("SIGTERM", signal.SIGTERM) if isinstance(error, Terminated) else ("Ctrl-C", signal.SIGINT)
         more = "; the same command resumes from the last checkpoint" if arguments.command in TRAINING else ""
         return _failed(arguments, f"stopped by {how}{more}", 128 + number)
-    except (SettingsError, DataError, ModelError) as error:
+    except (SettingsError, DataError, ModelError, ResumeRefused) as error:
         return _failed(arguments, str(error), 2)
     except PosttrainError as error:
         return _failed(arguments, _with_advice(f"{type(error).__name__}: {error}"), 1)
@@ -163,11 +162,14 @@ def init(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
+    stop_after(arguments.stop_after)
     settings = _load(arguments)
     _prepare(settings)
     from flows.post_training import run_pipeline
 
-    result = run_pipeline(settings, fresh=arguments.fresh, quiet=arguments.quiet)
+    result = run_pipeline(
+        settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
+    )  # fmt: skip
     print(result.table())
     return 0 if result.ok else 1
 
@@ -179,8 +181,9 @@ def retrain(arguments: argparse.Namespace) -> int:
     from flows.retrain import run_retraining
 
     result = run_retraining(
-        settings, start=arguments.start, force=arguments.force, reason=arguments.reason, quiet=arguments.quiet
-    )
+        settings, start=arguments.start, force=arguments.force, reason=arguments.reason, quiet=arguments.quiet,
+        allow_drift=arguments.allow_drift, fresh=arguments.fresh,
+    )  # fmt: skip
     if result.pipeline is not None:
         print(result.pipeline.table())
     print(result.message)
@@ -278,9 +281,21 @@ def stage(arguments: argparse.Namespace) -> int:
     _prepare(settings)
     from flows.single_stage import run_stage
 
-    result = run_stage(settings, arguments.name, model=arguments.model, fresh=arguments.fresh, quiet=arguments.quiet)
+    result = run_stage(
+        settings, arguments.name, model=arguments.model, fresh=arguments.fresh, quiet=arguments.quiet,
+        allow_drift=arguments.allow_drift,
+    )  # fmt: skip
     print(result.table())
     return 0 if result.ok else 1
+
+
+def why(arguments: argparse.Namespace) -> int:
+    """Say why a stage was run or not."""
+    settings = _load(arguments, import_code=False)
+    from flows.cli.why import explain
+
+    print(explain(settings, arguments.name))
+    return 0
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -319,11 +334,12 @@ def analyze(arguments: argparse.Namespace) -> int:
 def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
     _prepare(settings)
     from flows.single_stage import analyze_models
+    from rl_core.storage.single_files import copy_tree
 
     result = analyze_models(settings, models, quiet=quiet)
     print(result.table())
     if "analyze" in result.results:
-        shutil.copytree(result.results["analyze"].path, out, dirs_exist_ok=True)
+        copy_tree(result.results["analyze"].path, out)
         print(f"report: {out / 'report.html'}")
     return 0 if result.ok else 1
 
@@ -353,6 +369,7 @@ def approve(arguments: argparse.Namespace) -> int:
 
 def resume(arguments: argparse.Namespace) -> int:
     """Resume an interrupted run."""
+    stop_after(arguments.stop_after)
     chosen = _optional(arguments)
     output = Path(chosen.output if chosen else arguments.output)
     from flows.cli.resume import find, settings_of
@@ -364,10 +381,35 @@ def resume(arguments: argparse.Namespace) -> int:
 
     print(f"going on with '{record.name}', which is {record.status}")
     result = run_pipeline(
-        settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started
+        settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started,
+        allow_drift=arguments.allow_drift, restart=arguments.fresh,
     )  # fmt: skip
     print(result.table())
     return 0 if result.ok else 1
+
+
+def verify_resume(arguments: argparse.Namespace) -> int:
+    """Compare a run in one piece with an interrupted one."""
+    settings = _load(arguments)
+    from flows.verification.verify import Plan, verify
+
+    plan = Plan(arguments.kills, arguments.slices, arguments.seed, arguments.minutes, arguments.keep)
+    return verify(arguments.config, arguments.set, settings, plan)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Play a recorded episode again, or list the failed ones."""
+    settings = _optional(arguments, import_code=True)
+    from flows.cli.replay import kept_table, recorded_settings
+    from flows.cli.replay import replay as play_again
+
+    settings = settings or recorded_settings(Path(arguments.output))
+    if arguments.episode is None:
+        print(kept_table(settings))
+        return 0
+    text, is_same = play_again(settings, arguments.episode, trace=arguments.debug)
+    print(text)
+    return 0 if is_same else 1
 
 
 def sync(arguments: argparse.Namespace) -> int:
@@ -515,11 +557,13 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 _ALL = (
-    init, run, retrain, validate, stage, profile, evaluate, analyze, promote, approve, resume, up, down, status, ui,
-    monitor, runs, sync, gc, doctor,
+    init, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up, down, status,
+    ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {command.__name__: command for command in _ALL}
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    command.__name__.replace("_", "-"): command for command in _ALL
+}
 
 if __name__ == "__main__":
     command()

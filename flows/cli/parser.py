@@ -38,13 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_profile):
+    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_why, _add_profile):
         add(commands)
     for add in (_add_evaluate, _add_analyze, _add_promote):
         add(commands)
     for add in (_add_approve, _add_resume, _add_up, _add_down, _add_status):
         add(commands)
-    for add in (_add_ui, _add_monitor, _add_runs, _add_sync, _add_gc, _add_doctor):
+    for add in (_add_ui, _add_monitor, _add_runs, _add_replay, _add_verify_resume, _add_sync, _add_gc, _add_doctor):
         add(commands)
     return parser
 
@@ -96,6 +96,14 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", "-o", default="outputs", help="output folder, without --config (default: outputs)")
 
 
+def _add_allow_drift(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--allow-drift",
+        action="store_true",
+        help="resume from a checkpoint although settings, data or code changed since",
+    )
+
+
 def _add_quiet(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the final table")
 
@@ -120,6 +128,8 @@ def _add_run(commands: Any) -> None:
     )
     _add_config(parser)
     parser.add_argument("--fresh", action="store_true", help="rerun all stages, finished ones included")
+    _add_stop_after(parser)
+    _add_allow_drift(parser)
     _add_quiet(parser)
 
 
@@ -138,6 +148,8 @@ def _add_retrain(commands: Any) -> None:
         help="initial model: the champion, or the configuration's model (default: its retrain.start)",
     )
     parser.add_argument("--force", action="store_true", help="also without new data")
+    parser.add_argument("--fresh", action="store_true", help="begin an interrupted retraining's unfinished stage anew")
+    _add_allow_drift(parser)
     parser.add_argument("--reason", default="", help="origin of the request; stored with the versions")
     _add_quiet(parser)
 
@@ -167,7 +179,16 @@ def _add_stage(commands: Any) -> None:
     _add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="rerun the stage even if finished")
+    _add_allow_drift(parser)
     _add_quiet(parser)
+
+
+def _add_why(commands: Any) -> None:
+    examples = ["why policy demo", "why sft demo --set stages.sft.epochs=2"]
+    about = "say why a stage was run or not, and what changed since"
+    parser = _add(commands, "why", about, examples)
+    parser.add_argument("name", metavar="STAGE", choices=names(), help=f"one of {', '.join(names())}")
+    _add_config(parser)
 
 
 def _add_profile(commands: Any) -> None:
@@ -255,9 +276,57 @@ def _add_resume(commands: Any) -> None:
         nargs="?",
         help="name or id of the run, or its pipeline (default: the newest unfinished run)",
     )
+    parser.add_argument("--fresh", action="store_true", help="begin the unfinished stage anew, without its checkpoint")
+    _add_allow_drift(parser)
     _add_config(parser, option=True)
     _add_output(parser)
+    _add_stop_after(parser)
     _add_quiet(parser)
+
+
+def _add_verify_resume(commands: Any) -> None:
+    examples = [
+        "verify-resume demo --set stages.policy.iterations=8 --set stages.sft.max_steps=60",
+        "verify-resume my_task/config.yaml --kills 10 --seed 1",
+        "verify-resume my_task/config.yaml --slices 60    (SIGTERM every 60 s, as a scheduler sends it)",
+    ]
+    about = (
+        "run a pipeline in one piece, and again while killing it; compare the bytes and name what depends on chance; "
+        "exits with 0 if they are equal, 1 if they differ, 2 if that was not found out"
+    )
+    parser = _add(commands, "verify-resume", about, examples)
+    _add_config(parser)
+    parser.add_argument("--kills", type=_positive, default=5, metavar="N", help="interruptions by SIGKILL (default: 5)")
+    parser.add_argument(
+        "--slices", type=_seconds, metavar="SECONDS", help="stop by SIGTERM after every SECONDS instead"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and fault points of the kills (default: 0)")
+    parser.add_argument(
+        "--minutes",
+        type=_seconds,
+        default=60.0,
+        metavar="M",
+        help="limit for everything; half for the first run (default: 60). Settings are shortened by --set alone",
+    )
+    parser.add_argument("--keep", action="store_true", help="keep both runs also if they are equal")
+
+
+def _add_replay(commands: Any) -> None:
+    examples = [
+        "replay    (lists the failed episodes that are kept)",
+        "replay policy/12/easy/345/0",
+        "replay evaluate/policy/hard/17/0 --config demo",
+    ]
+    about = "play a recorded episode again, failed or not, and say where the result differs from the recording"
+    parser = _add(commands, "replay", about, examples)
+    parser.add_argument(
+        "episode",
+        metavar="EPISODE",
+        nargs="?",
+        help="STAGE/ITERATION/LEVEL/SEED/SAMPLE, or evaluate/MODEL/LEVEL/SEED/SAMPLE",
+    )
+    _add_config(parser, option=True)
+    _add_output(parser)
 
 
 def _add_sync(commands: Any) -> None:
@@ -387,6 +456,26 @@ def _add_doctor(commands: Any) -> None:
     )
     _add_config(parser, option=True)
     _add_output(parser)
+
+
+def _add_stop_after(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stop-after",
+        type=_seconds,
+        metavar="SECONDS",
+        help="stop after so many seconds as SIGTERM does: state saved, exit code 143 within 10 s; the same command "
+        "resumes",
+    )
+
+
+def _seconds(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 def _positive(text: str) -> int:

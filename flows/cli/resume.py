@@ -63,7 +63,8 @@ def settings_of(record: RunRecord, output: Path) -> PipelineSettings:
         settings = dataclasses.replace(settings, output=str(output.resolve()))
     if record.code_version and record.code_version != code_version():
         logger.warning(
-            "the code has changed since '%s' began (%s, now %s): stages affected by it start over",
+            "the code has changed since '%s' began (%s, now %s): finished stages run anew, and the unfinished one "
+            "resumes with --allow-drift alone",
             record.name, record.code_version, code_version(),
         )  # fmt: skip
     return settings

@@ -23,7 +23,7 @@ from types import FrameType, TracebackType
 from flows.runtime import prefect_access
 from flows.runtime.prefect_home import prefect_environment
 from rl_core.errors import BackendError, SettingsError
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import make_folder, open_log
 from tasks.tracking import Tracking, offline_environment
 
 __all__ = ["PageServer", "PageServers", "serve"]
@@ -122,7 +122,7 @@ class PageServers:
         if not store.is_local:
             return PageServer("MLflow", store.label, notes=["(runs elsewhere)"])
         if store.uri.startswith("sqlite:///"):
-            Path(store.uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
+            make_folder(Path(store.uri.removeprefix("sqlite:///")).parent)
         artifacts = self.output / "mlflow" / "artifacts"
         service = self._service("MLflow", "/health")
         port = self._ports["MLflow"]
@@ -188,8 +188,8 @@ class PageServers:
 
     def _start(self, service: PageServer, arguments: list[str], environment: dict[str, str]) -> None:
         assert service.log_path is not None
-        service.log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(service.log_path, "wb", opener=own_file) as output:
+        make_folder(service.log_path.parent)
+        with open_log(service.log_path) as output:
             service.process = subprocess.Popen(
                 [sys.executable, "-c", _TIED, str(os.getpid()), *arguments],
                 stdin=subprocess.DEVNULL,
@@ -280,7 +280,7 @@ def serve(
         mlflow_port, prefect_port: if taken, the next free port is used.
     Raises: SettingsError, BackendError if a server does not start or ends by itself.
     """
-    Path(output).mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     # SIGINT too: shells start background jobs with SIGINT ignored.
     before = {number: signal.signal(number, _interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -11,7 +11,8 @@ from typing import Any
 
 from flows.monitor.runs import RunView, StageView
 from flows.monitor.tail import Tail
-from rl_core.errors import DataError
+from rl_core.errors import CheckpointError, DataError
+from rl_core.storage.single_files import make_folder, replacing, write_text_atomic
 
 __all__ = ["export_run", "metrics_csv", "run_json", "stages_csv"]
 
@@ -106,13 +107,13 @@ def run_json(run: RunView) -> str:
 def export_run(run: RunView, folder: Path) -> list[Path]:
     """Write metrics.csv, stages.csv and run.json into a folder, created if absent. Raises: DataError on failure."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         paths = [folder / name for name in ("metrics.csv", "stages.csv", "run.json")]
-        with paths[0].open("w", encoding="utf-8") as file:
+        with replacing(paths[0]) as file:
             for block in metrics_csv(run):
                 file.write(block)
-        paths[1].write_text(stages_csv(run), encoding="utf-8")
-        paths[2].write_text(run_json(run), encoding="utf-8")
-    except OSError as error:
-        raise DataError(f"--export: {folder} cannot be written: {error.strerror or error}") from error
+        write_text_atomic(paths[1], stages_csv(run))
+        write_text_atomic(paths[2], run_json(run))
+    except CheckpointError as error:
+        raise DataError(f"--export: {error}") from error
     return paths

@@ -23,7 +23,7 @@ from flows.operations.state import Options, State, StatePaths, is_running, read_
 from flows.operations.supervisor import REPAIR, Supervisor
 from flows.runtime.prefect_access import password
 from rl_core.errors import BackendError, DataError, FolderBusy, SettingsError
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import make_folder, open_log
 
 __all__ = ["DATABASE_VARIABLE", "down", "status", "up"]
 
@@ -49,7 +49,7 @@ def up(output: Path, given: dict[str, Any], *, detach: bool = False) -> None:
     """
     check_platform()
     output = output.resolve()
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
     places = StatePaths(output)
     address = str(given.get("database") or os.environ.get(DATABASE_VARIABLE) or "")
     if address:
@@ -184,8 +184,8 @@ def _start_in_background(places: StatePaths, given: dict[str, Any], address: str
     if address:
         environment[DATABASE_VARIABLE] = address
     log = places.log("up")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "wb", opener=own_file) as out:
+    make_folder(log.parent)
+    with open_log(log) as out:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
         )

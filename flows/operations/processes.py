@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import SettingsError
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import make_folder, open_log
 
 __all__ = ["MARK", "ProcessId", "end_all", "leftovers", "mark_of", "spawn"]
 
@@ -136,10 +136,8 @@ def spawn(
         lead: seconds for the server's children to end before the server is signalled; see subreaper.py.
         soft, grace: seconds from the server's SIGTERM to that of the whole tree, and to SIGKILL.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    if log.exists() and log.stat().st_size > MAX_LOG_BYTES:
-        log.replace(log.with_name(log.name + ".1"))
-    with open(log, "ab", opener=own_file) as output:
+    make_folder(log.parent)
+    with open_log(log, append_up_to=MAX_LOG_BYTES) as output:
         output.write(f"--- started {time.strftime('%Y-%m-%d %H:%M:%S')}\n".encode())
         output.flush()
         return subprocess.Popen(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from flows.operations.checks import check_api, explain
 from flows.operations.services import GPU_LIMIT
 from rl_core.errors import DataError, PosttrainError, SettingsError
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import write_json_atomic
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import PrefectClient

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.operations.processes import ProcessId
-from rl_core.storage.folders import write_text_unsynced
+from rl_core.storage.single_files import make_folder, write_text_unsynced
 
 __all__ = ["Options", "StatePaths", "ServiceState", "State", "is_running", "read_state", "write_state"]
 
@@ -111,7 +111,7 @@ class State:
 
 def write_state(places: StatePaths, state: State) -> None:
     """Replace the file atomically, without fsync: it is informational, and a full disk must not stop the servers."""
-    places.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(places.folder)
     write_text_unsynced(places.state, json.dumps({"version": VERSION, **dataclasses.asdict(state)}, indent=2) + "\n")
 
 

@@ -23,9 +23,11 @@ from flows.operations.processes import ProcessId, end_all, mark_of, spawn
 from flows.operations.registration import RegistrationRequest
 from flows.operations.services import ROOT, ServiceSpec, client_environment, mlflow_url, services
 from flows.operations.state import Options, State, StatePaths, write_state
+from flows.operations.steady_clock import SteadyClock
 from rl_core.errors import BackendError, FolderBusy
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.shipped import shipped
 
 __all__ = ["Supervisor"]
@@ -62,6 +64,7 @@ class Supervisor:
         self.state = State(supervisor=own, options=options)
         self.servers: list[ManagedService] = []
         self._registration: subprocess.Popen[bytes] | None = None
+        self._clock = SteadyClock()
         self._stops = 0
         self._repair = False
         self._written: dict[str, Any] = {}
@@ -89,7 +92,7 @@ class Supervisor:
 
     def _lock(self) -> FolderLock:
         """Acquire the lock, tolerating the brief holds of `is_running`."""
-        self.places.folder.mkdir(parents=True, exist_ok=True)
+        clear_leftovers(make_folder(self.places.folder))
         return _Patient(self.places.lock)
 
     def _take_signals(self) -> dict[int, Any]:
@@ -142,7 +145,7 @@ class Supervisor:
         """One pass over all servers. Raises: Stop."""
         if self._stops:
             raise Stop
-        now = time.time()
+        now = self._clock()
         for server in self.servers:
             if server.process is not None or self._may_start(server.service):
                 server.step(now)
@@ -209,7 +212,7 @@ class Supervisor:
                 server.signal(signal.SIGTERM)
             deadline = time.monotonic() + STOP_SECONDS
             for server in group:
-                while not server.stop(time.time(), 0.2) and time.monotonic() < deadline:
+                while not server.stop(self._clock(), 0.2) and time.monotonic() < deadline:
                     if self._stops > stops:  # a second signal: do not wait for runs to save
                         stops = self._stops
                         for impatient in group:

@@ -26,7 +26,7 @@ from pydantic import Field
 from flows.runtime.approval_commands import how_to_answer
 from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import BackendError, SettingsError
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import ApprovalRequest, answer, asked, expire
 from tasks.tracking import Tracking
@@ -208,7 +208,7 @@ def _place(settings: PipelineSettings) -> Path:
 def _remember(settings: PipelineSettings, result: PipelineResult) -> None:
     """Store the pending result, so that the restarted run (possibly with newer code) need not recompute it."""
     path = _place(settings)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     kept: dict[str, Any] = {
         "rows": result.rows,
         "run_url": result.run_url,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rl_core.storage.single_files import replacing
 from tasks.stage_registry import names, policy_stages
 
 __all__ = ["draw_pipeline"]
@@ -47,7 +49,10 @@ def draw_pipeline(rows: Sequence[Mapping[str, Any]], path: Path, title: str = ""
             arrowstyle="-|>", mutation_scale=13, color="#6b7f8f", linewidth=1.2, zorder=1,
         )  # fmt: skip
         axes.add_patch(arrow)
-    figure.savefig(path)
+    picture = io.BytesIO()
+    figure.savefig(picture)
+    with replacing(path, binary=True) as file:
+        file.write(picture.getvalue())
     return path
 
 

@@ -7,7 +7,6 @@ front of the server, which Prefect has not; `create_app` is the same for the emb
 from __future__ import annotations
 
 import base64
-import contextlib
 import os
 import secrets
 import sys
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 
 from rl_core.errors import BackendError
 from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import create_once, make_folder
 from tasks.shipped import CHECKOUT
 
 __all__ = [
@@ -53,12 +53,13 @@ def password(output: Path) -> str:
     if given := os.environ.get(SERVER):
         return given
     path = auth_file(output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        _make(path)
+    make_folder(path.parent)
     try:
-        with open(path, opener=own_file) as file:
-            return file.read().strip()
+        if not (found := _read(path)):
+            path.unlink(missing_ok=True)  # an empty one, which a crash of an older version left: no password at all
+            create_once(path, new_password() + "\n", mode=0o600)
+            found = _read(path)
+        return found
     except PermissionError:
         raise BackendError(
             f"{path}: cannot be read: the servers were started by somebody else; ask for its content and set "
@@ -66,15 +67,12 @@ def password(output: Path) -> str:
         ) from None
 
 
-def _make(path: Path) -> None:
-    """Write a new password, complete before it has its name; one that another process wrote meanwhile stays."""
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with open(own_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(new_password() + "\n")
-    with contextlib.suppress(FileExistsError):
-        os.link(temporary, path)
-    temporary.unlink()
+def _read(path: Path) -> str:
+    try:
+        with open(path, opener=own_file) as file:
+            return file.read().strip()
+    except FileNotFoundError:
+        return ""
 
 
 def basic(auth: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 from flows.runtime import prefect_access
 from rl_core.errors import BackendError
+from rl_core.storage.single_files import make_folder
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prefect_defaults", "prepare_prefect", "start_embedded_server"]
 
@@ -56,7 +57,7 @@ def prepare_prefect(output: Path | None = None) -> None:
     for name, value in prefect_environment(output).items():
         os.environ.setdefault(name, value)
     if output is not None:
-        Path(os.environ.get("PREFECT_HOME", output)).mkdir(parents=True, exist_ok=True)
+        make_folder(os.environ.get("PREFECT_HOME", output))
 
 
 @contextlib.contextmanager

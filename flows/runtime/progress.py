@@ -18,15 +18,21 @@ LINE_SECONDS = 10.0  # between plain lines of a stage
 
 
 class _Warnings(logging.Handler):
-    """Log handler that prints warnings of this project above the bars, in quiet runs too."""
+    """Log handler that prints warnings of this project above the bars, in quiet runs too.
+
+    And what is logged with `extra={"for_people": True}`, without its level.
+    """
 
     def __init__(self, console: Console) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__(logging.INFO)
         self.console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print one warning."""
-        self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", highlight=False, markup=False)
+        """Print one record."""
+        if record.levelno >= logging.WARNING:
+            self.console.print(f"{record.levelname.lower()}: {record.getMessage()}", highlight=False, markup=False)
+        elif getattr(record, "for_people", False):
+            self.console.print(record.getMessage(), highlight=False, markup=False, soft_wrap=True)
 
 
 class Display:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
-__all__ = ["Terminated", "asked", "bounded", "last_words", "unwind_on_sigterm"]
+__all__ = ["Terminated", "asked", "bounded", "last_words", "stop_after", "unwind_on_sigterm"]
 
 # Set by the first SIGTERM. Its exception may be swallowed by a destructor, a callback from C or a bare `except`, all
 # frequent in imports; then the next stage, or the next iteration of a loop, stops.
@@ -39,6 +39,16 @@ def unwind_on_sigterm() -> None:
         signal.signal(signal.SIGTERM, stop)
     except ValueError:  # not the main thread, where signals cannot be handled
         return
+
+
+def stop_after(seconds: float | None) -> None:
+    """Send this process SIGTERM after `seconds`, as a scheduler with a time limit does; None = never."""
+    if seconds is None:
+        return
+    timer = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.daemon = True
+    timer.name = "stop after"
+    timer.start()
 
 
 @contextlib.contextmanager

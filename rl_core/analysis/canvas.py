@@ -5,10 +5,13 @@ A model has the same colour in every figure of an analysis, by its index.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rl_core.storage.single_files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,8 +69,11 @@ def canvas(path: Path, size: tuple[float, float]) -> Iterator[Figure]:
         figure = Figure(figsize=size, layout="constrained", facecolor="white")
         FigureCanvasAgg(figure)
         yield figure
+        picture = io.BytesIO()
         # A fixed software tag makes the bytes reproducible.
-        figure.savefig(path, dpi=140, metadata={"Software": "posttrain"})
+        figure.savefig(picture, dpi=140, metadata={"Software": "posttrain"})
+    with replacing(path, binary=True) as file:
+        file.write(picture.getvalue())
 
 
 def label_axes(axes: Axes, title: str, x_label: str, y_label: str, grid: str) -> None:

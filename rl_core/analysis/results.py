@@ -14,6 +14,7 @@ from rl_core.analysis.episode_index import EpisodeRef
 from rl_core.analysis.probe_results import ModelProbe, Probes
 from rl_core.analysis.statistics import Rate
 from rl_core.analysis.summary import Summary
+from rl_core.storage.single_files import replacing, write_text_atomic
 from rl_core.types import Trajectory
 
 __all__ = ["Analysis", "Case", "ModelResult", "metrics_of", "write_csv", "write_json"]
@@ -147,13 +148,13 @@ def write_json(path: Path, analysis: Analysis) -> Path:
         ],
         "notes": analysis.notes,
     }
-    path.write_text(json.dumps(row, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_text_atomic(path, json.dumps(row, indent=1, allow_nan=False) + "\n")
     return path
 
 
 def write_csv(path: Path, analysis: Analysis) -> Path:
     """Write analysis.csv, one value per row; group: all, level, kind, tool, or `minus MODEL` for paired differences."""
-    with path.open("w", encoding="utf-8", errors="replace", newline="") as file:
+    with replacing(path, errors="replace") as file:
         writer = csv.writer(file)
         writer.writerow(["model", "group", "name", "metric", "value", "low", "high", "n"])
         for model in analysis.models:

@@ -24,6 +24,7 @@ from rl_core.analysis.training_figure import PREFIXES, WANTED
 from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
+from rl_core.storage.single_files import make_folder, write_text_atomic
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,10 +104,10 @@ def analyze(
     analysis = Analysis(results, comparisons, cases, probes, [*_notes(comparisons, curves), *probes.notes])
     for note in analysis.notes:
         logger.warning("%s", note)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     drawn = draw(analysis, curves, out, curriculum)
     report = out / "report.html"
-    report.write_text(render(analysis, drawn, title), encoding="utf-8")
+    write_text_atomic(report, render(analysis, drawn, title))
     files = [
         report,
         write_json(out / "analysis.json", analysis),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import DataError
+from rl_core.storage.single_files import replacing
 from rl_core.types import Trajectory, Turn
 
 __all__ = [
@@ -62,7 +62,7 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
     Raises: DataError for a number that JSON cannot represent (NaN, infinity).
     """
     count = 0
-    with Path(path).open("w", encoding="utf-8", newline="\n") as file:
+    with replacing(path) as file:
         for trajectory in trajectories:
             try:
                 # ASCII escapes keep lone surrogates and U+2028 readable by every JSON parser.
@@ -73,8 +73,6 @@ def write_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> int:
                     f"{path}: trajectory {count + 1} ({where}) cannot be written as JSON: {error}"
                 ) from error
             count += 1
-        file.flush()
-        os.fsync(file.fileno())
     return count
 
 

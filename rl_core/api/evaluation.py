@@ -12,6 +12,7 @@ from rl_core.api.rewards import RewardSource, reward_parts
 from rl_core.data.records import RowSource, read_prompts
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.environments.failed_episodes import EpisodeFailures, Keep
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
 from rl_core.evaluation import Evaluation, heldout_requests, summarize
@@ -73,12 +74,16 @@ def play_heldout(
     requests: Sequence[EpisodeRequest],
     settings: EvaluationSettings,
     seed: int,
+    keep: Keep | None = None,
 ) -> tuple[Evaluation, Evaluation | None]:
-    """The sampled evaluation, and the greedy one where the settings ask for it."""
+    """The sampled evaluation, and the greedy one where the settings ask for it. `keep`: keeps failed episodes."""
     backend = policy.backend()
 
     def once(samples: int, sampling: SamplingSettings) -> Evaluation:
-        result = play(environment, backend, policy.renderer, requests, samples=samples, sampling=sampling, seed=seed)
+        result = play(
+            environment, backend, policy.renderer, requests, samples=samples, sampling=sampling, seed=seed,
+            failures=EpisodeFailures(sampling.max_failed_share, keep=keep),
+        )  # fmt: skip
         result.held_out = _held_out(environment, result)
         return result
 
@@ -164,9 +169,11 @@ def _rescored(result: Evaluation, rewards: RewardOrchestrator) -> Evaluation:
     by_episode: dict[tuple[str, int], list[Any]] = {}
     for rollout in result.rollouts:
         by_episode.setdefault((rollout.trajectory.level, rollout.trajectory.seed), []).append(rollout)
+    rewards.failures.reset()  # each evaluation counts for itself
     rewards.score([RolloutGroup(rollouts) for rollouts in by_episode.values()])
     scored = summarize((rollout.trajectory for rollout in result.rollouts), result.seconds)
     scored.rollouts, scored.held_out = result.rollouts, result.held_out
+    scored.failed_episodes = result.failed_episodes
     return scored
 
 

@@ -55,10 +55,8 @@ class Policy:
 
     def save(self, folder: str | Path) -> Path:
         """Write model and tokenizer as a Hugging Face folder; with adapters, the merged model and `adapter/`."""
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        causal_lm.save(self.model, self.tokenizer, folder)
-        return folder
+        causal_lm.publish(self.model, self.tokenizer, folder)
+        return Path(folder)
 
 
 # A folder, a hub name, settings that name one, a (model, tokenizer) pair, or a policy that is loaded already.

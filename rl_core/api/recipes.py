@@ -6,7 +6,7 @@ The Python API (`rl_core.grpo`, `rl_core.sft`, ...) and the pipeline's stages bo
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -65,7 +65,7 @@ class Recipe(Generic[T]):
         tracker: Tracker | None = None,
         checkpoints: Path | None = None,
         fingerprint: Mapping[str, Any] | None = None,
-        allow_changed: bool = False,
+        allow_drift: bool | Collection[str] = False,
         stop_event: threading.Event | None = None,
         history: Path | None = None,
         callbacks: Sequence[Callback] = (),
@@ -81,7 +81,7 @@ class Recipe(Generic[T]):
             best_metric=self.best_metric,
             larger_is_better=self.larger_is_better,
             fingerprint=fingerprint,
-            allow_changed=allow_changed,
+            allow_drift=allow_drift,
             stop_event=stop_event,
             history=history,
             callbacks=callbacks,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +29,8 @@ from rl_core.settings import (
     SamplingSettings,
     SFTSettings,
 )
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.single_files import make_folder
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
 from rl_core.training.loop import LoopMemory, LoopOutcome
@@ -36,6 +40,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Training", "folder_of", "run_fingerprint", "settings_of_kind"]
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Trainer)
 S = TypeVar("S", PolicySettings, DistillationSettings, SFTSettings, RewardModelSettings, PreferenceSettings)
@@ -81,20 +87,25 @@ class Training(Generic[T]):
         """The trainer itself, for whoever wants to look inside."""
         return self.recipe.trainer
 
-    def run(self, *, allow_changed: bool = False, stop_event: threading.Event | None = None) -> LoopOutcome:
+    def run(
+        self, *, allow_drift: bool = False, fresh: bool = False, stop_event: threading.Event | None = None
+    ) -> LoopOutcome:
         """Train to the end, or go on where an earlier call or an earlier process stopped.
 
         A run that has ended is not run again: the same outcome is returned. Ctrl-C and SIGTERM finish the iteration,
         save, and raise Stopped; a later `run` goes on from there.
         Args:
-            allow_changed: resume although settings, data or code differ from those of the checkpoint.
+            allow_drift: resume although settings, data or code differ from those of the checkpoint.
+            fresh: begin anew; checkpoints that are there are kept aside, under another name.
             stop_event: set by another thread to ask for a stop.
         Raises: Stopped; CallbackError; RewardError; EnvironmentFault; ResumeRefused; NonFiniteError; FolderBusy.
         """
         if self.outcome is not None:
             return self.outcome
+        if fresh:
+            self._set_aside()
         if self.output is not None:
-            self.output.mkdir(parents=True, exist_ok=True)
+            make_folder(self.output)
         begin(self._tracker, self.name, {"settings": dataclasses.asdict(self.settings), **self.fingerprint})
         status = "FAILED"
         try:
@@ -103,7 +114,7 @@ class Training(Generic[T]):
                 tracker=self._tracker,
                 checkpoints=self.output / CHECKPOINTS if self.output is not None else None,
                 fingerprint=self.fingerprint,
-                allow_changed=allow_changed,
+                allow_drift=allow_drift,
                 stop_event=stop_event,
                 history=self.output / HISTORY if self.output is not None else None,
                 callbacks=self.callbacks,
@@ -126,20 +137,28 @@ class Training(Generic[T]):
             close(self._tracker, status)
         return self.outcome
 
+    def _set_aside(self) -> None:
+        """Keep the checkpoints of an earlier process under another name, so that training begins anew."""
+        if self.memory.state.iteration:
+            raise SettingsError("fresh: this training has begun in this process; make a new one to begin anew")
+        if self.output is None or not (self.output / CHECKPOINTS).exists():
+            return
+        aside = self.output / f"{CHECKPOINTS}.aside-{time.time_ns()}"
+        with CheckpointStore(self.output / CHECKPOINTS):  # no other process trains there
+            (self.output / CHECKPOINTS).rename(aside)
+        logger.warning("%s begins anew; its checkpoints are kept in %s", self.name, aside)
+
     def save(self, folder: str | Path) -> Path:
         """Write the trained model and its tokenizer as a Hugging Face folder; with adapters merged, and `adapter/`.
+
+        A folder that an earlier call wrote is replaced as a whole: a crash leaves the old model or the new one.
 
         Raises: CheckpointError where nothing was trained yet, or the folder cannot be written.
         """
         if not self.memory.state.iteration:
             raise CheckpointError("nothing was trained yet; call run() before save()")
-        folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            causal_lm.save(self.model, self.tokenizer, folder)
-        except OSError as error:
-            raise CheckpointError(f"{folder}: the model cannot be written ({error})") from error
-        return folder
+        causal_lm.publish(self.model, self.tokenizer, folder)
+        return Path(folder)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluation metrics of the present weights; {} where nothing is held out."""

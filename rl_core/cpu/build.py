@@ -22,6 +22,9 @@ from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP library has to be there before ours looks for one
 
+from rl_core.errors import CheckpointError
+from rl_core.storage.single_files import adopt, make_folder
+
 __all__ = ["is_intel", "load", "loaded_openmp"]
 
 logger = logging.getLogger(__name__)
@@ -60,10 +63,10 @@ def _folder(stack: contextlib.ExitStack) -> Path:
     """The cache folder of libraries; a temporary one where none can be written (a loaded library needs no file)."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         if os.access(folder, os.W_OK):
             return folder
-    except (OSError, RuntimeError):  # RuntimeError: a user without a home
+    except (OSError, CheckpointError, RuntimeError):  # RuntimeError: a user without a home
         pass
     return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-")))
 
@@ -103,7 +106,7 @@ def _compiled(compiler: str, folder: Path, *, has_threads: bool) -> Path:
                 list(pool.map(lambda arguments: run([*compiler.split(), *arguments]), commands))
             # Linked without -fopenmp, which would bring a library of its own.
             run([*compiler.split(), "-shared", "-o", str(made), *map(str, compiled), "-lm"])
-            made.replace(library)  # whole, or not there
+            adopt(made, library)  # whole, or not there
     return library
 
 

@@ -8,15 +8,31 @@
  */
 
 #include <math.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#endif
+#include <sched.h>
+
 #include "decode_ops.h"
 #include "vectors.h"
 
 #define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+#define TURNS 2000 /* of a wait before it yields: some ten microseconds */
+
+/* Beside other programs a thread that spins for long keeps the one that it waits for off the processor. */
+void meet(const Member *who) {
+    if (who->members == 1) return;
+    Meeting *at = who->meeting;
+    int round = __atomic_load_n(&at->round, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&at->arrived, 1, __ATOMIC_ACQ_REL) == who->members) {
+        __atomic_store_n(&at->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&at->round, round + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int turn = 0; __atomic_load_n(&at->round, __ATOMIC_ACQUIRE) == round;)
+        if (++turn > TURNS) sched_yield();
+#ifdef __x86_64__
+        else __builtin_ia32_pause();
+#endif
+}
 
 /* The totals of W vectors, each in its place: pairs of vectors are folded into one until one is left. */
 INLINE vf totals(vf *v) {
@@ -83,12 +99,12 @@ INLINE void weighted(const float *scores, int64_t length, const float *value, in
         for (int d = 0; d < D; d += W) store(out + g * D + d, found[(g * D + d) / W] / sum[g]);
 }
 
-INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *values, float *out, const int D,
-                         const int group) {
+INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *values, float *out,
+                         const Member *who, const int D, const int group) {
     int64_t width = (s->Q + 2 * s->K) * D;
     const int side = D <= 64 && group % 4 == 0 ? 4 : D <= 128 && group % 2 == 0 ? 2 : 1;
-#pragma omp parallel for num_threads((int)s->threads) if (s->threads > 1)
-    for (int64_t token = 0; token < s->tokens; token++) { /* all of them first: those of one slot see each other */
+    for (int64_t token = share_of(s->tokens, who->number, who), end = share_of(s->tokens, who->number + 1, who);
+         token < end; token++) { /* all of them first: those of one slot see each other */
         const float *head = heads + token * width + s->Q * D;
         int64_t position = s->positions[token];
         for (int64_t k = 0; k < s->K; k++) {
@@ -98,10 +114,11 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
             memcpy(values + place, head + (s->K + k) * D, D * sizeof(float));
         }
     }
-#pragma omp parallel for num_threads((int)s->threads) if (s->threads > 1)
-    for (int64_t token = 0; token < s->rows; token++) {
+    meet(who);
+    float *scores = s->scores + who->number * group * s->length;
+    for (int64_t token = share_of(s->rows, who->number, who), end = share_of(s->rows, who->number + 1, who);
+         token < end; token++) {
         int64_t position = s->positions[token], seen = position + 1;
-        float *scores = s->scores + omp_get_thread_num() * group * s->length;
         for (int64_t k = 0; k < s->K; k++) {
             float query[8 * 256];
             for (int g = 0; g < group; g++)
@@ -146,7 +163,7 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
                 for (int i = 0; t + i < seen; i++) sum[g] += score[t + i] = last[i];
             }
             float *to = out + token * s->Q * D + k * group * D;
-            const float *next = k + 1 < s->K || token + 1 == s->rows ? key + s->length * D
+            const float *next = k + 1 < s->K || token + 1 == end ? key + s->length * D
                                                                     : keys + s->slots[token + 1] * s->K * s->length * D;
             for (int from = 0; from < group; from += side) /* as many heads at a time as there are registers for */
                 weighted(scores + from * s->length, s->length, value, seen, sum + from, to + from * D, next, D,
@@ -155,15 +172,24 @@ INLINE void attend_sized(const Step *s, const float *heads, float *keys, float *
     }
 }
 
+void attend_part(const Step *s, const float *heads, float *keys, float *values, float *out, const Member *who) {
+    int group = (int)(s->Q / s->K);
+#define CASE(d, g) \
+    if (s->D == d && group == g) { attend_sized(s, heads, keys, values, out, who, d, g); return; }
+    CASE(64, 1) CASE(64, 2) CASE(64, 4) CASE(128, 1) CASE(128, 2) CASE(128, 4) CASE(128, 8) CASE(32, 1) CASE(32, 2)
+#undef CASE
+    attend_sized(s, heads, keys, values, out, who, (int)s->D, group);
+}
+
 /* Rotary embedding, the new keys and values into their slots, attention: `heads` [tokens, (Q + 2 K) D] -> [rows, Q D].
  * `keys` and `values` are [slots, K, length, D]. At most 8 query heads share a key head; D <= 256. */
 void attend(const Step *s, const float *heads, float *keys, float *values, float *out) {
-    int group = (int)(s->Q / s->K);
-#define CASE(d, g) \
-    if (s->D == d && group == g) { attend_sized(s, heads, keys, values, out, d, g); return; }
-    CASE(64, 1) CASE(64, 2) CASE(64, 4) CASE(128, 1) CASE(128, 2) CASE(128, 4) CASE(128, 8) CASE(32, 1) CASE(32, 2)
-#undef CASE
-    attend_sized(s, heads, keys, values, out, (int)s->D, group);
+    Meeting meeting = {0};
+#pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
+    {
+        Member who = {omp_get_thread_num(), omp_get_num_threads(), &meeting};
+        attend_part(s, heads, keys, values, out, &who);
+    }
 }
 
 /* e^((x - largest) by) of a row, its total in double precision; `blocks` gets the total of each W numbers. */
@@ -179,34 +205,40 @@ INLINE double powers_of(const float *x, int64_t V, float largest, float by, floa
     return sum;
 }
 
-/* One token of each row of logits [n, V], by inversion of the cumulative distribution softmax(logits / temperature), and
- * its log-probability under it. `drawn` in [0, 1); temperature 0 = the first of the most likely tokens, and their
- * log-probability at temperature 1. `room`: for 2 V + 2 W. */
-void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float temperature, float *room,
-          int64_t *tokens, float *logprobs) {
+/* One token by inversion of the cumulative distribution softmax(logits / temperature), and its log-probability under it.
+ * `drawn` in [0, 1); temperature 0 = the first of the most likely tokens, and its log-probability at temperature 1. */
+void draw_row(const float *logits, int64_t V, double drawn, float temperature, float *room, int64_t *token,
+              float *logprob) {
     float *powers = room, *blocks = room + V + W, by = temperature == 0.0f ? 1.0f : 1.0f / temperature;
-    for (int64_t row = 0; row < n; row++, logits += V) {
-        int64_t even = V - V % W, chosen = 0;
-        float largest = -INFINITY;
-        vf most = all(-INFINITY);
-        for (int64_t v = 0; v < even; v += W) most = pick(load(logits + v) > most, load(logits + v), most);
-        for (int i = 0; i < W; i++) largest = most[i] > largest ? most[i] : largest;
-        for (int64_t v = even; v < V; v++) largest = logits[v] > largest ? logits[v] : largest;
-        double sum = powers_of(logits, V, largest, by, powers, blocks);
-        if (temperature == 0.0f) {
-            while (chosen + 1 < V && logits[chosen] != largest) chosen++; /* NaN equals nothing */
-        } else {
-            double level = drawn[row] * sum, passed = 0.0;
-            int64_t block = 0, v;
-            for (; (block + 1) * W < V && passed + blocks[block] <= level; block++) passed += blocks[block];
-            for (v = block * W; v < V && v < (block + 1) * W; v++) {
-                passed += powers[v];
-                if (powers[v] > 0.0f && passed > level) break;
-            }
-            /* What rounding leaves at the end of a block goes to the last before it that can be. */
-            for (chosen = v < V && v < (block + 1) * W ? v : v - 1; chosen > 0 && !(powers[chosen] > 0.0f);) chosen--;
+    int64_t even = V - V % W, chosen = 0;
+    float largest = -INFINITY;
+    vf most = all(-INFINITY);
+    for (int64_t v = 0; v < even; v += W) most = pick(load(logits + v) > most, load(logits + v), most);
+    for (int i = 0; i < W; i++) largest = most[i] > largest ? most[i] : largest;
+    for (int64_t v = even; v < V; v++) largest = logits[v] > largest ? logits[v] : largest;
+    double sum = powers_of(logits, V, largest, by, powers, blocks);
+    if (temperature == 0.0f) {
+        while (chosen + 1 < V && logits[chosen] != largest) chosen++; /* NaN equals nothing */
+    } else {
+        double level = drawn * sum, passed = 0.0;
+        int64_t block = 0, v;
+        for (; (block + 1) * W < V && passed + blocks[block] <= level; block++) passed += blocks[block];
+        for (v = block * W; v < V && v < (block + 1) * W; v++) {
+            passed += powers[v];
+            if (powers[v] > 0.0f && passed > level) break;
         }
-        tokens[row] = chosen;
-        logprobs[row] = (float)((double)(logits[chosen] - largest) * by - log(sum));
+        /* What rounding leaves at the end of a block goes to the last before it that can be. */
+        for (chosen = v < V && v < (block + 1) * W ? v : v - 1; chosen > 0 && !(powers[chosen] > 0.0f);) chosen--;
     }
+    *token = chosen;
+    *logprob = (float)((double)(logits[chosen] - largest) * by - log(sum));
+}
+
+/* `draw_row` for logits [n, V] and `drawn` [n]; `room` for its numbers, for each thread. */
+void draw(const float *logits, int64_t n, int64_t V, const double *drawn, float temperature, float *room,
+          int64_t *tokens, float *logprobs, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1)
+    for (int64_t row = 0; row < n; row++)
+        draw_row(logits + row * V, V, drawn[row], temperature, room + omp_get_thread_num() * 2 * (V + W), tokens + row,
+                 logprobs + row);
 }

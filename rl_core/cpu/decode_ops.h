@@ -2,21 +2,51 @@
 
 #include <stdint.h>
 
+#ifdef _OPENMP
+#include <omp.h>
+#else
+#define omp_get_thread_num() 0
+#define omp_get_num_threads() 1
+#endif
+
+/* Where the threads of a parallel region meet; all zero at first. */
 typedef struct {
-    int64_t tokens, rows;            /* new tokens; the first `rows` of them attend */
-    int64_t Q, K, D, length;         /* length: tokens that a slot has room for */
+    int arrived, round;
+} __attribute__((aligned(64))) Meeting;
+
+/* One of the threads that compute something together: each of them calls the same functions. */
+typedef struct {
+    int number, members;
+    Meeting *meeting;
+} Member;
+
+/* Until all members are here. */
+void meet(const Member *who);
+
+/* Where a member's own ones of `count` things begin; they end where those of the next one begin. */
+static inline int64_t share_of(int64_t count, int number, const Member *who) { return count * number / who->members; }
+
+typedef struct {
+    int64_t tokens, rows;             /* new tokens; the first `rows` of them attend */
+    int64_t Q, K, D, length;          /* length: tokens that a slot has room for */
     const int64_t *slots, *positions; /* of each token */
-    const float *cosines, *sines;    /* [length, D]; the first half of the sines with its sign turned */
+    const float *cosines, *sines;     /* [length, D]; the first half of the sines with its sign turned */
     const float *q_weight, *k_weight; /* [D] of norms, or NULL */
     float q_eps, k_eps, scale;
-    float *scores;                   /* room for [threads, Q / K, length] */
+    float *scores;                    /* room for [threads, Q / K, length] */
     int64_t threads;
 } Step;
 
 void normed(const float *x, int64_t n, int64_t width, float eps, float *out);
 void gated_forward(const float *both, int64_t n, int64_t I, float *out, int threads);
-void attend(const Step *s, const float *heads, float *keys, float *values, float *out);
 
-/* c [rows, columns] (+)= left times packed weights: `product_packed` or `vector_product_packed`. */
-typedef void Product(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
-                     int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads);
+/* A member's part of `attend`, in which it meets the others once. */
+void attend_part(const Step *s, const float *heads, float *keys, float *values, float *out, const Member *who);
+
+/* A row of `draw`; `room` for 2 V + 2 W numbers, W <= 16. */
+void draw_row(const float *logits, int64_t V, double drawn, float temperature, float *room, int64_t *token,
+              float *logprob);
+
+/* A member's part of c [rows, columns] (+)= left times packed weights: `packed_part` or `vector_packed_part`. */
+typedef void ProductPart(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
+                         int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int member, int members);

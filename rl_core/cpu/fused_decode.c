@@ -1,9 +1,14 @@
-/* A whole decoding step in one call, by products with packed weights: embedding, layers, logits.
+/* Whole decoding steps in one call, by products with packed weights: embedding, layers, logits, sampling.
  *
  * N new tokens, the first `count` of which are asked for logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V
  * vocabulary. Norms' weights are multiplied into the packed weights after them.
+ *
+ * One parallel region for all of it: threads that wait between regions cost more than small steps take. Threads share
+ * out rows, and each goes through the whole step by itself; where rows are few, or reading the weights takes longest,
+ * they share out each product's columns, and meet after it.
  */
 
+#include <math.h>
 #include <string.h>
 
 #include "decode_ops.h"
@@ -23,38 +28,149 @@ typedef struct {
     const int8_t *head;
     const float *head_bias;
     float head_eps;
-    Product *product;
+    ProductPart *product;
+    int64_t copies;    /* bytes that it needs for a member */
+    int64_t least_own; /* rows that a thread takes through a step by itself, at least */
 } DecodeModel;
 
-static void multiply(Product *product, const float *x, int64_t inputs, const int8_t *weight, const float *bias,
-                     float *out, int64_t outputs, int64_t rows, int add, int8_t *copies, int threads) {
-    product(x, inputs, weight, out, outputs, rows, outputs, inputs, add, copies, threads);
-    for (int64_t row = 0; bias && row < rows; row++)
-        for (int64_t i = 0; i < outputs; i++) out[row * outputs + i] += bias[i];
+/* The state of `count` sequences that are sampled from, [slots] each. */
+typedef struct {
+    int64_t *tokens, *positions; /* of the newest token */
+    const int64_t *limits;       /* of their lengths */
+    int64_t *sampled, *acted;    /* tokens sampled in all, and in this turn */
+    const double *uniforms;      /* [slots, most]: number `sampled` decides the next token */
+    int64_t *chosen;             /* [slots, most]: the tokens of this turn, */
+    double *logprobs;            /* [slots, most]: and their log-probabilities */
+    int64_t most;
+    const uint8_t *is_end;       /* [V] */
+    float temperature;
+} Sampling;
+
+static inline void add_bias(const float *bias, int64_t columns, int64_t first, int64_t end, int is_first, float *out) {
+    for (int64_t row = first; bias && row < end; row++)
+        for (int64_t i = 0; i < columns; i++) out[row * columns + i] = (is_first ? 0.0f : out[row * columns + i]) + bias[i];
 }
 
-/* logits [count, V]; room for N (2 H + E + Q D + 3 I) numbers. */
-void decode_step(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *copies,
-                 float *logits) {
+static int64_t numbers_of_row(const DecodeModel *m, const Step *s) {
+    return 2 * m->H + 2 * s->Q * s->D + 2 * s->K * s->D + 3 * m->I;
+}
+
+/* logits [count, V], computed by all members of `who`; room for N (2 H + E + Q D + 3 I) numbers. */
+static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *copies,
+                   float *logits, const Member *who) {
     int64_t N = s->tokens, H = m->H, I = m->I, QD = s->Q * s->D, E = QD + 2 * s->K * s->D;
-    int threads = (int)s->threads;
+    int64_t rows = N, first = share_of(N, who->number, who), end = share_of(N, who->number + 1, who);
     float *x = room, *normal = x + N * H, *heads = normal + N * H, *attended = heads + N * E;
     float *both = attended + N * QD, *active = both + N * 2 * I;
-    for (int64_t n = 0; n < N; n++) memcpy(x + n * H, m->embedding + tokens[n] * H, (size_t)H * sizeof(float));
+#define MULTIPLY(from, inputs, weight, to, outputs, add) \
+    m->product(from, inputs, weight, to, outputs, rows, outputs, inputs, add, copies, who->number, who->members)
+    for (int64_t n = first; n < end; n++) memcpy(x + n * H, m->embedding + tokens[n] * H, (size_t)H * sizeof(float));
     for (int64_t number = 0; number < m->layers; number++) {
         const DecodeLayer *l = m->layer + number;
-        normed(x, N, H, l->input_eps, normal);
-        multiply(m->product, normal, H, l->heads, l->heads_bias, heads, E, N, 0, copies, threads);
-        int64_t rows = s->rows = number + 1 < m->layers ? N : count; /* in the end only the newest tokens matter */
+        normed(x + first * H, end - first, H, l->input_eps, normal + first * H);
+        add_bias(l->heads_bias, E, first, end, 1, heads);
+        meet(who);
+        MULTIPLY(normal, H, l->heads, heads, E, l->heads_bias != NULL);
+        meet(who);
+        if (number + 1 == m->layers) { /* in the end only the newest tokens matter */
+            rows = count, first = share_of(rows, who->number, who), end = share_of(rows, who->number + 1, who);
+        }
+        s->rows = rows, s->scale = l->scale;
         s->q_weight = l->q_weight, s->k_weight = l->k_weight, s->q_eps = l->q_eps, s->k_eps = l->k_eps;
-        s->scale = l->scale;
-        attend(s, heads, l->keys, l->values, attended);
-        multiply(m->product, attended, QD, l->out, l->out_bias, x, H, rows, 1, copies, threads);
-        normed(x, rows, H, l->mlp_eps, normal);
-        multiply(m->product, normal, H, l->gate_up, l->gate_up_bias, both, 2 * I, rows, 0, copies, threads);
-        gated_forward(both, rows, I, active, threads);
-        multiply(m->product, active, I, l->down, l->down_bias, x, H, rows, 1, copies, threads);
+        attend_part(s, heads, l->keys, l->values, attended, who);
+        add_bias(l->out_bias, H, first, end, 0, x);
+        meet(who);
+        MULTIPLY(attended, QD, l->out, x, H, 1);
+        meet(who);
+        normed(x + first * H, end - first, H, l->mlp_eps, normal + first * H);
+        add_bias(l->gate_up_bias, 2 * I, first, end, 1, both);
+        meet(who);
+        MULTIPLY(normal, H, l->gate_up, both, 2 * I, l->gate_up_bias != NULL);
+        meet(who);
+        gated_forward(both + first * 2 * I, end - first, I, active + first * I, 1);
+        add_bias(l->down_bias, H, first, end, 0, x);
+        meet(who);
+        MULTIPLY(active, I, l->down, x, H, 1);
+        meet(who);
     }
-    normed(x, count, H, m->head_eps, normal);
-    multiply(m->product, normal, H, m->head, m->head_bias, logits, m->V, count, 0, copies, threads);
+    normed(x + first * H, end - first, H, m->head_eps, normal + first * H);
+    add_bias(m->head_bias, m->V, first, end, 1, logits);
+    meet(who);
+    MULTIPLY(normal, H, m->head, logits, m->V, m->head_bias != NULL);
+#undef MULTIPLY
+}
+
+static inline int takes_own_rows(const DecodeModel *m, int64_t rows, int members) { return rows >= m->least_own * members; }
+
+/* The step of a member that takes rows [first, ...) of all by itself. */
+static Step own_rows(const Step *s, int64_t first, int64_t rows, int number) {
+    Step own = *s;
+    own.tokens = own.rows = rows;
+    own.slots += first;
+    own.positions += first;
+    own.scores += number * (s->Q / s->K) * s->length;
+    return own;
+}
+
+/* logits [count, V] of new tokens of which the first `count` are the newest of their slots, the others come before them. */
+void decode_step(const DecodeModel *m, const Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *copies,
+                 float *logits) {
+    Meeting meeting = {0};
+#pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
+    {
+        Member who = {omp_get_thread_num(), omp_get_num_threads(), &meeting}, alone = {0, 1, NULL};
+        int8_t *copied = copies + who.number * m->copies;
+        Step own = *s;
+        if (s->tokens == count && takes_own_rows(m, count, who.members)) {
+            int64_t first = share_of(count, who.number, &who), rows = share_of(count, who.number + 1, &who) - first;
+            own = own_rows(s, first, rows, who.number);
+            decode(m, &own, tokens + first, rows, room + first * numbers_of_row(m, s), copied, logits + first * m->V,
+                   &alone);
+        } else {
+            decode(m, &own, tokens, count, room, copied, logits, &who);
+        }
+    }
+}
+
+/* The next token of row `n` of the logits; 1 where its turn is over, or something is not finite. */
+static int take_token(const DecodeModel *m, const Sampling *a, int64_t n, const float *logits, float *room) {
+    int64_t token, at = n * a->most;
+    float logprob;
+    draw_row(logits + n * m->V, m->V, a->uniforms[at + a->sampled[n]], a->temperature, room, &token, &logprob);
+    a->chosen[at + a->acted[n]] = a->tokens[n] = token;
+    a->logprobs[at + a->acted[n]] = logprob;
+    a->positions[n]++;
+    a->sampled[n]++;
+    a->acted[n]++;
+    return a->is_end[token] || a->positions[n] + 1 >= a->limits[n] || !isfinite(logprob);
+}
+
+/* At most `most` tokens for each of the first s->tokens slots, until one's turn is over: all get as many. `room` as for
+ * `decode`, `drawing` for 2 V + 32 numbers and each thread. */
+void decode_steps(const DecodeModel *m, const Step *s, const Sampling *a, int64_t most, float *room, int8_t *copies,
+                  float *logits, float *drawing) {
+    Meeting meeting = {0};
+    int64_t count = s->tokens, last = most - 1; /* the step in which a turn ended */
+#pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
+    {
+        Member who = {omp_get_thread_num(), omp_get_num_threads(), &meeting}, alone = {0, 1, NULL};
+        int64_t first = share_of(count, who.number, &who), end = share_of(count, who.number + 1, &who);
+        int8_t *copied = copies + who.number * m->copies;
+        float *drawn = drawing + who.number * (2 * m->V + 32);
+        int is_alone = takes_own_rows(m, count, who.members);
+        Step own = is_alone ? own_rows(s, first, end - first, who.number) : *s;
+        for (int64_t step = 0; step <= __atomic_load_n(&last, __ATOMIC_RELAXED); step++) {
+            int has_ended = 0;
+            if (is_alone) {
+                decode(m, &own, a->tokens + first, end - first, room + first * numbers_of_row(m, s), copied,
+                       logits + first * m->V, &alone);
+            } else {
+                decode(m, &own, a->tokens, count, room, copied, logits, &who);
+                meet(&who);
+            }
+            for (int64_t n = first; n < end; n++) has_ended |= take_token(m, a, n, logits, drawn);
+            if (has_ended) __atomic_store_n(&last, step, __ATOMIC_RELAXED); /* only one step can be this one */
+            meet(&who);
+        }
+    }
 }

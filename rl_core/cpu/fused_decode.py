@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from rl_core.cpu import build
 from rl_core.cpu.int8_gemm import PackedMatrix
 from rl_core.cpu.packed_vectors import PackedVectors
 
-__all__ = ["DecodeKernels", "Packed", "PackedWeights", "DecodeStep", "FusedStep", "load"]
+__all__ = ["DecodeKernels", "Packed", "PackedWeights", "DecodeStep", "FusedStep", "SlotStates", "load"]
 
 MOST_IN_GROUP, LARGEST_HEAD, WIDTH = 8, 256, 16  # as in decode_ops.c
+CACHED_BYTES = 24 * 2**20  # weights up to this size stay in a cache that the threads share
+_SHARED_LOGITS = 2**16  # from which on threads share them out
+LEAST_OWN_ROWS = 8  # that a thread takes through a step by itself, where they do
 
 
 Packed = PackedMatrix | PackedVectors
@@ -85,6 +89,17 @@ class _Model(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("layer", "embedding", "head", "head_bias")),
         ("head_eps", ctypes.c_float),
         ("product", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("copies", "least_own")),
+    ]
+
+
+class _Sampling(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("tokens", "positions", "limits", "sampled", "acted")),
+        *((name, ctypes.c_void_p) for name in ("uniforms", "chosen", "logprobs")),
+        ("most", ctypes.c_int64),
+        ("is_end", ctypes.c_void_p),
+        ("temperature", ctypes.c_float),
     ]
 
 
@@ -103,8 +118,22 @@ class PackedWeights:
     scale: float
 
 
+@dataclass(slots=True)
+class SlotStates:
+    """Sampling state of every slot, which `FusedStep.sample` changes in place; row by row contiguous."""
+
+    tokens: np.ndarray  # int64 [slots], the newest ones, which are not in the cache yet
+    positions: np.ndarray  # int64 [slots], theirs
+    limits: np.ndarray  # int64 [slots], of the sequences' lengths
+    sampled: np.ndarray  # int64 [slots], tokens sampled in all
+    acted: np.ndarray  # int64 [slots], and in this turn
+    uniforms: np.ndarray  # float64 [slots, most]: number `sampled` decides the next token
+    chosen: np.ndarray  # int64 [slots, most], tokens of this turn
+    logprobs: np.ndarray  # float64 [slots, most], theirs
+
+
 class FusedStep:
-    """A whole decoding step in one call (`fused_decode.c`), for packed weights."""
+    """Whole decoding steps in one call (`fused_decode.c`), for packed weights."""
 
     def __init__(
         self,
@@ -117,9 +146,11 @@ class FusedStep:
         """cache: keys and values, [layers, 2, slots, K, length, D]."""
         code = build.load()
         assert code is not None
-        self._call = code.decode_step
-        self._call.restype = None
-        self._call.argtypes = (*(ctypes.c_void_p,) * 3, ctypes.c_int64, *(ctypes.c_void_p,) * 3)
+        self._one, self._some = code.decode_step, code.decode_steps
+        place, number = ctypes.c_void_p, ctypes.c_int64
+        self._one.argtypes = (place, place, place, number, place, place, place)
+        self._some.argtypes = (place, place, place, number, place, place, place, place)
+        self._one.restype = self._some.restype = None
         self._kept = (layers, head, embedding_VH, cache)  # what the compiled code points to
         self._layers = (_Layer * len(layers))()
         for fields, layer, part in zip(self._layers, layers, cache, strict=True):
@@ -136,27 +167,54 @@ class FusedStep:
             fields.input_eps, fields.mlp_eps, fields.scale = layer.input_eps, layer.mlp_eps, layer.scale
         packed, bias = head
         self._width = layers[0].down[0].inputs
+        size = sum(getattr(layer, name)[0].size for layer in layers for name in ("heads", "out", "gate_up", "down"))
         self._model = _Model(
             layers=len(layers), H=embedding_VH.shape[1], I=self._width, V=packed.outputs,
             layer=ctypes.addressof(self._layers), embedding=embedding_VH.data_ptr(), head=packed.place,
             head_bias=bias.data_ptr() if bias is not None else None, head_eps=head_eps,
-            product=ctypes.cast(packed.gemm.product, ctypes.c_void_p).value,
+            product=ctypes.cast(packed.gemm.part, place).value, copies=packed.gemm.room(1),
+            least_own=LEAST_OWN_ROWS if size + packed.size <= CACHED_BYTES else 2**62,
         )  # fmt: skip
         self._gemm, self._room = packed.gemm, embedding_VH.new_empty(0)
 
     def __call__(self, step: DecodeStep, tokens_N: torch.Tensor, count: int) -> torch.Tensor:
         """Logits [count, V] that follow the first `count` of the new tokens; keys and values go into the cache."""
         fields, model = step.fields, self._model
-        query_size = fields.Q * fields.D
-        needed = fields.tokens * (2 * model.H + 2 * query_size + 2 * fields.K * fields.D + 3 * self._width)
-        if len(self._room) < needed:
-            self._room = self._room.new_empty(needed)
         logits_nV = self._room.new_empty(count, model.V)
-        self._call(
+        self._one(
             ctypes.addressof(model), ctypes.addressof(fields), tokens_N.data_ptr(), count,
-            self._room.data_ptr(), self._gemm.place_for(fields.threads), logits_nV.data_ptr(),
+            self._place_for(fields), self._gemm.place_for(fields.threads), logits_nV.data_ptr(),
         )  # fmt: skip
         return logits_nV
+
+    def sample(self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, temperature: float, most: int) -> None:
+        """Sample tokens for the first slots, at most `most`, until a turn ends or a log-probability is not finite.
+
+        All slots get as many. A turn ends by a token of `is_end_V` (bool), or where no further one is within the limit.
+
+        Args:
+            step: `positions_N` are those of `states`, `slots_N` 0, 1, ...
+        """
+        fields, model = step.fields, self._model
+        sampling = _Sampling(
+            **{name: getattr(states, name).ctypes.data for name in states.__slots__},
+            most=states.chosen.shape[1], is_end=is_end_V.ctypes.data, temperature=temperature,
+        )  # fmt: skip
+        logits_nV = self._room.new_empty(fields.tokens, model.V)
+        drawing = self._room.new_empty(fields.threads, 2 * (model.V + WIDTH))
+        self._some(
+            ctypes.addressof(model), ctypes.addressof(fields), ctypes.addressof(sampling), most,
+            self._place_for(fields), self._gemm.place_for(fields.threads), logits_nV.data_ptr(), drawing.data_ptr(),
+        )  # fmt: skip
+
+    def _place_for(self, fields: _Step) -> int:
+        """Address of scratch memory for the activations of a step."""
+        model = self._model
+        heads = 2 * fields.D * (fields.Q + fields.K)
+        needed = fields.tokens * (2 * model.H + heads + 3 * model.I)
+        if len(self._room) < needed:
+            self._room = self._room.new_empty(needed)
+        return self._room.data_ptr()
 
 
 class DecodeKernels:
@@ -170,7 +228,7 @@ class DecodeKernels:
         self._normed.argtypes = (place, count, count, real, place)
         self._gated.argtypes = (place, count, count, place, ctypes.c_int)
         self._attend.argtypes = (place, place, place, place, place)
-        self._draw.argtypes = (place, count, count, place, real, place, place, place)
+        self._draw.argtypes = (place, count, count, place, real, place, place, place, ctypes.c_int)
         for function in (self._normed, self._gated, self._attend, self._draw):
             function.restype = None
 
@@ -222,7 +280,8 @@ class DecodeKernels:
         """As `sampling.draw`."""
         rows, size = logits_nV.shape
         tokens_n, logprobs_n = torch.empty(rows, dtype=torch.int64), logits_nV.new_empty(rows)
-        room = logits_nV.new_empty(2 * (size + WIDTH))
+        threads = torch.get_num_threads() if rows * size >= _SHARED_LOGITS else 1
+        room = logits_nV.new_empty(threads, 2 * (size + WIDTH))
         self._draw(
             logits_nV.data_ptr(),
             rows,
@@ -232,6 +291,7 @@ class DecodeKernels:
             room.data_ptr(),
             tokens_n.data_ptr(),
             logprobs_n.data_ptr(),
+            threads,
         )
         return tokens_n, logprobs_n
 

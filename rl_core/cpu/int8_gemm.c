@@ -19,11 +19,6 @@
 
 #ifdef HAS_TILES
 #include <math.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#endif
 
 #define DEEP 64                         /* of a tile's depth */
 #define TILE 1024                       /* bytes */
@@ -190,64 +185,72 @@ static void add_floats(const float *left, int64_t left_stride, const int8_t *kep
         }
 }
 
-/* Bytes that `product_packed` needs for so many threads. */
+/* Bytes that `product_packed` needs for so many threads; `packed_part` needs those of one. */
 int64_t int8_gemm_room(int64_t threads) {
     return threads * KEPT * (LEFT_DIGITS * TILE + SIDE * (int64_t)sizeof(float));
+}
+
+/* As `vector_packed_part`. */
+void packed_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride, int64_t rows,
+                 int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
+    int64_t row_blocks = blocks_in(rows, SIDE), column_blocks = blocks_in(columns, SIDE);
+    /* Members share out rows; where those are too few, columns, and each splits the rows for itself. */
+    int by_rows = row_blocks >= 4 * members;
+    /* So many row blocks at a time, the same for every part of depth: what a member adds to must be its own. */
+    int64_t some = least(KEPT / blocks_in(least(depth, MOST_BLOCKS * DEEP), DEEP),
+                         by_rows ? (row_blocks + members - 1) / members : row_blocks);
+    int64_t turn = by_rows ? member : 0, turns = by_rows ? members : 1;
+    int64_t first = by_rows ? 0 : column_blocks * member / members;
+    int64_t end = by_rows ? column_blocks : column_blocks * (member + 1) / members;
+    int8_t *tiles = room;
+    float *left_scales = (float *)(room + KEPT * LEFT_DIGITS * TILE);
+    const int8_t *packed = right;
+    int32_t found[4][SIDE * SIDE] __attribute__((aligned(64)));
+    configure();
+    for (int64_t d = 0; d < depth; d += MOST_BLOCKS * DEEP) {
+        int64_t deep = least(depth - d, MOST_BLOCKS * DEEP), blocks = blocks_in(deep, DEEP);
+        int64_t left_size = blocks * LEFT_DIGITS * TILE, right_size = blocks * RIGHT_DIGITS * TILE;
+        int64_t group = GROUP > right_size ? GROUP / right_size : 1;
+        const float *scales = (const float *)packed;
+        packed += column_blocks * SIDE * (int64_t)sizeof(float);
+        for (int64_t i = turn * some; i < row_blocks; i += turns * some) {
+            int64_t here = least(some, row_blocks - i);
+            for (int64_t row = 0; row < here; row++)
+                split_left(left + (i + row) * SIDE * left_stride + d, left_stride, rows - (i + row) * SIDE, deep,
+                           tiles + row * left_size, left_scales + row * SIDE);
+            for (int64_t j = first; j < end; j += group) {
+                int64_t wide = least(group, end - j);
+                const int8_t *from = packed + j * right_size, *next = from + wide * right_size;
+                int64_t part = wide * right_size / 6; /* so many bytes of the next group lie between streams */
+                int has_next = members == 1 || j + group < end; /* behind the last lies what is needed next */
+                int share = !has_next ? 0 : here == 1 ? 6 : here == 2 ? 3 : here < 6 ? 2 : 1;
+                for (int64_t row = 0; row < here; row++)
+                    for (int64_t k = 0; k < wide; k++) {
+                        multiply_asking(tiles + row * left_size, from + k * right_size, blocks, found,
+                                        next + row * share * part + k * right_size / 6, part,
+                                        row * share < 6 ? share : 0);
+                        add_up(found, left_scales + row * SIDE, scales + (j + k) * SIDE,
+                               c + (i + row) * SIDE * c_stride + (j + k) * SIDE, c_stride, rows - (i + row) * SIDE,
+                               columns - (j + k) * SIDE, add || d);
+                    }
+            }
+        }
+        packed += column_blocks * right_size;
+    }
+    for (int64_t i = turn * some; i < row_blocks; i += turns * some)
+        add_floats(left + i * SIDE * left_stride, left_stride, packed, c + i * SIDE * c_stride, c_stride,
+                   least(some * SIDE, rows - i * SIDE), first, end, columns);
+    _tile_release();
 }
 
 /* c [rows, columns] (+)= left [rows, depth] times packed weights. */
 void product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
                     int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads) {
-    int64_t row_blocks = blocks_in(rows, SIDE), column_blocks = blocks_in(columns, SIDE);
-    /* Threads share out rows; where those are too few, columns, and each splits the rows for itself. */
-    int by_rows = row_blocks >= 4 * threads;
-    /* So many row blocks at a time, the same for every part of depth: what a thread adds to must be its own. */
-    int64_t some = least(KEPT / blocks_in(least(depth, MOST_BLOCKS * DEEP), DEEP),
-                         by_rows ? (row_blocks + threads - 1) / threads : row_blocks);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        int64_t own = omp_get_thread_num(), turn = by_rows ? own : 0, turns = by_rows ? threads : 1;
-        int64_t first = by_rows ? 0 : column_blocks * own / threads;
-        int64_t end = by_rows ? column_blocks : column_blocks * (own + 1) / threads;
-        int8_t *tiles = room + own * KEPT * LEFT_DIGITS * TILE;
-        float *left_scales = (float *)(room + threads * KEPT * LEFT_DIGITS * TILE) + own * KEPT * SIDE;
-        const int8_t *packed = right;
-        int32_t found[4][SIDE * SIDE] __attribute__((aligned(64)));
-        configure();
-        for (int64_t d = 0; d < depth; d += MOST_BLOCKS * DEEP) {
-            int64_t deep = least(depth - d, MOST_BLOCKS * DEEP), blocks = blocks_in(deep, DEEP);
-            int64_t left_size = blocks * LEFT_DIGITS * TILE, right_size = blocks * RIGHT_DIGITS * TILE;
-            int64_t group = GROUP > right_size ? GROUP / right_size : 1;
-            const float *scales = (const float *)packed;
-            packed += column_blocks * SIDE * (int64_t)sizeof(float);
-            for (int64_t i = turn * some; i < row_blocks; i += turns * some) {
-                int64_t here = least(some, row_blocks - i);
-                for (int64_t row = 0; row < here; row++)
-                    split_left(left + (i + row) * SIDE * left_stride + d, left_stride, rows - (i + row) * SIDE, deep,
-                               tiles + row * left_size, left_scales + row * SIDE);
-                for (int64_t j = first; j < end; j += group) {
-                    int64_t wide = least(group, end - j);
-                    const int8_t *from = packed + j * right_size, *next = from + wide * right_size;
-                    int64_t part = wide * right_size / 6; /* so many bytes of the next group lie between streams */
-                    int has_next = threads == 1 || j + group < end; /* behind the last lies what is needed next */
-                    int share = !has_next ? 0 : here == 1 ? 6 : here == 2 ? 3 : here < 6 ? 2 : 1;
-                    for (int64_t row = 0; row < here; row++)
-                        for (int64_t k = 0; k < wide; k++) {
-                            multiply_asking(tiles + row * left_size, from + k * right_size, blocks, found,
-                                            next + row * share * part + k * right_size / 6, part,
-                                            row * share < 6 ? share : 0);
-                            add_up(found, left_scales + row * SIDE, scales + (j + k) * SIDE,
-                                   c + (i + row) * SIDE * c_stride + (j + k) * SIDE, c_stride, rows - (i + row) * SIDE,
-                                   columns - (j + k) * SIDE, add || d);
-                        }
-                }
-            }
-            packed += column_blocks * right_size;
-        }
-        for (int64_t i = turn * some; i < row_blocks; i += turns * some)
-            add_floats(left + i * SIDE * left_stride, left_stride, packed, c + i * SIDE * c_stride, c_stride,
-                       least(some * SIDE, rows - i * SIDE), first, end, columns);
-        _tile_release();
+        int own = omp_get_thread_num();
+        packed_part(left, left_stride, right, c, c_stride, rows, columns, depth, add, room + own * int8_gemm_room(1), own,
+                    omp_get_num_threads());
     }
 }
 

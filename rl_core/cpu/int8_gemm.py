@@ -33,11 +33,10 @@ class Int8Gemm:
 
     def __init__(self, code: ctypes.CDLL) -> None:
         count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        self.size, self._room, self.pack, self.product = (
-            getattr(code, name) for name in ("packed_size", "int8_gemm_room", "pack_right", "product_packed")
-        )
+        names = ("packed_size", "int8_gemm_room", "pack_right", "product_packed", "packed_part")
+        self.size, self.room, self.pack, self.product, self.part = (getattr(code, name) for name in names)
         self.size.argtypes, self.size.restype = (count, count), count
-        self._room.argtypes, self._room.restype = (count,), count
+        self.room.argtypes, self.room.restype = (count,), count
         self.pack.argtypes, self.pack.restype = (place, count, count, place, number), None
         self.product.restype = None
         self.product.argtypes = (place, count, place, place, count, count, count, count, number, place, number)
@@ -45,7 +44,7 @@ class Int8Gemm:
 
     def place_for(self, threads: int) -> int:
         """Address of scratch memory for the rows while they are multiplied."""
-        return self._scratch.place(self._room(threads))
+        return self._scratch.place(self.room(threads))
 
 
 class PackedMatrix:
@@ -55,7 +54,8 @@ class PackedMatrix:
         self.gemm = gemm
         self.outputs, self.inputs = weight_OI.shape
         inputs_C = outlying_inputs(weight_OI)
-        size, chosen = gemm.size(self.outputs, self.inputs), len(inputs_C)
+        self.size: int = gemm.size(self.outputs, self.inputs)
+        size, chosen = self.size, len(inputs_C)
         head, width = _rounded_up(8 * (1 + chosen), 64), _rounded_up(self.outputs, _SIDE)
         self._memory = arena.take(size + head + 4 * width * chosen)
         self.place: int = self._memory.data_ptr()

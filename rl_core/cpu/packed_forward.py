@@ -22,9 +22,17 @@ from rl_core.cpu.shared_prefixes import shared_prefixes
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
-__all__ = ["packed_forward"]
+__all__ = ["check_needed", "packed_forward"]
 
 _LEAST_SHARED = 0.05  # sharing less than this share of the tokens costs about what it saves
+
+
+def check_needed(mask_BS: torch.Tensor, needed_BS: torch.Tensor | None) -> None:
+    """Raises: DataError when a position is needed that the attention mask calls padding."""
+    if needed_BS is not None and bool((needed_BS & ~mask_BS).any()):
+        raise DataError(
+            "attention_mask is False where a hidden state is needed: its rows are not those of the loss mask"
+        )
 
 
 def packed_forward(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None = None) -> torch.Tensor:
@@ -37,10 +45,7 @@ def packed_forward(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None
     Raises: DataError when a position is needed that the attention mask calls padding.
     """
     ids_BS, mask_BS = batch.input_ids_BS, batch.attention_mask_BS
-    if needed_BS is not None and bool((needed_BS & ~mask_BS).any()):
-        raise DataError(
-            "attention_mask is False where a hidden state is needed: its rows are not those of the loss mask"
-        )
+    check_needed(mask_BS, needed_BS)
     lengths = mask_BS.sum(1).tolist()
     shared = None if _drops_out(trunk) else shared_prefixes(ids_BS, lengths, least=_LEAST_SHARED)
     flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch

@@ -23,11 +23,10 @@ class VectorProducts:
 
     def __init__(self, code: ctypes.CDLL) -> None:
         count, number, place = ctypes.c_int64, ctypes.c_int, ctypes.c_void_p
-        self.size, self._room, self.pack, self.product = (
-            getattr(code, f"vector_{name}") for name in ("packed_size", "packed_room", "pack_right", "product_packed")
-        )
+        names = ("packed_size", "packed_room", "pack_right", "product_packed", "packed_part")
+        self.size, self.room, self.pack, self.product, self.part = (getattr(code, f"vector_{name}") for name in names)
         self.size.argtypes, self.size.restype = (count, count), count
-        self._room.argtypes, self._room.restype = (count,), count
+        self.room.argtypes, self.room.restype = (count,), count
         self.pack.argtypes, self.pack.restype = (place, count, count, place, number), None
         self.product.restype = None
         self.product.argtypes = (place, count, place, place, count, count, count, count, number, place, number)
@@ -35,7 +34,7 @@ class VectorProducts:
 
     def place_for(self, threads: int) -> int:
         """Address of scratch memory for the rows while they are multiplied."""
-        return self._scratch.place(self._room(threads))
+        return self._scratch.place(self.room(threads))
 
 
 class PackedVectors:
@@ -44,7 +43,8 @@ class PackedVectors:
     def __init__(self, gemm: VectorProducts, weight_OI: torch.Tensor, arena: Arena) -> None:
         self.gemm = gemm
         self.outputs, self.inputs = weight_OI.shape
-        self._memory = arena.take(gemm.size(self.outputs, self.inputs))
+        self.size: int = gemm.size(self.outputs, self.inputs)
+        self._memory = arena.take(self.size)
         self.place: int = self._memory.data_ptr()
         gemm.pack(weight_OI.data_ptr(), self.outputs, self.inputs, self.place, torch.get_num_threads())
 

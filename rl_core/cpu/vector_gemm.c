@@ -14,6 +14,7 @@
 #include <omp.h>
 #else
 #define omp_get_thread_num() 0
+#define omp_get_num_threads() 1
 #endif
 
 #ifdef __AVX512F__ /* as many sums as there are registers for */
@@ -180,29 +181,35 @@ void vector_pack_right(const float *w, int64_t lines, int64_t depth, float *out,
                        out + d * padded + j * least(depth - d, DEEP));
 }
 
-/* Bytes that `vector_product_packed` needs for so many threads. */
+/* Bytes that `vector_product_packed` needs for so many threads; `vector_packed_part` needs those of one. */
 int64_t vector_packed_room(int64_t threads) { return threads * ROWS * LINE * (int64_t)sizeof(float); }
 
-/* c [rows, columns] (+)= left [rows, depth] times packed weights. */
+/* A member's part of c [rows, columns] (+)= left [rows, depth] times packed weights. Members share out rows; where those are
+ * too few, columns, and each copies the rows for itself. */
+void vector_packed_part(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
+                        int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
+    int by_rows = rows >= 4 * TALL * members;
+    int64_t turn = by_rows ? member : 0, turns = by_rows ? members : 1;
+    int64_t step = by_rows ? least(ROWS, blocks_of(blocks_of(rows, TALL), members) * TALL) : ROWS;
+    int64_t panels = blocks_of(columns, PANEL), padded = panels * PANEL;
+    int64_t first = by_rows ? 0 : panels * member / members * PANEL;
+    int64_t end = by_rows ? columns : least(columns, panels * (member + 1) / members * PANEL);
+    float *copied = (float *)room;
+    for (int64_t i = turn * step; i < rows; i += turns * step)
+        for (int64_t d = 0; d < depth; d += DEEP) {
+            int64_t some = least(rows - i, step), deep = least(depth - d, DEEP);
+            copy_left(left + i * left_stride + d, left_stride, 0, some, deep, copied);
+            multiply_panels(copied, 0, (const float *)right + d * padded + first * deep, deep,
+                            c + i * c_stride + first, c_stride, some, end - first, add || d);
+        }
+}
+
 void vector_product_packed(const float *left, int64_t left_stride, const int8_t *right, float *c, int64_t c_stride,
                            int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int threads) {
-    int64_t padded = blocks_of(columns, PANEL) * PANEL;
-    /* Threads share out rows; where those are too few, columns, and each copies the rows for itself. */
-    int by_rows = rows >= 4 * TALL * threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        int64_t own = omp_get_thread_num(), turn = by_rows ? own : 0, turns = by_rows ? threads : 1;
-        int64_t step = by_rows ? least(ROWS, blocks_of(blocks_of(rows, TALL), threads) * TALL) : ROWS;
-        int64_t panels = blocks_of(columns, PANEL);
-        int64_t first = by_rows ? 0 : panels * own / threads * PANEL;
-        int64_t end = by_rows ? columns : least(columns, panels * (own + 1) / threads * PANEL);
-        float *copied = (float *)room + own * ROWS * LINE;
-        for (int64_t i = turn * step; i < rows; i += turns * step)
-            for (int64_t d = 0; d < depth; d += DEEP) {
-                int64_t some = least(rows - i, step), deep = least(depth - d, DEEP);
-                copy_left(left + i * left_stride + d, left_stride, 0, some, deep, copied);
-                multiply_panels(copied, 0, (const float *)right + d * padded + first * deep, deep,
-                                c + i * c_stride + first, c_stride, some, end - first, add || d);
-            }
+        int own = omp_get_thread_num();
+        vector_packed_part(left, left_stride, right, c, c_stride, rows, columns, depth, add,
+                           room + own * vector_packed_room(1), own, omp_get_num_threads());
     }
 }

@@ -6,6 +6,7 @@ is fastest. Where other programs run, a thread that spins keeps the one it waits
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -19,12 +20,12 @@ import torch
 
 from rl_core.cpu.build import loaded_openmp
 
-__all__ = ["Load", "bound_waiting", "free_processors", "usable_processors"]
+__all__ = ["Load", "Queue", "bound_waiting", "free_processors", "usable_processors"]
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 0.5  # between two looks at the machine
-_BUSY, _QUIET = 0.2, 0.1  # processors that others use beyond those we leave free: waiting is bounded, or not again
+_SECONDS = 0.5  # between two looks at the threads
+_BUSY, _QUIET = 0.2, 0.1  # of our threads that have to queue for a processor: waiting is bounded, or not again
 _CALM = 4  # quiet looks before threads may spin again
 _SET_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 _lock = threading.Lock()
@@ -46,23 +47,23 @@ def free_processors(seconds: float = 1.0) -> int:
 
 
 def bound_waiting() -> bool:
-    """Let this process's OpenMP threads sleep early while other programs want the processors. Returns: True = done.
+    """Let this process's OpenMP threads sleep early while they queue for processors. Returns: True = done.
 
-    A thread looks at the machine twice a second from then on. Where others are busy it takes more OpenMP threads than
-    there are processors, which sleep: GCC's library then bounds every wait of the process to 100 turns instead of
-    300,000 (documentation of GOMP_SPINCOUNT in the manual of libgomp). Results do not change. Nothing is done where
-    the environment sets the way of waiting, torch has one thread, or its OpenMP is another library.
+    A thread looks twice a second from then on. Where this process's threads queue behind other programs' it takes more
+    OpenMP threads than there are processors, which sleep: GCC's library then bounds every wait of the process to 100
+    turns instead of 300,000 (documentation of GOMP_SPINCOUNT in the manual of libgomp). What others do while this
+    process wants nothing, or on processors that it does not need, is no reason. Results do not change. Nothing is done
+    where the environment sets the way of waiting, torch has one thread, or its OpenMP is another library.
     """
     global _watcher
     if torch.get_num_threads() == 1 or any(os.environ.get(name) for name in _SET_BY_USER):
         return False
     with _lock:
         if _watcher is None:
-            path, others = _libgomp(), Load().others()
-            if path is None or others is None:
+            path = _libgomp()
+            if path is None or Queue().threads() is None:
                 return False
-            arguments = (_Crowd(path), torch.get_num_threads())
-            _watcher = threading.Thread(target=_watch, args=arguments, daemon=True, name="waiting")
+            _watcher = threading.Thread(target=_watch, args=(_Crowd(path),), daemon=True, name="waiting")
             _watcher.start()
     return True
 
@@ -83,6 +84,33 @@ class Load:
         before, self._last = self._last or now, now
         seconds, all_s, own_s = (new - old for new, old in zip(now, before, strict=True))
         return max(0.0, (all_s - own_s) / seconds) if seconds > 0 else 0.0
+
+
+class Queue:
+    """Time that threads of this process, ready to run, waited for a processor."""
+
+    def __init__(self) -> None:
+        self._seconds, self._waited_ns = 0.0, dict[str, int]()
+
+    def threads(self) -> float | None:
+        """Threads that waited since the last call, on average; 0 at first; None where the system hides it.
+
+        Source: run delay in schedstat (Documentation/scheduler/sched-stats.rst of Linux).
+        """
+        waited_ns: dict[str, int] = {}
+        try:
+            for path in Path("/proc/self/task").iterdir():
+                with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+                    waited_ns[path.name] = int((path / "schedstat").read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
+        if not waited_ns:
+            return None
+        now, before = time.monotonic(), self._waited_ns
+        seconds, self._seconds, self._waited_ns = now - self._seconds, now, waited_ns
+        if not before or seconds <= 0:
+            return 0.0
+        return sum(ns - before.get(thread, 0) for thread, ns in waited_ns.items()) / 1e9 / seconds
 
 
 def busy_seconds(stat: str, processors: set[int], ticks_per_second: int) -> float:
@@ -106,11 +134,11 @@ class Mode:
     is_bounded: bool = False
     calm: int = 0
 
-    def look(self, excess: float) -> bool:
-        """True = waiting is bounded now; `excess`: processors wanted, by others and us, beyond those there are."""
-        if excess > _BUSY:
+    def look(self, queueing: float) -> bool:
+        """True = waiting is bounded now; `queueing`: threads of ours that waited for a processor."""
+        if queueing > _BUSY:
             self.is_bounded, self.calm = True, 0
-        elif excess < _QUIET:
+        elif queueing < _QUIET:
             self.calm += 1
             if self.calm >= _CALM:
                 self.is_bounded = False
@@ -145,15 +173,15 @@ class _Crowd:
         gone.wait()
 
 
-def _watch(crowd: _Crowd, threads: int) -> None:
-    load, mode = Load(), Mode()
-    load.others()
+def _watch(crowd: _Crowd) -> None:
+    queue, mode = Queue(), Mode()
+    queue.threads()
     while True:
         time.sleep(_SECONDS)
         was = mode.is_bounded
-        is_bounded = mode.look((load.others() or 0.0) + threads - usable_processors())
+        is_bounded = mode.look(queue.threads() or 0.0)
         if is_bounded != was:
-            logger.debug("other programs %s: waiting is %s", *(("run", "bounded") if is_bounded else ("ended", "free")))
+            logger.debug("threads queue for processors: %s; waiting is %s", is_bounded, ["free", "bounded"][is_bounded])
         crowd.set(is_bounded)
 
 

@@ -24,7 +24,7 @@ from rl_core.data.assistant_message import assistant_text, in_history
 from rl_core.data.chat_template import PLAIN_TEMPLATE, ChatTemplate
 from rl_core.data.reasoning import split_thought
 from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError
 from rl_core.settings import ModelSettings
 from rl_core.types import Message
 
@@ -112,13 +112,19 @@ class ChatRenderer:
         return list(self._prompt(_key(messages)))
 
     def observation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to append after the policy's EOS: the messages and the header of the next action.
-
-        Raises: SettingsError where `history_thoughts: template` would have the turns before them rendered anew.
-        """
-        if self.settings.history_thoughts == "template":
-            self._refuse_rewriting(messages)
+        """Token ids to append after the policy's EOS: the messages and the header of the next action."""
         return list(self._observation(_key(messages)))
+
+    def rewrites(self, messages: Sequence[Message]) -> bool:
+        """True = `history_thoughts: template`, and after these messages the template writes earlier turns anew."""
+        if self.settings.history_thoughts == "keep":
+            return False
+        shown = {"user" if m["role"] == "tool" and not self.facts.has_tool else m["role"] for m in messages}
+        return bool(shown & set(self.facts.rewrites))
+
+    def history_ids(self, messages: Sequence[Message]) -> list[int]:
+        """As `prompt_ids`, for an episode that has begun: one of its kind, so not kept for the next."""
+        return list(self._render_prompt(_key(messages)))
 
     def action_ids(self, text: str) -> list[int]:
         """Token ids of one action and its end of turn, after a header.
@@ -181,17 +187,6 @@ class ChatRenderer:
         bare = after.lstrip()  # some templates put a space between the message and its EOS; the policy does not
         end = self.facts.end_of_turn
         return tuple(self._encode(bare.removeprefix(end) if bare.startswith(end) else after))
-
-    def _refuse_rewriting(self, messages: Sequence[Message]) -> None:
-        """A rollout appends: its tokens cannot follow a history that the template writes anew."""
-        shown = {"user" if m["role"] == "tool" and not self.facts.has_tool else m["role"] for m in messages}
-        found = sorted(shown & set(self.facts.rewrites))
-        if found:
-            raise SettingsError(
-                f"model.history_thoughts: after a {found[0]} message this chat template renders the policy's earlier "
-                "turns anew, and an episode is one sequence of tokens as they were sampled; use keep for rollouts of "
-                "several turns (template serves demonstrations and episodes of one turn)"
-            )
 
     def _after_header(self, text: str) -> str:
         """Text of an action as it goes on after its header, which may have opened or closed a thought."""

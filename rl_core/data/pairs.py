@@ -115,4 +115,5 @@ def mismatched_pairs(
 
 
 def _side(rollout: Rollout) -> PairSide:
+    rollout.check_one_context("a preference pair")
     return PairSide(list(rollout.prompt_ids), list(rollout.completion_ids), list(rollout.loss_mask))

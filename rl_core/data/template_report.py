@@ -116,6 +116,6 @@ def _history(facts: TemplateFacts, kept: str) -> str:
             "renders the history anew shows the model another text"
         )
     return text + (
-        "demonstrations are split into the sequences that it renders (model.history_thoughts: template), rollouts of "
-        "several turns are refused there"
+        "demonstrations are split into the sequences that it renders, and rollouts read the history as it renders it "
+        "(model.history_thoughts: template)"
     )

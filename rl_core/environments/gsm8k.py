@@ -26,6 +26,7 @@ from rl_core.environments.environment import HELDOUT_START, Demonstration, Envir
 from rl_core.environments.solutions import convert_solution, final_of_solution, read_final, same_number, single_number
 from rl_core.environments.tools import CallFormat, Toolset
 from rl_core.errors import SettingsError, ToolMisuse
+from rl_core.storage.single_files import make_folder, write_text_atomic
 from rl_core.types import Message
 
 __all__ = ["GSM8K", "level_of"]
@@ -140,10 +141,10 @@ class GSM8K(Environment):
         Raises: DataError or RecordsError if the file cannot be used; then nothing is written.
         """
         splits, report = self._read_raw(seed)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         for split, rows in splits.items():
             lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-            (folder / _FILES[split]).write_bytes(lines.encode("utf-8"))
+            write_text_atomic(folder / _FILES[split], lines)
         self._use(splits)
         return report
 

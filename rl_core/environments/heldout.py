@@ -29,6 +29,7 @@ PROBED = 20  # held-out episodes expected among those looked at to see how much 
 MOST_REPEATED = 0.05  # share of pairs of them that may be equal: fewer than about 20 different questions exceed it
 BALANCE = (0.15, 3.0)  # held-out share among them, in units of the share that is asked for
 BLOCK = {"train": 64, "heldout": 1024}  # seeds per block; the chance that none of them is of the split is below 1e-12
+FAILED_OPENINGS = 3  # in a row, after which the environment counts as broken
 FEW = 2**20  # a split of fewer seeds is a list of rows, not a generator
 COMPARED = {False: 20_000, True: 1_000}  # rows compared at most, by `Environment.blocking`
 _ESCAPED_SPACE = re.compile(r"\\[nrtf]")  # white space within the texts of JSON
@@ -97,8 +98,18 @@ class ContentSeeds(Sequence[int]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         place = range(len(self))[index]  # counts from the end where it is negative; IndexError beyond either end
+        in_a_row = 0
         for seed in self._candidates[place * self._block : (place + 1) * self._block]:
-            if is_heldout(self._key_of(seed), self._share) == self._is_heldout:
+            try:
+                key = self._key_of(seed)
+            except EnvironmentFault as error:  # of neither split: the episode is not played
+                in_a_row += 1
+                if in_a_row == FAILED_OPENINGS:
+                    raise
+                logger.warning("an episode that cannot be opened is passed over: %s", error)
+                continue
+            in_a_row = 0
+            if is_heldout(key, self._share) == self._is_heldout:
                 return seed
         raise EnvironmentFault(
             f"{self._block} seeds from {self._candidates[place * self._block]} gave no "
@@ -122,7 +133,7 @@ def probed(candidates: Sequence[int], key_of: Callable[[int], str], share: float
     if not share:
         return HeldOut("seeds", "heldout_share is 0")
     seeds = candidates[: round(PROBED / share)]
-    keys = [key_of(seed) for seed in seeds]
+    keys = _keys(seeds, key_of)
     times = Counter(keys)
     equal = sum(n * (n - 1) for n in times.values()) / (len(keys) * (len(keys) - 1))
     if equal > MOST_REPEATED:
@@ -135,6 +146,20 @@ def probed(candidates: Sequence[int], key_of: Callable[[int], str], share: float
     if not BALANCE[0] * share <= held <= BALANCE[1] * share:
         return HeldOut("seeds", f"a few questions are so frequent that {held:.0%} of all episodes would be held out")
     return HeldOut("content")
+
+
+def _keys(seeds: Sequence[int], key_of: Callable[[int], str]) -> list[str]:
+    """Keys of the episodes that can be opened. Raises: EnvironmentFault where more than a tenth cannot."""
+    keys, failed = [], 0
+    for seed in seeds:
+        try:
+            keys.append(key_of(seed))
+        except EnvironmentFault as error:
+            failed += 1
+            if failed > len(seeds) / 10 or (not keys and failed == FAILED_OPENINGS):
+                raise
+            logger.warning("an episode that cannot be opened is passed over: %s", error)
+    return keys
 
 
 def compared(train: Sequence[int], heldout: Sequence[int], key_of: Callable[[int], str], *, blocking: bool) -> HeldOut:

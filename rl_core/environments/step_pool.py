@@ -6,18 +6,20 @@ do not depend on the order in which steps finish.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from dataclasses import dataclass
 from typing import Any
 
 from rl_core.environments.environment import Step
 from rl_core.errors import EnvironmentFault
 from rl_core.timing import span
 
-__all__ = ["Call", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
+__all__ = ["Call", "NewContext", "Observation", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
 
 _LOOK_S = 0.25  # polling interval for overdue calls
 
@@ -31,6 +33,7 @@ class Call:
         self.future: Future[Any] = Future()
         self._pool, self._what, self._timeout_s, self._function, self._args = pool, what, timeout_s, function, args
         self._began: float | None = None
+        self.is_abandoned = False  # True = it exceeded its time limit, and its thread is no longer the pool's
 
     def run(self) -> None:
         """Execute the call on a pool thread."""
@@ -38,33 +41,41 @@ class Call:
         try:
             value = self._function(*self._args)
         except BaseException as error:  # re-raised by `result`
-            self.future.set_exception(error)
+            with contextlib.suppress(InvalidStateError):
+                self.future.set_exception(error)
         else:
-            self.future.set_result(value)
+            with contextlib.suppress(InvalidStateError):
+                self.future.set_result(value)
 
     def done(self) -> bool:
-        """True once the call has finished. Raises: EnvironmentFault if it exceeded its time limit."""
-        if self.future.done():
-            return True
-        if self._left() <= 0:
-            raise EnvironmentFault(
-                f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
-            )
-        return False
+        """True once the call has finished, or exceeded its time limit: `result` then raises EnvironmentFault."""
+        if not self.future.done() and self._left() <= 0:
+            self._pool.abandon(self)
+            with contextlib.suppress(InvalidStateError):  # it returned just now
+                self.future.set_exception(
+                    EnvironmentFault(
+                        f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
+                    )
+                )
+        return self.future.done()
 
     def result(self) -> Any:
         """Return value of the call, or its exception re-raised; blocks until it has finished.
 
-        Raises: EnvironmentFault as `done` does, also for a call that this one is queued behind.
+        Raises: EnvironmentFault if it exceeded its time limit.
         """
+        self.wait()
+        return self.future.result()
+
+    def wait(self) -> None:
+        """Block until the call has finished, or exceeded its time limit."""
         while not self.done():
             if self._began is not None:
                 wait([self.future], timeout=min(self._left(), 60.0))
                 continue
             # A queued call has not used any of its time; the calls that occupy the threads may be overdue.
-            self._pool.check()
+            self._pool.replace_overdue()
             wait([self.future], timeout=_LOOK_S)
-        return self.future.result()
 
     def _left(self) -> float:
         """Seconds until the call is overdue; the full limit if it is still queued."""
@@ -75,7 +86,7 @@ class StepPool:
     """Threads for the environment steps of one collection; a context manager.
 
     Daemon threads, because Python cannot kill a thread: a step that never returns is abandoned and delays neither its
-    error nor process exit.
+    error, nor queued calls, for which a new thread takes its place, nor process exit.
     """
 
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
@@ -83,8 +94,8 @@ class StepPool:
         self._max_concurrent, self._timeout_s = max_concurrent, timeout_s
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._idle = threading.Semaphore(0)  # idle threads not yet claimed by a queued call
-        self._num_threads = 0
-        self._running: list[Call | None] = []  # by thread
+        self._num_threads = 0  # that take calls
+        self._running: list[Call | None] = []  # by thread, abandoned ones included
 
     def __enter__(self) -> StepPool:
         return self
@@ -104,55 +115,81 @@ class StepPool:
         call = Call(self, what, self._timeout_s, function, args)
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._num_threads < self._max_concurrent:
-            self._running.append(None)
-            thread = threading.Thread(target=self._work, args=(self._num_threads,), daemon=True)
-            self._num_threads += 1
-            thread.name = f"step {self._num_threads}"
-            thread.start()
+            self._add_thread()
         return call
 
-    def check(self) -> None:
-        """Raise EnvironmentFault if a running call is overdue."""
-        for call in self._running:
+    def replace_overdue(self) -> None:
+        """Abandon the running calls that are overdue; new threads take the queued ones."""
+        for call in list(self._running):
             if call is not None:
                 call.done()
+
+    def abandon(self, call: Call) -> None:
+        """Give up the thread of a call that is overdue."""
+        if call.is_abandoned:
+            return
+        call.is_abandoned = True
+        self._num_threads -= 1
+        if not self._calls.empty():
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        self._running.append(None)
+        thread = threading.Thread(target=self._work, args=(len(self._running) - 1,), daemon=True)
+        self._num_threads += 1
+        thread.name = f"step {len(self._running)}"
+        thread.start()
 
     def _work(self, place: int) -> None:
         while (call := self._calls.get()) is not None:
             self._running[place] = call
             call.run()
             self._running[place] = None
+            if call.is_abandoned:
+                return
             self._idle.release()
+
+
+@dataclass(frozen=True, slots=True)
+class NewContext:
+    """An observation after which the policy reads a prompt rendered anew, in place of all tokens so far."""
+
+    ids: list[int]  # the prompt, up to the header of the next action
+    limit: int  # longest that this context may become, in tokens; more than the prompt has
+
+
+Observation = list[int] | NewContext | None  # tokens to append; None = the episode is over
 
 
 class PendingTurn:
     """A turn whose step is still running; returned by `RolloutSequence.advance` in place of an observation."""
 
-    def __init__(self, call: Call, finish: Callable[[Step], list[int] | None]) -> None:
+    def __init__(self, call: Call, finish: Callable[[Callable[[], Step]], Observation]) -> None:
+        """`finish` is given the call's `result`, which gives the step or raises what the environment raised."""
         self.call = call
         self._finish = finish
 
     def done(self) -> bool:
-        """True if `result` would not block. Raises: EnvironmentFault if the step is overdue."""
+        """True if `result` would not block."""
         return self.call.done()
 
-    def result(self) -> list[int] | None:
-        """Observation ids, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
+    def result(self) -> Observation:
+        """Observation, or None at the end; blocks until the step is done. Called once, by the decoding thread."""
         with span("environment"):
-            step = self.call.result()
-        return self._finish(step)
+            self.call.wait()
+        return self._finish(self.call.result)
 
 
-Turnover = list[int] | PendingTurn | None  # result of `RolloutSequence.advance`
+Turnover = Observation | PendingTurn  # result of `RolloutSequence.advance`
 
 
-def resolve(turnover: Turnover) -> list[int] | None:
-    """Observation ids, blocking while pending; None = the episode is over."""
+def resolve(turnover: Turnover) -> Observation:
+    """The observation, blocking while pending; None = the episode is over."""
     return turnover.result() if isinstance(turnover, PendingTurn) else turnover
 
 
 def wait_for_any(turns: Collection[PendingTurn]) -> None:
-    """Block until one of the turns is done. Raises: EnvironmentFault if one is overdue."""
+    """Block until one of the turns is done."""
     while not any([turn.done() for turn in turns]):  # a list, not a generator: every turn is checked
         with span("environment"):
             wait([turn.call.future for turn in turns], timeout=_LOOK_S, return_when=FIRST_COMPLETED)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.cpu import fused_decode
 from rl_core.cpu.allocator import Arena, pages
-from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep
+from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep, FusedStep, SlotStates
 from rl_core.inference.cuda_graphs import graphs_for, padded_length, padded_rows
 from rl_core.inference.decoder_layers import Layer, OutputHead, PackedLayer, PackedOutputHead
 from rl_core.inference.sampling import draw
@@ -91,6 +91,7 @@ class Decoder:
             or cache.shape[4] < max_length
             or (cache.device, cache.dtype) != (self.device, self.dtype)
         ):
+            self._forget_cache()  # before the new one is allocated, so that both need not fit at once
             self._cache = cache = self._zeros(shape)
         self.slots, self.max_length = cache.shape[2] - padding_slot, cache.shape[4]
         if cache is not self._tables_of:
@@ -100,6 +101,12 @@ class Decoder:
         if self.graphs is not None:
             read = (cache, self._cos, self._sin, self._positions, *self._base.parameters())
             self.graphs.bind(tuple(tensor.data_ptr() for tensor in read))
+
+    def _forget_cache(self) -> None:
+        """Let go of the cache and of every view of it."""
+        self._cache = self._tables_of = self._fused = None
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
 
     def _make_tables(self, cache: torch.Tensor) -> None:
         """Lookup tables of the steps: views of the cache, positions, rotary sines and cosines."""
@@ -243,6 +250,20 @@ class Decoder:
         drawing = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         both_2R = self.graphs.run((rows, length, *drawing), compute, inputs)
         return both_2R[:, :count].cpu().numpy()
+
+    def samples_steps(self, sampling: SamplingSettings) -> bool:
+        """True = `sample_steps` can be called."""
+        return self._fused is not None and not sampling.is_restricted
+
+    @torch.inference_mode()
+    def sample_steps(
+        self, states: SlotStates, count: int, is_end_V: np.ndarray, sampling: SamplingSettings, most: int
+    ) -> None:
+        """`step` and `draw` in the first `count` slots until a turn ends, `most` times at most (`FusedStep.sample`)."""
+        assert self._fused is not None and self._cache is not None
+        positions_n = torch.from_numpy(states.positions)[:count]
+        step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
+        self._fused.sample(step, states, is_end_V, sampling.temperature, most)
 
     def draw(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings

@@ -11,6 +11,7 @@ n active slots, B rows.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Collection, Sequence
 
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
 from rl_core.cpu.allocator import keep_freed_memory
+from rl_core.cpu.fused_decode import SlotStates
 from rl_core.cpu.waiting import bound_waiting
 from rl_core.data.batches import micro_batches, pad_rows
-from rl_core.environments.step_pool import PendingTurn, wait_for_any
+from rl_core.environments.step_pool import NewContext, Observation, PendingTurn, wait_for_any
+from rl_core.errors import OutOfMemory
 from rl_core.inference.decoder import AppendedTokens, Decoder
 from rl_core.inference.sampling import (
     RolloutBackend,
@@ -36,13 +39,16 @@ from rl_core.inference.sampling import (
     uniforms,
 )
 from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.memory import MemoryFit, first_line, is_out_of_memory, note_out_of_memory
 from rl_core.models.lora import merged
 from rl_core.settings import SamplingSettings
 
 __all__ = ["Engine", "RolloutBackend", "RolloutSequence", "make_backend"]
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
+_MOST_STEPS = 32  # of one call, so that signals are heeded within a second or so
 _LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
+_ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"  # where one sequence does not fit
 
 
 def make_backend(model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> RolloutBackend:
@@ -67,6 +73,7 @@ class Engine:
         self._model = model
         self._pad_id = pad_id
         self._decoder = Decoder(model)
+        self._fit = MemoryFit("slots of the rollout engine", _ADVICE)  # limit: slots that are decoded together
         self._is_eos = np.zeros(self._decoder.vocab_size, dtype=bool)
         self._is_eos[[token for token in eos_ids if token < len(self._is_eos)]] = True
 
@@ -74,23 +81,35 @@ class Engine:
         """Weights are read where the model keeps them, so there is nothing to copy."""
 
     def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
-        """Play every sequence to its end. Adapters are merged meanwhile, and taken out again bit for bit."""
+        """Play every sequence to its end. Adapters are merged meanwhile, and taken out again bit for bit.
+
+        Where memory runs out, fewer sequences are decoded together, now and in later runs. A sequence's tokens depend
+        on its own random numbers alone, so they stay the same. Raises: OutOfMemory where not even one fits.
+        """
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
         if not sequences:
             return
         check_weights(self._model)
-        with merged(self._model):
-            self._decoder.bind()
-            _Run(self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length).play()
+        try:
+            with merged(self._model):
+                self._decoder.bind()
+                _Run(self._decoder, sequences, sampling, self._is_eos, self._pad_id, self.max_length, self._fit).play()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"rollouts do not fit into memory ({first_line(error)}); lower sampling.slots, {_ADVICE}"
+            ) from error
 
 
 class _Run:
     """One call of `Engine.run`: the host's side of every slot.
 
-    Slots 0..n-1 are active, n = `count`; those after them are free or wait for their environment. `length` counts a
-    slot's tokens in the cache; the newest token, `pending`, is taken in by the next step, together with the slot's
-    `to_append` (an observation's earlier tokens), which come before it.
+    Slots 0..n-1 are active, n = `count`; those after them are free or wait: for their environment, or, where memory ran
+    out, until active ones have ended. `length` counts a slot's tokens in the cache; the newest token, `pending`, is
+    taken in by the next step, together with the slot's `to_append` (an observation's earlier tokens), which come before
+    it.
     """
 
     def __init__(
@@ -101,13 +120,15 @@ class _Run:
         is_eos: np.ndarray,
         pad_id: int,
         max_length: int,
+        fit: MemoryFit,
     ) -> None:
+        """`fit`: its limit is the number of slots that memory was seen to allow; found out here, and kept by it."""
         self._decoder, self._sampling, self._is_eos, self._pad_id = decoder, sampling, is_eos, pad_id
+        self._fit = fit
         self._queue = deque(sequences)
-        self._slots = self._count = min(sampling.slots, len(sequences))
         self._limits = {id(s): min(len(s.prompt_ids) + sampling.max_completion_tokens, max_length) for s in sequences}
         most = max(self._limits[id(s)] - len(s.prompt_ids) for s in sequences)
-        decoder.reserve(self._slots, max(self._limits.values()))
+        self._slots = self._count = self._reserve(min(sampling.slots, len(sequences)), max(self._limits.values()))
         self._sequences: list[RolloutSequence | None] = [None] * self._slots  # None = a free slot
         self._waiting_on_env: dict[int, PendingTurn] = {}
         self._to_append: dict[int, list[int]] = {}
@@ -118,6 +139,12 @@ class _Run:
         self._uniforms = np.zeros((self._slots, most))
         self._tokens = np.zeros((self._slots, most), dtype=np.int64)  # of the current action
         self._logprobs = np.zeros((self._slots, most))
+        self._states = SlotStates(
+            tokens=self._pending, positions=self._length, limits=self._limit, sampled=self._sampled, acted=self._acted,
+            uniforms=self._uniforms, chosen=self._tokens, logprobs=self._logprobs,
+        )  # fmt: skip
+        # Nothing to be done between a token and the next, until a turn ends
+        self._steps_alone = decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
         self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
         if sampling.repetition_penalty != 1:
             self._seen = torch.zeros(self._slots, decoder.vocab_size, dtype=torch.bool, device=decoder.device)
@@ -126,6 +153,26 @@ class _Run:
         for sequence in sequences:
             prompt = tuple(sequence.prompt_ids)
             self._waiting[prompt] = self._waiting.get(prompt, 0) + 1
+
+    def _reserve(self, slots: int, length: int) -> int:
+        """Reserve the cache of as many slots as fit into memory; returns their number."""
+        slots = min(slots, self._fit.limit or slots)
+        while True:
+            try:
+                self._decoder.reserve(slots, length)
+                return slots
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                slots = self._fewer(slots, first_line(error))
+
+    def _fewer(self, slots: int, problem: str) -> int:
+        """Half of the slots, noted as the limit. Raises: OutOfMemory where it is one that did not fit."""
+        if slots == 1:
+            raise OutOfMemory(f"not even one sequence of these rollouts fits into memory ({problem}); {_ADVICE}")
+        self._fit.limit = slots // 2
+        note_out_of_memory(self._fit.what, self._fit.limit, "slots")
+        return self._fit.limit
 
     def play(self) -> None:
         """Run every sequence to its end."""
@@ -159,12 +206,13 @@ class _Run:
         return active
 
     def _decodable(self) -> list[int]:
-        """Slots whose sequences have neither ended nor wait for their environment."""
-        return [
+        """Slots whose sequences have neither ended nor wait for their environment: the first ones that fit."""
+        found = [
             slot
             for slot in range(self._slots)
             if self._sequences[slot] is not None and slot not in self._waiting_on_env
         ]
+        return found[: self._fit.limit]
 
     def _begin(self, slots: list[int]) -> None:
         """Start waiting sequences in free slots."""
@@ -192,7 +240,12 @@ class _Run:
             if not self._waiting[prompt]:
                 self._prefilled.pop(prompt, None)
         for kv, targets, rows in by_batch.values():
-            self._decoder.fill(self._tensor(targets), kv, self._tensor(rows))
+            pairs = list(zip(targets, rows, strict=True))
+            MemoryFit("prompts", _ADVICE).compute([pairs], functools.partial(self._fill, kv))
+
+    def _fill(self, kv: torch.Tensor, pairs: list[tuple[int, int]]) -> None:
+        """Copy prefilled prompts into slots: (slot, row of `kv`) each."""
+        self._decoder.fill(self._tensor([slot for slot, _ in pairs]), kv, self._tensor([row for _, row in pairs]))
 
     def _prefill(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """Prefill all but the last token of these prompts, where not done yet, and of some of the queue's next ones."""
@@ -210,10 +263,14 @@ class _Run:
                 break
             wanted[prompt] = None
         missing = list(wanted)
-        for rows in micro_batches([len(prompt) - 1 for prompt in missing], _PREFILL_TOKENS):
+        lengths = [len(prompt) - 1 for prompt in missing]
+
+        def prefill(rows: list[int]) -> None:
             kv = self._decoder.prefill(pad_rows([missing[i][:-1] for i in rows], self._pad_id).to(self._decoder.device))
             for row, index in enumerate(rows):
                 self._prefilled[missing[index]] = (kv, row)
+
+        MemoryFit("prompts", _ADVICE).compute(micro_batches(lengths, _PREFILL_TOKENS), prefill, lengths=lengths)
 
     def _compact(self, active: list[int]) -> None:
         """Make these slots 0..n-1: the last ones move into the holes, and sequences that wait there move out."""
@@ -243,29 +300,23 @@ class _Run:
     # -- one token for every slot --------------------------------------------------------------------------------------
 
     def _step(self) -> tuple[bool, list[int]]:
-        """Sample one token in every active slot.
+        """Sample in every active slot: one token, or as many until the first turn ends; fewer slots where memory ends.
 
         Returns: True = some slots are no longer active (sequences ended, or wait); the slots that ended, in order.
         """
-        n = self._count
-        to_append, self._to_append = self._to_append, {}
-        appended, extra_tokens, extra_positions = self._appended_tokens(to_append, n)
-        for slot, ids in to_append.items():
-            self._length[slot] += len(ids)
-        tokens, positions = self._pending[:n], self._length[:n]
-        if appended is not None:
-            tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
-        chosen, logprobs = self._sample(tokens, positions, n, appended)
-        rows = self._rows[:n]
+        while True:
+            try:
+                self._sample_active()
+                break
+            except Exception as error:  # nothing but the cache was written, and the same will be written there again
+                if not is_out_of_memory(error):
+                    raise
+                self._count = self._fewer(self._count, first_line(error))
+        n, rows = self._count, self._rows[: self._count]
+        newest, logprobs = self._pending[:n], self._logprobs[rows, self._acted[:n] - 1]
         for slot in np.flatnonzero(~np.isfinite(logprobs)).tolist():
-            check_logprob(float(logprobs[slot]), int(self._sampled[slot]), self._decoder.dtype)
-        self._length[:n] += 1
-        self._sampled[:n] += 1
-        self._pending[:n] = chosen
-        self._tokens[rows, self._acted[:n]] = chosen
-        self._logprobs[rows, self._acted[:n]] = logprobs
-        self._acted[:n] += 1
-        has_ended = self._is_eos[chosen]
+            check_logprob(float(logprobs[slot]), int(self._sampled[slot]) - 1, self._decoder.dtype)
+        has_ended = self._is_eos[newest]
         if self._sampling.stop:
             has_ended |= self._stopped(n)
         acted = np.flatnonzero(has_ended | (self._length[:n] + 1 >= self._limit[:n]))
@@ -273,6 +324,34 @@ class _Run:
             self._end_turn(slot, hit_limit=not has_ended[slot])
         ended = [slot for slot in acted.tolist() if self._sequences[slot] is None]
         return bool(ended or any(slot in self._waiting_on_env for slot in acted.tolist())), ended
+
+    def _sample_active(self) -> None:
+        """Sample one token in each active slot, or several where nothing has to be appended."""
+        n = self._count
+        to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
+        if self._steps_alone and not to_append:
+            is_awaited = bool(self._waiting_on_env) and self._sampling.rejoin == "ready"
+            self._decoder.sample_steps(self._states, n, self._is_eos, self._sampling, 1 if is_awaited else _MOST_STEPS)
+        else:
+            self._take_one(n, to_append)
+
+    def _take_one(self, n: int, to_append: dict[int, list[int]]) -> None:
+        """Sample one token in each of the first n slots, after what is to be appended."""
+        appended, extra_tokens, extra_positions = self._appended_tokens(to_append, n)
+        tokens, positions = self._pending[:n], self._length[:n].copy()
+        for slot, ids in to_append.items():
+            positions[slot] += len(ids)
+        if appended is not None:
+            tokens, positions = np.concatenate([tokens, extra_tokens]), np.concatenate([positions, extra_positions])
+        rows, acted = self._rows[:n], self._acted[:n]
+        chosen, logprobs = self._sample(tokens, positions, n, appended)  # may raise: the run's state is as it was
+        for slot in to_append:
+            self._length[slot] += len(self._to_append.pop(slot))
+        self._logprobs[rows, acted] = logprobs
+        self._pending[:n] = self._tokens[rows, acted] = chosen
+        self._length[:n] += 1
+        self._sampled[:n] += 1
+        acted += 1
 
     def _stopped(self, n: int) -> np.ndarray:
         """bool [n], True = the slot's newest token completes a stop text."""
@@ -314,16 +393,28 @@ class _Run:
         else:
             self._go_on(slot, turnover, hit_limit)
 
-    def _go_on(self, slot: int, observation: list[int] | None, hit_limit: bool = False) -> bool:
-        """Append the environment's answer; False = the sequence has ended."""
+    def _go_on(self, slot: int, observation: Observation, hit_limit: bool = False) -> bool:
+        """Append the environment's answer, or begin with it anew; False = the sequence has ended."""
         if observation is None:
             self._sequences[slot] = None
             return False
-        check_observation(observation, int(self._limit[slot] - self._length[slot]) - 1, hit_limit)
-        self._to_append[slot] = [int(self._pending[slot]), *observation[:-1]]
-        self._pending[slot] = observation[-1]
+        sequence = self._sequences[slot]
+        room = int(self._limit[slot] - self._length[slot]) - 1
+        check_observation(observation, room, self._limits[id(sequence)], hit_limit)
+        if isinstance(observation, NewContext):
+            ids = observation.ids
+            self._to_append[slot] = ids[:-1]
+            self._length[slot], self._limit[slot] = 0, observation.limit
+            if self._seen is not None:
+                self._seen[slot] = False
+        else:
+            ids = observation
+            self._to_append[slot] = [int(self._pending[slot]), *ids[:-1]]
+        if not self._to_append[slot]:  # a context of one token
+            del self._to_append[slot]
+        self._pending[slot] = ids[-1]
         if self._seen is not None:
-            self._seen[slot, self._tensor(observation)] = True
+            self._seen[slot, self._tensor(ids)] = True
         return True
 
     def _appended_tokens(

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rl_core.environments.step_pool import Turnover
+from rl_core.environments.step_pool import NewContext, Turnover
 from rl_core.errors import DataError, NonFiniteTensor
 from rl_core.settings import SamplingSettings
 
@@ -40,6 +40,8 @@ class RolloutSequence(Protocol):
 
     def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
         """Take one action; give the observation tokens to append (at least one), or None when the episode is over.
+
+        Or a `NewContext`: its tokens take the place of all before, and its limit that of the sequence.
 
         Or a `PendingTurn`, which gives either once the environment has answered; the sequence waits until then.
 
@@ -212,9 +214,21 @@ def check_logprob(logprob: float, index: int, dtype: torch.dtype) -> None:
         )
 
 
-def check_observation(observation: Sequence[int], room: int, hit_limit: bool) -> None:
-    """DataError when a sequence goes on where it has to end; `room` is the tokens left before the limit."""
+def check_observation(observation: list[int] | NewContext, room: int, context: int, hit_limit: bool) -> None:
+    """DataError when a sequence goes on where it has to end.
+
+    Args:
+        room: tokens left before the limit.
+        context: tokens that a context of this sequence may have.
+    """
     if hit_limit:
         raise DataError("a sequence that hit its limit answered with an observation; it has to end")
+    if isinstance(observation, NewContext):
+        if not 0 < len(observation.ids) < observation.limit <= context:
+            raise DataError(
+                f"a context of {len(observation.ids)} tokens cannot go on to {observation.limit} where "
+                f"{context} tokens fit"
+            )
+        return
     if not 0 < len(observation) < room:
         raise DataError(f"an observation of {len(observation)} tokens cannot be appended where {room} tokens are left")

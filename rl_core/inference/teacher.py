@@ -8,7 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -42,9 +44,10 @@ class LocalTeacher:
     @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """See `Teacher`. Raises: DataError for a row that is longer than its context."""
-        if self.context is not None and batch.input_ids_BS.shape[1] > self.context:
+        longest = max((len(ids) for _, ids in _sequences(batch)), default=0)
+        if self.context is not None and longest > self.context:
             raise DataError(
-                f"a rollout has {batch.input_ids_BS.shape[1]} tokens, and the teacher's context is {self.context}; "
+                f"a rollout has {longest} tokens, and the teacher's context is {self.context}; "
                 "lower sampling.max_completion_tokens, or take a teacher with a longer context"
             )
         device = next(self.model.parameters()).device
@@ -70,13 +73,13 @@ class ServedTeacher:
         """See `Teacher`. Raises: BackendError without a complete answer; DataError for a temperature other than 1."""
         if batch.temperatures_BS is not None:
             raise DataError("a served teacher's log-probs are those at temperature 1, the rollouts' are not")
-        if batch.position_ids_BS is not None:
-            raise DataError("a served teacher takes one sequence a row, not packed ones")
         mask_BS = batch.loss_mask_BS.cpu()
-        lengths = batch.attention_mask_BS.sum(1).tolist()
-        rows = [ids[:length] for ids, length in zip(batch.input_ids_BS.tolist(), lengths, strict=True)]
+        sequences = list(_sequences(batch))
         with ThreadPoolExecutor(self.settings.concurrency) as pool:
-            told = list(pool.map(self._row, rows))
+            answers = pool.map(self._row, [ids for _, ids in sequences])
+        told: list[list[float | None]] = [[] for _ in range(len(mask_BS))]
+        for (index, _), values in zip(sequences, answers, strict=True):
+            told[index] += values
         found_BS = torch.zeros(mask_BS.shape, dtype=torch.float32)
         for index, values in enumerate(told):
             for position in mask_BS[index].nonzero().flatten().tolist():
@@ -152,3 +155,14 @@ def check_vocabulary(policy: PreTrainedTokenizerBase, teacher: PreTrainedTokeniz
         f"{different[0]!r} (id {ours.get(different[0])} here, {theirs.get(different[0])} there); it cannot judge the "
         "policy's tokens, so take a teacher of the same family"
     )
+
+
+def _sequences(batch: TrainBatch) -> Iterator[tuple[int, list[int]]]:
+    """(row, token ids) of every sequence in order; a row has several where contexts begin anew in it."""
+    for index, ids_S in enumerate(batch.input_ids_BS):
+        length = int(batch.attention_mask_BS[index].sum())
+        starts = [0]
+        if batch.position_ids_BS is not None:
+            starts = (batch.position_ids_BS[index, :length] == 0).nonzero().flatten().tolist()
+        for start, stop in pairwise([*starts, length]):
+            yield index, ids_S[start:stop].tolist()

@@ -9,6 +9,7 @@ B rows, S padded width.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 from collections.abc import Collection, Sequence
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
 from rl_core.data.batches import pad_rows
-from rl_core.environments.step_pool import Turnover, resolve
+from rl_core.environments.step_pool import NewContext, Observation, Turnover, resolve
 from rl_core.inference.sampling import (
     RolloutSequence,
     check_logprob,
@@ -31,6 +32,7 @@ from rl_core.inference.sampling import (
     penalized,
     uniforms,
 )
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.lora import unwrap
 from rl_core.settings import SamplingSettings
@@ -48,6 +50,7 @@ class TransformersBackend:
         self._model = model
         self._eos_ids = frozenset(eos_ids)
         self._pad_id = pad_id
+        self._fit = MemoryFit("rollouts", "lower sampling.max_completion_tokens, or use a smaller model")
         self._keeps_cache = decoding.keeps_cache(model)
         if not self._keeps_cache:
             logger.warning(
@@ -60,7 +63,10 @@ class TransformersBackend:
         """Nothing is kept between runs."""
 
     def run(self, sequences: Sequence[RolloutSequence], sampling: SamplingSettings) -> None:
-        """Play every sequence to its end."""
+        """Play every sequence to its end. Where memory runs out, fewer are played together, now and in later runs.
+
+        A turn that was left in its middle goes on from the tokens that it has. Raises: OutOfMemory.
+        """
         for sequence in sequences:
             check_prompt(sequence, self.max_length)
         check_weights(self._model)
@@ -69,7 +75,7 @@ class TransformersBackend:
                 rows = [_Row(s, sampling, self.max_length) for s in sequences[start : start + sampling.slots]]
                 play_turn = self._play_turn if self._keeps_cache else self._play_turn_without_cache
                 while rows:
-                    play_turn(rows, sampling)
+                    self._fit.compute([rows], functools.partial(play_turn, sampling=sampling))
                     turns = [row.end_turn(self._eos_ids) for row in rows]  # all start before the first is waited for
                     rows = [row for row, turn in zip(rows, turns, strict=True) if row.goes_on(resolve(turn))]
 
@@ -151,6 +157,7 @@ class _Row:
         self.sequence = sequence
         self.ids = list(sequence.prompt_ids)
         self.limit = min(len(self.ids) + sampling.max_completion_tokens, max_length)
+        self._context = self.limit
         self.action: list[int] = []
         self.logprobs: list[float] = []
         self._uniforms = uniforms(sequence.seed, self.limit - len(self.ids))
@@ -182,11 +189,14 @@ class _Row:
         self._hit_limit = not self._has_ended(eos_ids)
         return self.sequence.advance(self.action, self.logprobs, self._hit_limit)
 
-    def goes_on(self, observation: list[int] | None) -> bool:
+    def goes_on(self, observation: Observation) -> bool:
         """Take what came back; False = the sequence has ended."""
         if observation is None:
             return False
-        check_observation(observation, self.limit - len(self.ids), self._hit_limit)
-        self.ids += observation
+        check_observation(observation, self.limit - len(self.ids), self._context, self._hit_limit)
+        if isinstance(observation, NewContext):
+            self.ids, self.limit = list(observation.ids), observation.limit
+        else:
+            self.ids += observation
         self.action, self.logprobs = [], []
         return True

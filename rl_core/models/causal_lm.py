@@ -24,6 +24,8 @@ from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
 from rl_core.settings.presets import PRESETS
+from rl_core.storage.replaced_folders import replace_folder
+from rl_core.storage.verified_reading import verified
 
 __all__ = [
     "context_length",
@@ -151,10 +153,11 @@ def load_tokenizer(path: str | Path, settings: ModelSettings) -> PreTrainedToken
         for a chat template that cannot be read.
     """
     place = _checked_place(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
-    except Exception as error:
-        raise _unreadable(place, "tokenizer", error) from error
+    with verified(place, lambda name: not _is_weights(name)):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=settings.trust_remote_code)
+        except Exception as error:
+            raise _unreadable(place, "tokenizer", error) from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"the tokenizer of '{place}' has no end-of-sequence token (eos_token); it needs one")
     if tokenizer.pad_token_id is None:
@@ -202,17 +205,18 @@ def load_pretrained(
     place = _checked_place(path)
     if Path(place).is_dir():
         _check_weights(Path(place))
-    try:
-        model, report = auto_class.from_pretrained(
-            place,
-            output_loading_info=True,
-            dtype=dtype_of(settings),
-            use_safetensors=True,
-            trust_remote_code=settings.trust_remote_code,
-            **options,
-        )
-    except Exception as error:
-        raise _unreadable(place, "model", error) from error
+    with verified(place, lambda name: _is_weights(name) or name == "config.json"):
+        try:
+            model, report = auto_class.from_pretrained(
+                place,
+                output_loading_info=True,
+                dtype=dtype_of(settings),
+                use_safetensors=True,
+                trust_remote_code=settings.trust_remote_code,
+                **options,
+            )
+        except Exception as error:
+            raise _unreadable(place, "model", error) from error
     absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
     if absent:
         raise ModelError(
@@ -235,6 +239,19 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     else:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
+    """As `save`, into a folder that appears when it is complete, or takes the place of an earlier model's as a whole.
+
+    `manifest.json` in it holds the SHA-256 of every file; `load` verifies them.
+    Raises: CheckpointError where the disk refuses, or the folder holds other files.
+    """
+    replace_folder(folder, lambda temporary: save(model, tokenizer, temporary), {"kind": "model"})
+
+
+def _is_weights(name: str) -> bool:
+    return name.endswith(".safetensors")
 
 
 def _checked_place(path: str | Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_core.errors import CheckpointError, DataError
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import device_of, evaluating, load_pretrained, load_tokenizer
 from rl_core.models.hidden_states import hidden_states
 from rl_core.settings import ModelSettings
@@ -93,17 +94,21 @@ def score(
 
     Args:
         pad_id: token id on the right of short rows; None = the model configuration's.
-    Raises: DataError for an empty row, or where there is no padding token.
+    Raises: DataError for an empty row, or where there is no padding token; OutOfMemory for a row that does not fit.
     """
     for index, row in enumerate(rows):
         if not row:
             raise DataError(f"row {index} has no tokens to score")
     scores = [0.0] * len(rows)
+    lengths = [len(row) for row in rows]
+
+    def fill(batch: list[int]) -> None:
+        values = score_batch(model, [rows[index] for index in batch], pad_id=pad_id)
+        for index, value in zip(batch, values, strict=True):
+            scores[index] = value
+
     with evaluating(model):
-        for batch in score_batches([len(row) for row in rows], max_tokens):
-            values = score_batch(model, [rows[index] for index in batch], pad_id=pad_id)
-            for index, value in zip(batch, values, strict=True):
-                scores[index] = value
+        MemoryFit("scoring by the reward model").compute(score_batches(lengths, max_tokens), fill, lengths=lengths)
     return scores
 
 

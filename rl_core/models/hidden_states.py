@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from rl_core.capabilities import packs_into_one_row, training_forward
-from rl_core.cpu.packed_forward import packed_forward
+from rl_core.cpu.packed_forward import check_needed, packed_forward
 from rl_core.models.rotary import check_lengths
 from rl_core.types import TrainBatch
 
@@ -31,10 +31,34 @@ def hidden_states(model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Te
     """
     trunk: Any = model.base_model
     check_lengths(trunk, batch)
-    if batch.position_ids_BS is None and training_forward(trunk).allowed:
+    if training_forward(trunk).allowed:
+        if batch.position_ids_BS is not None:
+            return _of_sequences(trunk, batch, batch.position_ids_BS, needed_BS)
         return packed_forward(trunk, batch, needed_BS)
     hidden: torch.Tensor = trunk(**model_inputs(model, batch), use_cache=False).last_hidden_state
     return hidden.reshape(*batch.input_ids_BS.shape, -1)
+
+
+def _of_sequences(
+    trunk: Any, batch: TrainBatch, positions_BS: torch.Tensor, needed_BS: torch.Tensor | None
+) -> torch.Tensor:
+    """Hidden states of rows that hold several sequences, each computed in a row of its own: [B, S, H]."""
+    real_BS = batch.attention_mask_BS
+    check_needed(real_BS, needed_BS)
+    place_N = positions_BS[real_BS]
+    sequence_N = (place_N == 0).cumsum(0) - 1  # a row begins a sequence, so the real tokens of all rows can be counted
+    shape = (int(sequence_N[-1]) + 1, int(place_N.max()) + 1)
+    ids_RW, mask_RW = batch.input_ids_BS.new_zeros(shape), real_BS.new_zeros(shape)
+    ids_RW[sequence_N, place_N] = batch.input_ids_BS[real_BS]
+    mask_RW[sequence_N, place_N] = True
+    needed_RW = None
+    if needed_BS is not None:
+        needed_RW = real_BS.new_zeros(shape)
+        needed_RW[sequence_N, place_N] = needed_BS[real_BS]
+    hidden_RWH = packed_forward(trunk, TrainBatch(ids_RW, mask_RW, torch.zeros_like(mask_RW)), needed_RW)
+    hidden_BSH = hidden_RWH.new_zeros(*real_BS.shape, hidden_RWH.shape[-1])
+    hidden_BSH[real_BS] = hidden_RWH[sequence_N, place_N]
+    return hidden_BSH
 
 
 def model_inputs(model: PreTrainedModel, batch: TrainBatch) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from rl_core.capabilities import plain_head, router_logits
+from rl_core.capabilities import plain_head, router_logits, sequence_packing, training_forward
 from rl_core.errors import DataError, SettingsError
 from rl_core.losses.router import load_balancing_loss
 from rl_core.losses.supervised import token_entropy
@@ -25,6 +25,7 @@ from rl_core.types import TrainBatch
 
 __all__ = [
     "TokenOutputs",
+    "check_contexts",
     "check_router",
     "completion_logprobs",
     "next_token_logprobs",
@@ -131,6 +132,16 @@ def token_outputs(
         last_B = batch.attention_mask_BS.sum(1) - 1
         result.value_after_B = value_head(hidden_BSH[torch.arange(len(last_B), device=last_B.device), last_B])
     return result
+
+
+def check_contexts(model: PreTrainedModel) -> None:
+    """Raise SettingsError where a row of several contexts would be read as one sequence."""
+    base = unwrap(model)
+    if not training_forward(base.base_model).allowed and not (decision := sequence_packing(base)).allowed:
+        raise SettingsError(
+            "model.history_thoughts: template gives episodes of several contexts, which this model cannot be trained "
+            f"on: {decision.reason}; set it to keep, or choose another attention"
+        )
 
 
 def check_router(model: PreTrainedModel, coef: float) -> None:

@@ -12,7 +12,8 @@ from itertools import groupby
 import torch
 from transformers import PreTrainedModel
 
-from rl_core.data.batches import micro_batches, unscored_batch
+from rl_core.data.batches import micro_batches, pad_rows, unscored_batch
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
@@ -37,7 +38,7 @@ def turn_spans(loss_mask: Sequence[bool]) -> list[tuple[int, int, int]]:
     """(start, end of the action, end of the observation) of each turn, in tokens after the prompt.
 
     A turn is a run of sampled tokens and the run of observed ones after it: `collect` appends at least one observed
-    token between two actions.
+    token between two actions. Where a context begins anew, what was observed stands at the end of its prompt.
     """
     runs, place = [], 0
     for sampled, run in groupby(loss_mask):
@@ -62,13 +63,19 @@ def turn_states(
     rows = [[*rollout.prompt_ids, *rollout.completion_ids] for rollout in rollouts]
     base = unwrap(model)
     device = next(base.parameters()).device
+    lengths = [len(row) for row in rows]
     found: list[TurnStates | None] = [None] * len(rows)
+
+    def fill(group: list[int]) -> None:
+        batch = unscored_batch([rows[index] for index in group], pad_id)
+        if any(rollouts[index].context_starts for index in group):
+            batch.position_ids_BS = pad_rows([rollouts[index].positions for index in group], 0)
+        hidden_BSH = hidden_states(base, batch.to(device)).float().cpu()
+        for b, index in enumerate(group):
+            found[index] = _states_of(hidden_BSH[b], rollouts[index])
+
     with evaluating(model):
-        for group in micro_batches([len(row) for row in rows], max_tokens):
-            batch = unscored_batch([rows[index] for index in group], pad_id).to(device)
-            hidden_BSH = hidden_states(base, batch).float().cpu()
-            for b, index in enumerate(group):
-                found[index] = _states_of(hidden_BSH[b], rollouts[index])
+        MemoryFit("hidden states of rollouts").compute(micro_batches(lengths, max_tokens), fill, lengths=lengths)
     return [states for states in found if states is not None]
 
 

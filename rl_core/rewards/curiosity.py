@@ -17,6 +17,7 @@ from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.settings import CuriositySettings
+from rl_core.storage.moments import load_moments, moments
 from rl_core.types import Rollout
 
 __all__ = ["CuriosityReward"]
@@ -70,7 +71,7 @@ class CuriosityReward(Component):
             "scale": self.scale.state_dict(),
             "hidden_size": self.model[-1].out_features if self.model is not None else None,
             "model": self.model.state_dict() if made and self.model is not None else None,
-            "optimizer": self.optimizer.state_dict() if made and self.optimizer is not None else None,
+            "optimizer": moments(self.optimizer) if made and self.optimizer is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -81,7 +82,7 @@ class CuriosityReward(Component):
             self._make(int(state["hidden_size"]))
             assert self.model is not None and self.optimizer is not None
             self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            load_moments(self.optimizer, state["optimizer"])
 
     def _make(self, size: int) -> None:
         generator = torch.Generator().manual_seed(self.seed % 2**63)

@@ -8,18 +8,18 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import regex
 
-from rl_core.errors import BackendError, RewardError, SettingsError, nearest
+from rl_core.errors import BackendError, SettingsError, nearest
 from rl_core.json_server import Limits, ask_server, v1_address
 from rl_core.models.turn_states import TurnStates
-from rl_core.rewards.component import Component, describe
-from rl_core.settings import RewardSettings
+from rl_core.rewards.component import Component, SampleFailure
+from rl_core.settings import JudgeSettings
 from rl_core.types import Rollout
 
 __all__ = ["JudgeReward"]
@@ -35,16 +35,17 @@ class JudgeReward(Component):
     """(score - lowest) / (highest - lowest) of what the judge says of each rollout.
 
     A judgement that could not be had, or holds no score within the scale, is asked for again a bounded number of times;
-    after that the rollout has no reward: `reward_options.on_error` says whether the stage ends or the rollout is left
-    out of the loss. Judgements are kept in a folder by the digest of what was asked, and asked for once.
+    after that the rollout is in `failed` and has no reward. As soon as `too_many` have failed, the rest is not asked
+    for. Judgements are kept in a folder by the digest of what was asked, and asked for once.
     Metrics: asked, cached (judgements), failed (rollouts).
     """
 
-    def __init__(self, options: RewardSettings) -> None:
-        """Raises: SettingsError without url, model, or the variable that holds the key."""
+    def __init__(
+        self, settings: JudgeSettings, too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0
+    ) -> None:
+        """`too_many`: as in `UserReward`. Raises: SettingsError without url or model."""
         super().__init__()
-        self.options, self.settings = options, options.judge
-        settings = self.settings
+        self.settings, self._too_many = settings, too_many
         if settings.url is None or settings.model is None:
             raise SettingsError(
                 "rewards.judge: needs reward_options.judge.url and model, the name that the server knows it by"
@@ -68,25 +69,28 @@ class JudgeReward(Component):
                 )
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
-        """One number for each rollout; None = not judged. Raises: RewardError when more fail than is allowed."""
+        """One number for each rollout; None = not judged."""
         questions = [self._question(rollout) for rollout in rollouts]
         keys = [_digest(question) for question in questions]
         found = {key: score for key in dict.fromkeys(keys) if (score := self._kept(key)) is not None}
         wanted = {key: question for key, question in zip(keys, questions, strict=True) if key not in found}
-        failed = self._ask_all(wanted, found, rollouts, keys)
+        reasons = self._ask_all(wanted, found, keys)
+        self.failed = {
+            index: SampleFailure(f"could not judge it: {reasons[key]}")
+            for index, key in enumerate(keys)
+            if key in reasons
+        }
         self.metrics = {
             "asked": float(len(wanted)),
             "cached": float(len(set(keys)) - len(wanted)),
-            "failed": float(sum(key in failed for key in keys)),
+            "failed": float(len(self.failed)),
         }
         return [found.get(key) for key in keys]
 
     def _ask_all(
-        self, wanted: Mapping[str, dict[str, Any]], found: dict[str, float], rollouts: Sequence[Rollout],
-        keys: Sequence[str],
-    ) -> dict[str, str]:  # fmt: skip
+        self, wanted: Mapping[str, dict[str, Any]], found: dict[str, float], keys: Sequence[str]
+    ) -> dict[str, str]:
         """Ask for all judgements, into `found`; returns the reasons of those that failed."""
-        allowed = self.options.max_masked_rate * len(rollouts) if self.options.on_error == "mask" else 0
         failed: dict[str, str] = {}
         stop = threading.Event()
         pool = ThreadPoolExecutor(self.settings.concurrency)
@@ -95,19 +99,12 @@ class JudgeReward(Component):
                 pool.submit(self._ask, key, question, stop): key for key, question in wanted.items()
             }
             for future in as_completed(asked):
-                key = asked[future]
                 try:
-                    found[key] = future.result()
+                    found[asked[future]] = future.result()
                 except BackendError as error:
-                    failed[key] = str(error)
-                    count = sum(each in failed for each in keys)
-                    if count > allowed:
-                        at = describe(rollouts[keys.index(key)])
-                        raise RewardError(
-                            f"{error}; {count} of {len(rollouts)} rollouts could not be judged, the last is {at}. "
-                            "Start its server, or raise reward_options.judge.retries or timeout_s; the same command "
-                            "resumes, and finds the judgements that it has"
-                        ) from error
+                    failed[asked[future]] = str(error)
+                    if self._too_many(sum(key in failed for key in keys), len(keys)):
+                        break
         finally:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)

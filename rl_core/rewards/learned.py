@@ -32,7 +32,7 @@ class LearnedReward(Component):
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
         """Raises RewardError when the model gives another number of scores, or one that is not finite."""
-        rows = [(*r.prompt_ids, *r.completion_ids) for r in rollouts]
+        rows = [tuple(r.last_context) for r in rollouts]
         different = list(dict.fromkeys(rows))  # a policy that is sure of itself plays the same again and again
         found = [float(s) for s in self.scorer([list(row) for row in different])]
         if len(found) != len(different):

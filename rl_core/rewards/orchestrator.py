@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rl_core.environments.answer_checks import CHECKS, make_check
+from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode
 from rl_core.errors import RewardError, SettingsError, nearest
 from rl_core.models.turn_states import Embed, TurnStates
 from rl_core.rewards.coherence import CoherenceReward
@@ -78,6 +79,9 @@ class RewardOrchestrator:
             raise SettingsError("rewards: names no component; task: 1.0 is what the environment gives")
         self.options = options if options is not None else RewardSettings()
         self.seed = seed
+        self.failures = EpisodeFailures(
+            self.options.max_failed_share, setting="reward_options.max_failed_share", error=RewardError
+        )
         self._functions = dict(functions or {})
         self._base = {n: w for n, w in weights.items() if n != "learned" or w or scorer is not None}
         self.weights = dict(self._base)
@@ -114,8 +118,8 @@ class RewardOrchestrator:
     ) -> dict[str, float]:
         """Write each rollout's components (raw and weighted) and total into its trajectory, and `is_masked`.
 
-        A rollout that a component could not score is masked: it carries no loss, and its reward is the mean of its
-        group's others, so that none of their differences changes.
+        A rollout on which a function of the user failed is masked: it carries no loss, and its reward is the mean of
+        its group's others, so that none of their differences changes. Too many of them are an error (`failures`).
 
         Args:
             embed: gives the policy's states; called once, and only when a component needs them.
@@ -123,8 +127,8 @@ class RewardOrchestrator:
         Returns: reward/mean, reward/std (of the total, over unmasked rollouts), reward/<component> (mean raw value),
             reward/weighted/<component> (mean contribution), reward/<component>/..., reward/<penalty> (mean),
             reward/masked_rate.
-        Raises: RewardError naming the component and the sample when one raises, hangs, gives another number of values
-            than there are rollouts, or a value that is no finite number.
+        Raises: RewardError naming the component and the sample when one gives another number of values than there
+            are rollouts, or raises, hangs, or gives a value that is no finite number on too many.
         """
         groups = list(groups)
         rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -133,7 +137,7 @@ class RewardOrchestrator:
         states = self._states(rollouts, embed)
         raw = {name: self._score(name, component, rollouts, states) for name, component in self.components.items()}
         masked = [any(values[index] is None for values in raw.values()) for index in range(len(rollouts))]
-        self._check_masked(raw, masked, rollouts)
+        self._note_failures(rollouts)
         weighted = {name: [self.weights[name] * v for v in self._scaled(name, values)] for name, values in raw.items()}
         penalised = self._penalties(penalties or {}, rollouts, masked)
         totals: list[float | None] = []
@@ -174,7 +178,7 @@ class RewardOrchestrator:
     def _component(self, name: str, scorer: Scorer | None) -> Component:
         options = self.options
         if name in self._functions:
-            return UserReward(name, options, self._functions[name])
+            return UserReward(name, options, self._functions[name], self.failures.too_many)
         made: dict[str, Any] = {
             "task": TaskReward,
             "curiosity": lambda: CuriosityReward(options.curiosity, self.seed),
@@ -182,7 +186,7 @@ class RewardOrchestrator:
             "tool_use": lambda: ToolUseReward(options.tool_use),
             "format": lambda: FormatReward(options.format),
             "length": lambda: LengthReward(options.length),
-            "judge": lambda: JudgeReward(options),
+            "judge": lambda: JudgeReward(options.judge, self.failures.too_many),
         }
         if name in made:
             component: Component = made[name]()
@@ -201,7 +205,7 @@ class RewardOrchestrator:
                 f"rewards.{name}: no such component; {nearest(name, COMPONENTS)} "
                 "A function of yours is named by its place, 'package.module:function' or 'file.py:function'"
             )
-        return UserReward(name, options)
+        return UserReward(name, options, too_many=self.failures.too_many)
 
     def _states(self, rollouts: Sequence[Rollout], embed: Embed | None) -> list[TurnStates]:
         if not self.needs_states:
@@ -224,7 +228,7 @@ class RewardOrchestrator:
         except Exception as error:
             raise RewardError(f"reward '{name}' raised {type(error).__name__}: {error}") from error
         for value, rollout in zip(values, rollouts, strict=True):
-            if value is None and self.options.on_error == "mask":
+            if value is None and component.failed:  # those that were left untried after too many failures too
                 continue
             if value is None or not math.isfinite(value):
                 raise RewardError(f"reward '{name}' gave {value!r}, no finite number, for {describe(rollout)}")
@@ -256,7 +260,7 @@ class RewardOrchestrator:
             kept = [value for value, total in zip(weighted[name], totals, strict=True) if total is not None]
             metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
             metrics |= {f"reward/{short}/{key}": value for key, value in self.components[name].metrics.items()}
-        if self.options.on_error == "mask":
+        if any(isinstance(component, UserReward | JudgeReward) for component in self.components.values()):
             metrics["reward/masked_rate"] = (len(totals) - len(known)) / len(totals)
         return metrics
 
@@ -272,20 +276,20 @@ class RewardOrchestrator:
         scaled = iter(known)
         return [0.0 if value is None else next(scaled) for value in values]
 
-    def _check_masked(
-        self, raw: Mapping[str, Sequence[float | None]], masked: Sequence[bool], rollouts: Sequence[Rollout]
-    ) -> None:
-        """Raise RewardError when more samples failed than the settings allow; otherwise log a warning."""
-        if not any(masked):
-            return
-        index = masked.index(True)
-        names = [name for name, values in raw.items() if any(value is None for value in values)]
-        share = sum(masked) / len(masked)
-        text = f"reward '{', '.join(names)}' failed on {sum(masked)} of {len(masked)} samples"
-        first = f"the first is {describe(rollouts[index])}"
-        if share > self.options.max_masked_rate:
-            raise RewardError(f"{text}, more than max_masked_rate {self.options.max_masked_rate:g}; {first}")
-        logger.warning("%s, which are masked; %s", text, first)
+    def _note_failures(self, rollouts: Sequence[Rollout]) -> None:
+        """Count and keep the rollouts on which a user function failed. Raises: RewardError where they are too many."""
+        failed: dict[int, FailedEpisode] = {}
+        for name, component in self.components.items():
+            for index, failure in component.failed.items():
+                trajectory = rollouts[index].trajectory
+                failed.setdefault(index, FailedEpisode(trajectory, [], f"reward '{name}'", *failure))
+        episodes = [failed[index] for index in sorted(failed)]
+        self.failures.close(episodes, len(rollouts))
+        if episodes:
+            logger.warning(
+                "%d of %d samples could not be scored and are masked; the first: %s: %s",
+                len(episodes), len(rollouts), episodes[0].place, episodes[0].what,
+            )  # fmt: skip
 
 
 def _fill_masked(groups: Iterable[RolloutGroup], totals: Sequence[float | None]) -> list[float]:

@@ -27,6 +27,6 @@ class OverlongPenalty(Component):
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
         """One penalty per rollout, -1 to 0; observations count towards its length."""
-        lengths_B = torch.tensor([len(rollout.completion_ids) for rollout in rollouts])
+        lengths_B = torch.tensor([rollout.num_episode_tokens for rollout in rollouts])
         penalties_B = overlong_penalty(lengths_B, max_tokens=self.max_tokens, buffer=self.buffer)
         return [float(penalty) for penalty in penalties_B.tolist()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections import deque
@@ -9,15 +10,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.folders import write_text_unsynced
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import append_bytes, truncate_file, write_text_unsynced
 from rl_core.types import Rollout
 
 __all__ = ["RecentRollouts", "RewardRecord", "record_all"]
 
 
 class RewardRecord:
-    """Appends to one file: iteration, episode, success, total, raw components, and weighted ones as 'weighted/<name>'.
+    """Appends to one file: iteration, episode, success, total, components (raw and 'weighted/<name>'), turn digests.
 
     A resumed run repeats the iterations since its checkpoint, so lines of those iterations are cut first.
     """
@@ -31,8 +31,8 @@ class RewardRecord:
         if not self._opened:
             self._drop_from(iteration)
             self._opened = True
-        with open(self.path, "ab", opener=own_file) as file:
-            file.write(b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts))
+        lines = b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts)
+        append_bytes(self.path, lines, synced=True)  # a checkpoint that follows says that they were written
 
     def _drop_from(self, iteration: int) -> None:
         """Cut the file before the first line of that iteration, or before a last line torn by a crash.
@@ -48,8 +48,7 @@ class RewardRecord:
             elif _number(line.record.get("iteration")) >= iteration:
                 break
             place = line.end
-        with open(self.path, "r+b", opener=own_file) as file:
-            file.truncate(place)
+        truncate_file(self.path, place)
 
 
 def _number(value: object) -> float:
@@ -67,7 +66,16 @@ def _row(iteration: int, rollout: Rollout) -> dict[str, object]:
         "reward": rollout.reward,
         "masked": rollout.is_masked,
         "rewards": trajectory.rewards,
+        "turns": _turn_digests(rollout),
     }
+
+
+def _turn_digests(rollout: Rollout) -> list[str]:
+    """Short digests of opening, action, observation, action, ...: where two plays of an episode part, and by whom."""
+    texts = [repr(rollout.prompt_ids)]
+    for turn in rollout.trajectory.turns:
+        texts += [turn.action, repr((turn.observation, turn.tool_call, turn.is_error))]
+    return [hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=4).hexdigest() for text in texts]
 
 
 class RecentRollouts:

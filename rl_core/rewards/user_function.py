@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
 
+from rl_core.environments.failed_episodes import error_trace
 from rl_core.errors import RewardError, SettingsError
 from rl_core.importing import import_named
 from rl_core.models.turn_states import TurnStates
-from rl_core.rewards.component import Component, describe
+from rl_core.rewards.component import Component, SampleFailure
 from rl_core.rewards.signature import Signature
 from rl_core.settings import RewardSettings
 from rl_core.types import Rollout
 
-__all__ = ["RewardFunction", "UserReward"]
+__all__ = ["RewardFunction", "UserReward", "import_function"]
 
 RewardFunction = Callable[..., Any]  # written by a user; see `signature` for its arguments
 
@@ -33,36 +34,45 @@ class UserReward(Component):
     adds nothing, and is counted in the metric `skipped`.
 
     It runs in a thread of its own, abandoned after `timeout_s`. Python cannot kill a thread: one that hangs keeps its
-    memory and processor time until the process ends, which it does not delay. With on_error 'stop' a failure ends the
-    stage. With 'mask' the samples are then tried one at a time; those that fail alone are masked, up to
-    max_masked_rate (which bounds the number of abandoned threads), and the others are scored together, so that a
-    function may still compare its samples.
-    A wrong number of values, or a failure of no sample in particular, ends the stage in both cases.
+    memory and processor time until the process ends, which it does not delay. Where a call fails, the samples are tried
+    one at a time; those that fail alone are in `failed`, and the others are scored together, so that a function may
+    still compare its samples. As soon as `too_many` failed (which bounds the number of abandoned threads), the rest is
+    left untried and without a value.
+    A wrong number of values, or a failure of no sample in particular, is an error.
     """
 
-    def __init__(self, name: str, options: RewardSettings, function: RewardFunction | None = None) -> None:
-        """`function`: None = the one at the import path `name`.
+    def __init__(
+        self,
+        name: str,
+        options: RewardSettings,
+        function: RewardFunction | None = None,
+        too_many: Callable[[int, int], bool] = lambda failed, played: failed > 0,
+    ) -> None:
+        """Look the function up.
 
+        Args:
+            function: None = the one at the import path `name`.
+            too_many: True = so many failures of so many samples end the stage.
         Raises: SettingsError when the function cannot be imported.
         """
         super().__init__()
         self.name = name
         self.options = options
-        self.signature = Signature(_imported(name) if function is None else function, name)
+        self.signature = Signature(import_function(name) if function is None else function, name)
+        self._too_many = too_many
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
-        """One number for each rollout; None = masked. Raises: RewardError naming function and sample."""
+        """One number for each rollout; None = it failed. Raises: RewardError naming the function."""
+        self.failed = {}
         self.signature.logged.clear()
         try:
             values = self._call(rollouts)
         except _Failure as failure:
-            if self.options.on_error == "mask":
-                return self._one_by_one(rollouts, failure)
-            raise RewardError(f"reward '{self.name}' {failure}{self._culprit(rollouts)}") from failure.__cause__
+            return self._one_by_one(rollouts, failure)
         if self.signature.is_trl:
             self.metrics = {"skipped": sum(value is None for value in values) / max(1, len(values))}
             self.metrics |= {name: fmean(logged) for name, logged in self.signature.logged.items()}
-        return self._checked(values, rollouts)
+        return self._checked(values, range(len(rollouts)))
 
     def check_columns(self, columns: Sequence[str] | None) -> None:
         """See `Component`."""
@@ -95,46 +105,39 @@ class UserReward(Component):
         assert values is not None
         return values
 
-    def _checked(self, values: Sequence[Any], rollouts: Sequence[Rollout]) -> list[float | None]:
-        if len(values) != len(rollouts):
-            raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(rollouts)} trajectories")
+    def _checked(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:
+        """The values of the samples `indices` as numbers; None for those that are none, which are noted."""
+        if len(values) != len(indices):
+            raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(indices)} trajectories")
         checked: list[float | None] = []
-        for value, rollout in zip(values, rollouts, strict=True):
+        for value, index in zip(values, indices, strict=True):
             number = 0.0 if value is None and self.signature.is_trl else _finite(value)
-            if number is None and self.options.on_error == "stop":
-                raise RewardError(f"reward '{self.name}' gave {value!r}, no finite number, for {describe(rollout)}")
+            if number is None:
+                self.failed[index] = SampleFailure(f"gave {value!r}, no finite number")
             checked.append(number)
         return checked
 
-    def _culprit(self, rollouts: Sequence[Rollout]) -> str:
-        """Text naming the first sample that makes the function fail alone; "" when each passes alone."""
-        for rollout in rollouts:
-            try:
-                self._call([rollout])
-            except _Failure:
-                return f" (at {describe(rollout)})"
-        return ""
-
     def _one_by_one(self, rollouts: Sequence[Rollout], failure: _Failure) -> list[float | None]:
         """Values of the samples that pass, None for those that fail alone."""
-        failing: list[int] = []
         for index, rollout in enumerate(rollouts):
             try:
                 self._call([rollout])
             except _Failure as own:
-                failing.append(index)
-                if len(failing) > self.options.max_masked_rate * len(rollouts):
-                    raise RewardError(
-                        f"reward '{self.name}' {own} (at {describe(rollout)}); with it {len(failing)} of "
-                        f"{len(rollouts)} samples fail, more than max_masked_rate {self.options.max_masked_rate:g}"
-                    ) from own.__cause__
-        passing = [index for index in range(len(rollouts)) if index not in failing]
-        if not failing:
-            raise RewardError(f"reward '{self.name}' {failure}, though it takes each sample alone") from failure
+                trace = error_trace(own.__cause__) if own.__cause__ is not None else ""
+                self.failed[index] = SampleFailure(str(own), trace)
+                if self._too_many(len(self.failed), len(rollouts)):
+                    return [None] * len(rollouts)
+        passing = [index for index in range(len(rollouts)) if index not in self.failed]
+        if not self.failed:
+            raise RewardError(
+                f"reward '{self.name}' {failure}, though it takes each sample alone"
+            ) from failure.__cause__
         try:
-            values = self._checked(self._call([rollouts[i] for i in passing]), [rollouts[i] for i in passing])
+            values = self._checked(self._call([rollouts[index] for index in passing]), passing)
         except _Failure as again:
-            raise RewardError(f"reward '{self.name}' {again}, without the samples that fail alone too") from again
+            raise RewardError(
+                f"reward '{self.name}' {again}, without the samples that fail alone too"
+            ) from again.__cause__
         found = dict(zip(passing, values, strict=True))
         return [found.get(index) for index in range(len(rollouts))]
 
@@ -154,7 +157,7 @@ def _finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _imported(path: str) -> RewardFunction:
+def import_function(path: str) -> RewardFunction:
     """The function at an import path or in a file. Raises: SettingsError."""
     function = import_named(path, f"rewards.{path}")
     if not callable(function):

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from rl_core.data.batches import attention_mask, micro_batches, pack, pad_rows
 from rl_core.errors import DataError
-from rl_core.types import Rollout, TrainBatch
+from rl_core.types import Rollout, TrainBatch, context_positions
 
 __all__ = ["TrainRow", "make_batches", "train_row"]
 
@@ -28,6 +29,12 @@ class TrainRow:
     loss_mask: Sequence[bool]  # [T] True = token carries loss
     sampler_logprobs: Sequence[float] | None = None  # [T] nats, of the policy that sampled it
     temperature: float = 1.0  # of its sampling, and of all its log-probs; 0 = greedy: log-probs are taken at 1
+    context_starts: Sequence[int] = ()  # indices into completion_ids at which a context of its own begins
+
+    @property
+    def positions(self) -> list[int]:
+        """Position of each token, prompt included, within its context."""
+        return context_positions(len(self.prompt_ids), len(self.completion_ids), self.context_starts)
 
 
 def train_row(rollout: Rollout) -> TrainRow:
@@ -38,6 +45,7 @@ def train_row(rollout: Rollout) -> TrainRow:
         loss_mask=rollout.loss_mask,
         sampler_logprobs=rollout.sampler_logprobs,
         temperature=rollout.temperature,
+        context_starts=tuple(rollout.context_starts),
     )
 
 
@@ -52,7 +60,8 @@ def make_batches(
     over a row costs the square of its width, whatever its mask lets through.
 
     Each row's log-probs are those at its own sampling temperature; `temperatures_BS` is None where all are 1. A greedy
-    row (0) counts as 1, as its sampler's log-probs do.
+    row (0) counts as 1, as its sampler's log-probs do. Where a row has several contexts, `position_ids_BS` separates
+    them.
 
     Raises: DataError when a row has an empty prompt, lists of different lengths, fields that the first has not, or a
         negative temperature.
@@ -80,6 +89,8 @@ def _check(row: TrainRow, first: TrainRow, index: int) -> None:
             raise DataError(f"row {index}: {name} has to be given for all rows or for none")
         if values is not None and len(values) != count:
             raise DataError(f"row {index}: {name} has {len(values)} entries, its completion {count} tokens")
+    if any(b <= a for a, b in pairwise([-1, *row.context_starts, count])):
+        raise DataError(f"row {index}: context_starts {list(row.context_starts)} have to rise within {count} tokens")
 
 
 def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> TrainBatch:
@@ -107,13 +118,14 @@ def _batch(bins: list[list[TrainRow]], pad_id: int, rows: list[int] | None) -> T
             dtype=torch.float32,
         )
     ids = joined(lambda row: [*row.prompt_ids, *row.completion_ids])
-    positions = joined(lambda row: range(len(row.prompt_ids) + len(row.completion_ids)))
+    separated = rows is None or any(row.context_starts for parts in bins for row in parts)
     return TrainBatch(
         input_ids_BS=pad_rows(ids, pad_id),
         attention_mask_BS=attention_mask([len(row) for row in ids]),
         loss_mask_BS=loss_mask_BS,
         sampler_logprobs_BS=sampler_logprobs_BS,
-        position_ids_BS=pad_rows(positions, 0) if rows is None else None,  # a padding token is a sequence of its own
+        # a padding token is a sequence of its own
+        position_ids_BS=pad_rows(joined(lambda row: row.positions), 0) if separated else None,
         rows=list(rows or []),
         temperatures_BS=temperatures_BS,
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rl_core.analysis.trajectories import read_trajectories
 from rl_core.errors import DataError
+from rl_core.storage.single_files import replacing
 from rl_core.types import Rollout
 
 __all__ = ["read_rollouts", "tokens_path", "write_tokens"]
@@ -25,9 +26,10 @@ def tokens_path(trajectories: Path) -> Path:
 def write_tokens(path: Path, rollouts: Iterable[Rollout]) -> None:
     """One line for each rollout, in the order of its trajectories file.
 
-    {"prompt": [ids], "completion": [ids], "runs": [lengths of sampled, observed, sampled, ... tokens]}
+    {"prompt": [ids], "completion": [ids], "runs": [lengths of sampled, observed, sampled, ... tokens]}, and
+    "contexts": [`Rollout.context_starts`] where there are several.
     """
-    with path.open("w", encoding="utf-8") as file:
+    with replacing(path) as file:
         for rollout in rollouts:
             runs = [(bool(sampled), sum(1 for _ in run)) for sampled, run in groupby(rollout.loss_mask)]
             lengths = [length for _, length in runs]
@@ -36,6 +38,8 @@ def write_tokens(path: Path, rollouts: Iterable[Rollout]) -> None:
                 "completion": rollout.completion_ids,
                 "runs": lengths if not runs or runs[0][0] else [0, *lengths],
             }
+            if rollout.context_starts:
+                row["contexts"] = rollout.context_starts
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
@@ -48,7 +52,7 @@ def read_rollouts(trajectories: Path, limit: int) -> list[Rollout]:
     rollouts = []
     rows = _rows(path)
     for number, trajectory in enumerate(islice(read_trajectories(trajectories), limit), start=1):
-        prompt, completion, mask = next(rows, ([], [], []))
+        prompt, completion, mask, starts = next(rows, ([], [], [], []))
         if len(completion) != trajectory.num_completion_tokens or sum(mask) != trajectory.num_action_tokens:
             raise DataError(
                 f"{path}:{number}: {len(completion)} tokens, but the trajectory has "
@@ -61,12 +65,13 @@ def read_rollouts(trajectories: Path, limit: int) -> list[Rollout]:
                 loss_mask=mask,
                 sampler_logprobs=[0.0] * len(completion),
                 trajectory=trajectory,
+                context_starts=starts,
             )
         )
     return rollouts
 
 
-def _rows(path: Path) -> Iterator[tuple[list[int], list[int], list[bool]]]:
+def _rows(path: Path) -> Iterator[tuple[list[int], list[int], list[bool], list[int]]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -74,6 +79,6 @@ def _rows(path: Path) -> Iterator[tuple[list[int], list[int], list[bool]]]:
                 mask: list[bool] = []
                 for index, length in enumerate(row["runs"]):
                     mask += [index % 2 == 0] * length
-                yield row["prompt"], row["completion"], mask
+                yield row["prompt"], row["completion"], mask, row.get("contexts", [])
             except (ValueError, KeyError, TypeError) as error:
                 raise DataError(f"{path}:{number}: this is no line of a tokens file ({error})") from None

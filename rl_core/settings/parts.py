@@ -79,7 +79,7 @@ class ModelSettings(Settings):
     history_thoughts: Literal["keep", "template"] = setting(
         "keep",
         doc="thoughts of earlier turns; keep: stay in the context as they were written; template: as the chat template "
-        "renders the history, so a demonstration may become several training sequences",
+        "renders the history, so a demonstration may become several training sequences, an episode several contexts",
     )
 
     def check(self) -> None:
@@ -142,6 +142,13 @@ class SamplingSettings(Settings):
     )
     step_timeout_s: float = setting(
         600.0, gt=0, doc="seconds after which such a step is an error naming its episode; tools have their own timeout"
+    )
+    max_failed_share: float = setting(
+        0.1,
+        ge=0,
+        le=1,
+        doc="share of episodes whose environment may raise, hang or break its protocol (counted over ten iterations "
+        "and at least 50 episodes); they are left out. Beyond it the stage stops; 0: at the first, 1: only if all fail",
     )
     rejoin: Literal["together", "ready"] = setting(
         "together",

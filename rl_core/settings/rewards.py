@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import regex
 
@@ -107,15 +106,13 @@ class RewardSettings(Settings):
         (), doc="components normalised to mean 0, std 1 by running statistics (learned and curiosity always are)"
     )
     clip: float | None = setting(None, gt=0, doc="components are clipped to +-this before weighting; default: none")
-    on_error: Literal["stop", "mask"] = setting(
-        "stop",
-        doc="reaction to a user function or the judge failing on a sample; mask: exclude the sample from the loss",
-    )
-    max_masked_rate: float = setting(
+    max_failed_share: float = setting(
         0.1,
-        gt=0,
-        le=0.5,
-        doc="with mask: failed share of the rollouts scored together beyond which the stage stops",
+        ge=0,
+        le=1,
+        doc="share of samples on which user functions may raise, hang or give no finite number, or the judge give no "
+        "judgement (counted over ten iterations and at least 50 samples); they carry no loss. Beyond it the stage "
+        "stops; 0: at the first, 1: only if all fail",
     )
     timeout_s: float | None = setting(
         120.0, gt=0, doc="timeout in seconds of one call of a user function; none: no limit, hangs go undetected"

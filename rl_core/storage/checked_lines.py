@@ -12,13 +12,12 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import replacing
 
 __all__ = ["Line", "copy_intact", "intact", "read_checked", "report_damage", "sealed"]
 
@@ -81,16 +80,13 @@ def copy_intact(source: Path, target: Path) -> list[Line]:
         report_damage(source, line)
     if source == target and not damaged:
         return []
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    with source.open("rb") as whole, open(temporary, "xb", opener=own_file) as kept:
+    with source.open("rb") as whole, replacing(target, binary=True) as kept:
         bad = {line.start for line in damaged}
         place = 0
         for text in whole:
             if text.endswith(b"\n") and place not in bad:
                 kept.write(text)
             place += len(text)
-    os.replace(temporary, target)
     return damaged
 
 

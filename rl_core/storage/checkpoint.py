@@ -10,15 +10,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import re
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
@@ -29,17 +28,17 @@ from rl_core.storage.folders import (
     clear_leftovers,
     digest_bytes,
     publish_folder,
+    put_bytes,
     read_manifest,
     read_verified,
     remove_folder,
-    sync,
-    write_bytes,
-    write_text_atomic,
+    set_aside,
 )
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_text_atomic
 from rl_core.storage.state_codec import StateDecoder, StateEncoder
 
-__all__ = ["CheckpointStore"]
+__all__ = ["CheckpointStore", "NewestCheckpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,16 @@ STATE = "state.json"
 FINITE_PARTS = ("model", "best_model")  # a checkpoint of broken weights must never become the newest one
 SHARD_BYTES = 1 << 30  # a safetensors file is built in memory before it is written
 _PART = re.compile(r"[a-z_]+")
+_ASIDE = ".corrupt-"
 _NAME = re.compile(r"checkpoint-(\d{8,18})")
+
+
+class NewestCheckpoint(NamedTuple):
+    """The newest checkpoint of a folder, at a glance."""
+
+    version: int
+    iteration: int | None  # of the training loop; None = the state does not say
+    time: float  # when it was written, in seconds since 1970
 
 
 class CheckpointStore:
@@ -68,7 +76,7 @@ class CheckpointStore:
 
     def __enter__(self) -> CheckpointStore:
         if self._depth == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            make_folder(self.folder)
             self._lock = FolderLock(self.folder).__enter__()
             if removed := clear_leftovers(self.folder, locked=True):
                 logger.info("%s: removed what a dead process left: %s", self.folder, ", ".join(removed))
@@ -90,9 +98,28 @@ class CheckpointStore:
         matches = (_NAME.fullmatch(path.name) for path in self.folder.iterdir() if path.is_dir())
         return sorted(int(match[1]) for match in matches if match)
 
+    def _next_version(self) -> int:
+        """A number above every one that was ever seen here, set aside or not: a reader never meets it again."""
+        names = (path.name for path in self.folder.iterdir())
+        matches = (_NAME.match(name.removeprefix(_ASIDE)) for name in names)
+        return max((int(match[1]) for match in matches if match), default=0) + 1
+
     def path(self, version: int) -> Path:
         """Folder of a version."""
         return self.folder / f"checkpoint-{version:08d}"
+
+    def newest(self) -> NewestCheckpoint | None:
+        """The newest version as its state says, its tensors neither read nor verified; None = there is none."""
+        for version in reversed(self.versions()):
+            path = self.path(version) / STATE
+            with contextlib.suppress(OSError):
+                written = path.stat().st_mtime
+                try:
+                    iteration = int(json.loads(path.read_bytes())["loop"]["iteration"])
+                except (ValueError, KeyError, TypeError, RecursionError):
+                    iteration = None
+                return NewestCheckpoint(version, iteration, written)
+        return None
 
     def save(self, state: Mapping[str, Any]) -> int:
         """Publish a state as the next version, point LATEST to it, and prune; returns the version.
@@ -110,7 +137,7 @@ class CheckpointStore:
             encoded = {key: encoder.encode(value, key, part=key) for key, value in state.items()}
             _refuse_nonfinite(encoder)
             existing = self.versions()
-            version = existing[-1] + 1 if existing else 1
+            version = self._next_version()
             fingerprint = json.dumps(encoded.get("fingerprint"), sort_keys=True)
             extra = {
                 "kind": "checkpoint",
@@ -125,10 +152,10 @@ class CheckpointStore:
                 for name, tensors in encoder.shards():
                     data = safetensors.torch.save({key: _on_cpu(tensor) for key, tensor in tensors.items()})
                     digests[name] = digest_bytes(data)
-                    write_bytes(folder / name, data)
+                    put_bytes(folder / name, data)
                     fault("publish.file")
                 digests[STATE] = digest_bytes(text)
-                write_bytes(folder / STATE, text)
+                put_bytes(folder / STATE, text)
                 fault("publish.file")
                 return digests
 
@@ -136,9 +163,16 @@ class CheckpointStore:
             publish_folder(final, write, extra)
             write_text_atomic(self.folder / POINTER, final.name + "\n", point="pointer.written")
             fault("pointer.done")
-            for old in existing[: max(0, len(existing) + 1 - self.keep)]:
-                remove_folder(self.path(old))
+            self._prune(existing[: max(0, len(existing) + 1 - self.keep)])
             return version
+
+    def _prune(self, versions: list[int]) -> None:
+        """Remove versions. A disk that refuses is no reason to stop: the new one is published already."""
+        for version in versions:
+            try:
+                remove_folder(self.path(version))
+            except CheckpointError as error:
+                logger.warning("an old checkpoint stays: %s", error)
 
     def load_latest(self) -> dict[str, Any] | None:
         """The newest valid state, tensors on the CPU; None when there is none.
@@ -184,9 +218,7 @@ class CheckpointStore:
 
     def _set_aside(self, version: int, error: CorruptError) -> None:
         path = self.path(version)
-        aside = path.with_name(f".corrupt-{path.name}-{time.time_ns()}")
-        os.rename(path, aside)
-        sync(self.folder)
+        aside = set_aside(path, f"{_ASIDE}{path.name}")
         logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
 
     def _repair_pointer(self, found: int | None) -> None:

@@ -6,14 +6,14 @@ publisher adds, and a digest of the manifest itself. Names that begin with a dot
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
+import itertools
 import json
 import os
-import re
+import platform
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -21,29 +21,41 @@ from typing import Any
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.storage.faults import fault
 from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import (
+    REMEDIES,
+    is_ours,
+    make_folder,
+    owner_of_temporary,
+    refused,
+    sync,
+    temporary_beside,
+)
 
 __all__ = [
     "FORMAT_VERSION",
     "MANIFEST",
     "clear_leftovers",
+    "content_names",
     "digest_bytes",
     "digest_file",
     "digest_folder",
     "publish_folder",
+    "put_bytes",
     "read_manifest",
     "read_verified",
     "remove_folder",
     "seal_folder",
+    "set_aside",
+    "sync_tree",
     "verify_folder",
-    "write_json_atomic",
-    "write_text_atomic",
-    "write_text_unsynced",
 ]
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-_LEFTOVER = re.compile(r"\.tmp-.+-(\d+)|\.trash-.+")
-_publishing: set[Path] = set()  # temporary folders of this process; a pid alone cannot tell two threads apart
+_TRASH = ".trash-"
+# A file that is gone, or that the disk cannot read, is damage; one that cannot be read just now says nothing.
+_DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EIO)
+_publishing: set[Path] = set()  # folders that this process publishes
 _publishing_guard = threading.Lock()
 
 
@@ -71,6 +83,11 @@ def _content(folder: Path) -> Iterator[tuple[str, Path]]:
     yield from sorted(found)
 
 
+def content_names(folder: Path | str) -> set[str]:
+    """Names of a folder's files, relative to it, without its manifest and dot names."""
+    return {name for name, _ in _content(Path(folder))}
+
+
 def _content_digest(files: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [f"{name}\0{files[name]['size']}\0{files[name]['sha256']}\n" for name in sorted(files)]
     return digest_bytes("".join(lines).encode())
@@ -91,63 +108,23 @@ def _entry(path: Path, digest: str | None = None) -> dict[str, Any]:
     return {"size": path.stat().st_size, "sha256": digest or digest_file(path)}
 
 
-def sync(path: Path | str) -> None:
-    """Force a file's data, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write and sync a file; one that lies there is replaced, never written through."""
+def put_bytes(path: Path, data: bytes) -> None:
+    """Write a file of a folder that is being published: sealing the folder syncs it. Nothing is written through."""
     path.unlink(missing_ok=True)
     with open(path, "xb", opener=own_file) as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def write_text_atomic(path: Path | str, text: str, *, point: str | None = None) -> None:
-    """Replace a file's text atomically: readers see the old or the new, after a crash too.
-
-    `point` names a fault point between writing and replacing.
-    """
+def sync_tree(path: Path | str) -> None:
+    """Force a file, or a folder's files and folders with their entries, to the disk."""
     path = Path(path)
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        write_bytes(temporary, text.encode())
-        if point:
-            fault(point)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path}: cannot be written: {error}") from error
-    sync(path.parent)
-
-
-def write_text_unsynced(path: Path | str, text: str) -> bool:
-    """Replace a file's text without syncing, for live views: readers see the old or the new, a crash may lose both.
-
-    Costs no wait for the disk. Returns whether it was written: a disk that refuses is no reason to stop.
-    """
-    path = Path(path)
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
-    try:
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "x", opener=own_file) as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        return False
-    return True
-
-
-def write_json_atomic(path: Path | str, value: Any) -> None:
-    """Replace a JSON file atomically. Raises ValueError for NaN and infinities, which are not JSON."""
-    write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+    if path.is_dir():
+        for root, _, names in os.walk(path):
+            for name in names:
+                sync(Path(root, name))
+            sync(root)
+    else:
+        sync(path)
 
 
 def seal_folder(
@@ -159,23 +136,22 @@ def seal_folder(
 ) -> dict[str, Any]:
     """Add a manifest to a written folder and rename it; it is complete before its final name exists.
 
-    Steps: sync every file and folder, write and sync the manifest, sync the folder, rename, sync the parent. `folder`
-    and `final` must lie on one file system; the caller holds the lock.
+    Steps: sync every file and inner folder, write and sync the manifest, sync the folder, rename, sync the parent.
+    `folder` and `final` must lie in the same folder; the caller holds the lock.
     Args:
         extra: what else the manifest says.
         digests: SHA-256 of files that the caller knows from memory: what was meant to be written, not what was.
     Returns: the manifest.
     Raises: CheckpointError if `final` exists, or the disk refuses.
     """
+    assert folder.parent == final.parent, "a rename between folders is not synced"
     try:
         known = dict(digests or {})
         files = {name: _entry(path, known.pop(name, None)) for name, path in _content(folder)}
         if known:
             raise CheckpointError(f"{final}: {sorted(known)[0]} was not written")
-        for root, _, names in os.walk(folder):
-            for name in names:
-                sync(Path(root, name))
-            sync(root)
+        for inner in folder.iterdir():
+            sync_tree(inner)
         fault("publish.written")
         manifest = {
             **(extra or {}),
@@ -185,7 +161,8 @@ def seal_folder(
         }
         manifest = json.loads(json.dumps(manifest, allow_nan=False))
         manifest["manifest_digest"] = _manifest_digest(manifest)
-        write_bytes(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
+        put_bytes(folder / MANIFEST, json.dumps(manifest, indent=2).encode())
+        sync(folder / MANIFEST)
         sync(folder)
         fault("publish.manifest")
         if final.exists() or final.is_symlink():  # rename() would silently replace an empty folder
@@ -195,7 +172,7 @@ def seal_folder(
         sync(final.parent)
         fault("publish.done")
     except OSError as error:
-        raise CheckpointError(f"{final}: cannot be written: {error}") from error
+        raise refused(final, error) from error
     return manifest
 
 
@@ -217,23 +194,35 @@ def publish_folder(
     final = Path(final)
     if final.exists():
         raise CheckpointError(f"{final}: exists already; a published folder is never written again")
-    temporary = final.with_name(f".tmp-{final.name}-{os.getpid()}")
     with _publishing_guard:
-        if temporary in _publishing:
+        if final in _publishing:
             raise FolderBusy(f"{final}: another thread of this process publishes it")
-        _publishing.add(temporary)
+        _publishing.add(final)
     try:
-        _remove(temporary)  # of a dead process that had our pid
-        temporary.mkdir(parents=True)
+        make_folder(final.parent)
+        with temporary_beside(final) as temporary:
+            return _publish(temporary, final, write, extra_manifest)
+    finally:
+        with _publishing_guard:
+            _publishing.discard(final)
+
+
+def _publish(
+    temporary: Path,
+    final: Path,
+    write: Callable[[Path], Mapping[str, str] | None],
+    extra_manifest: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    try:
+        _remove(temporary)  # of a dead process that had our number
+        temporary.mkdir()
         fault("publish.begin")
         digests = write(temporary)
         return seal_folder(temporary, final, extra_manifest, digests=digests)
     except OSError as error:
-        raise CheckpointError(f"{final}: cannot be written: {error}") from error
+        raise refused(final, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        with _publishing_guard:
-            _publishing.discard(temporary)
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -245,8 +234,19 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    """CorruptError for a file that is gone or unreadable for good; else CheckpointError: it may be read later."""
+    if error.errno in _DAMAGE:
+        return CorruptError(f"{path}: cannot be read: {error.strerror or error}")
+    remedy = REMEDIES.get(error.errno or 0)
+    return CheckpointError(f"{path}: cannot be read: {error.strerror or error}{'; ' + remedy if remedy else ''}")
+
+
 def read_manifest(folder: Path | str) -> dict[str, Any]:
-    """A folder's manifest, verified (its own digest, safe file names). Raises CorruptError."""
+    """A folder's manifest, verified (its own digest, safe file names).
+
+    Raises: CorruptError; CheckpointError where it cannot be read at the moment.
+    """
     path = Path(folder) / MANIFEST
     try:
         manifest = json.loads(path.read_bytes(), parse_constant=_no_constant)
@@ -260,14 +260,17 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
                 raise CorruptError(f"{path}: unsafe file name {name!r}")
             int(entry["size"]), str(entry["sha256"])
     except OSError as error:
-        raise CorruptError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path}: not a manifest: {type(error).__name__} {error}") from error
     return manifest
 
 
 def read_verified(folder: Path | str, name: str, manifest: Mapping[str, Any]) -> bytes:
-    """Bytes of a file, verified against the manifest's size and SHA-256. Raises CorruptError."""
+    """Bytes of a file, verified against the manifest's size and SHA-256.
+
+    Raises: CorruptError; CheckpointError where it cannot be read at the moment.
+    """
     path = Path(folder) / name
     entry = manifest["files"].get(name)
     if entry is None:
@@ -275,7 +278,7 @@ def read_verified(folder: Path | str, name: str, manifest: Mapping[str, Any]) ->
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise CorruptError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise _unreadable(path, error) from error
     if len(data) != entry["size"]:
         raise CorruptError(f"{path}: {len(data)} bytes, the manifest says {entry['size']}")
     if digest_bytes(data) != entry["sha256"]:
@@ -286,7 +289,7 @@ def read_verified(folder: Path | str, name: str, manifest: Mapping[str, Any]) ->
 def verify_folder(path: Path | str) -> dict[str, Any]:
     """The manifest of a folder, with every file verified and none besides them.
 
-    Raises: CorruptError naming the file.
+    Raises: CorruptError naming the file; CheckpointError where one cannot be read at the moment.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
@@ -294,24 +297,56 @@ def verify_folder(path: Path | str) -> dict[str, Any]:
     for name, entry in manifest["files"].items():
         if name not in present:
             raise CorruptError(f"{folder / name}: missing")
-        size = present[name].stat().st_size
+        try:
+            size = present[name].stat().st_size
+            digest = digest_file(present[name]) if size == entry["size"] else ""
+        except OSError as error:
+            raise _unreadable(folder / name, error) from error
         if size != entry["size"]:
             raise CorruptError(f"{folder / name}: {size} bytes, the manifest says {entry['size']}")
-        if digest_file(present[name]) != entry["sha256"]:
+        if digest != entry["sha256"]:
             raise CorruptError(f"{folder / name}: SHA-256 differs from the manifest")
     if extra := sorted(present.keys() - manifest["files"].keys()):
         raise CorruptError(f"{folder / extra[0]}: not in the manifest")
     return manifest
 
 
+def _free_name(path: Path) -> Path:
+    """`path` with the first number behind it that is not taken."""
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
+
+
+def set_aside(path: Path, name: str) -> Path:
+    """Rename a damaged file or folder to `name` with a number behind it, for people to look at; returns the new path.
+
+    Raises: CheckpointError where the disk refuses.
+    """
+    aside = _free_name(path.with_name(name))
+    try:
+        os.rename(path, aside)
+        sync(path.parent)
+    except OSError as error:
+        raise refused(path, error, "set aside") from error
+    return aside
+
+
 def remove_folder(path: Path | str) -> None:
-    """Delete a folder: renamed first, so that a reader sees all of it or nothing."""
+    """Delete a folder: renamed first, so that a reader sees all of it or nothing, after a crash too.
+
+    One that is not there is fine. Raises: CheckpointError where the disk refuses.
+    """
     path = Path(path)
-    trash = path.with_name(f".trash-{path.name}-{os.getpid()}-{time.time_ns()}")
-    with contextlib.suppress(FileNotFoundError):
+    trash = _free_name(path.with_name(f"{_TRASH}{path.name}-{os.getpid()}"))
+    try:
         os.rename(path, trash)
-        fault("prune.renamed")
-        shutil.rmtree(trash, ignore_errors=True)
+        sync(path.parent)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise refused(path, error, "removed") from error
+    fault("prune.renamed")
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def _alive(pid: int) -> bool:
@@ -324,20 +359,30 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def _is_leftover(path: Path, locked: bool) -> bool:
+    if path.name.startswith(_TRASH):
+        return True
+    owner = owner_of_temporary(path.name)
+    if owner is None:
+        return False
+    host, pid = owner
+    here = host is None or host == platform.node()
+    return not is_ours(path) and (locked or (here and (pid == os.getpid() or not _alive(pid))))
+
+
 def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
     """Delete temporaries of dead processes and unfinished deletions in `parent`; returns their names.
 
+    Those of another machine are left alone, as nothing tells here that their process is gone.
     `locked` = the caller holds the folder's lock, so every temporary there is dead, its pid reused or not.
     """
-    removed = []
+    removed: list[str] = []
+    if not Path(parent).is_dir():
+        return removed
     for path in sorted(Path(parent).iterdir()):
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is None or path in _publishing:
-            continue
-        if match[1] and not locked and _alive(int(match[1])):
-            continue
-        _remove(path)
-        removed.append(path.name)
+        if _is_leftover(path, locked):
+            _remove(path)
+            removed.append(path.name)
     return removed
 
 

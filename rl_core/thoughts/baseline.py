@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from rl_core.data.batches import micro_batches, unscored_batch
 from rl_core.errors import DataError
 from rl_core.losses.value import value_loss
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.hidden_states import hidden_states
 from rl_core.models.lora import unwrap
+from rl_core.storage.moments import load_moments, moments
 
 __all__ = ["Baseline", "BaselineHead", "pooled_states"]
 
@@ -69,12 +71,12 @@ class Baseline:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer moments."""
-        return {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"head": self.head.state_dict(), "optimizer": moments(self.optimizer)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.head.load_state_dict(state["head"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        load_moments(self.optimizer, state["optimizer"])
 
 
 @torch.no_grad()
@@ -101,11 +103,15 @@ def pooled_states(
     base = unwrap(model)
     device = next(base.parameters()).device
     pooled: list[torch.Tensor] = [torch.empty(0)] * len(rows)
+    lengths = [len(row) for row in rows]
+
+    def fill(group: list[int]) -> None:
+        hidden_BSH = hidden_states(base, unscored_batch([rows[index] for index in group], pad_id).to(device))
+        sums_BSH = hidden_BSH.float().cumsum(1)
+        for b, index in enumerate(group):
+            ends_N = torch.tensor(list(ends[index]), dtype=torch.int64, device=device)
+            pooled[index] = sums_BSH[b, ends_N - 1] / ends_N[:, None]
+
     with evaluating(model):
-        for group in micro_batches([len(row) for row in rows], max_tokens):
-            hidden_BSH = hidden_states(base, unscored_batch([rows[index] for index in group], pad_id).to(device))
-            sums_BSH = hidden_BSH.float().cumsum(1)
-            for b, index in enumerate(group):
-                ends_N = torch.tensor(list(ends[index]), dtype=torch.int64, device=device)
-                pooled[index] = sums_BSH[b, ends_N - 1] / ends_N[:, None]
+        MemoryFit("states for the baseline").compute(micro_batches(lengths, max_tokens), fill, lengths=lengths)
     return pooled

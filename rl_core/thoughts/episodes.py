@@ -21,11 +21,12 @@ from transformers import PreTrainedModel
 from rl_core.environments.environment import Environment
 from rl_core.environments.tool_question import ANSWER_WORD, read_answer
 from rl_core.errors import DataError, EnvironmentFault, SettingsError
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import TrainRow, make_batches
 from rl_core.rollouts.collect import Renderer
-from rl_core.types import Rollout, StopReason
+from rl_core.types import Rollout, StopReason, TrainBatch
 
 __all__ = [
     "AnswerRows",
@@ -138,8 +139,10 @@ class ThoughtReader:
 def read_episode(environment: Environment, reader: ThoughtReader, rollout: Rollout) -> ThoughtEpisode:
     """The thoughts of one rollout. The episode is replayed, action by action, to obtain each turn's correct answer.
 
-    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a correct answer.
+    Raises: EnvironmentFault when the replay ends elsewhere; DataError for a turn without a correct answer;
+        SettingsError for an episode of several contexts.
     """
+    rollout.check_one_context("the training of thoughts")
     played = rollout.trajectory
     episode = environment.episode(seed=played.seed, level=played.level)
     episode.reset()
@@ -236,9 +239,13 @@ def span_logprobs(
     train_rows = [TrainRow(rows[i][:1], rows[i][1:], masks[i][1:]) for i in used]
     sums: dict[int, torch.Tensor] = {}
     device = next(model.parameters()).device
+
+    def fill(batch: TrainBatch) -> None:
+        logprobs_BS = completion_logprobs(model, batch.to(device))[0].double().cpu()
+        for b, index in enumerate(batch.rows):
+            sums[used[index]] = logprobs_BS[b]
+
     with evaluating(model):
-        for batch in make_batches(train_rows, max_tokens, pad_id) if train_rows else []:
-            logprobs_BS = completion_logprobs(model, batch.to(device))[0].double().cpu()
-            for b, index in enumerate(batch.rows):
-                sums[used[index]] = logprobs_BS[b]
+        batches = make_batches(train_rows, max_tokens, pad_id) if train_rows else []
+        MemoryFit("scoring of answers").compute(batches, fill)
     return torch.stack([sums[span.row][span.start : span.stop].sum() for span in spans]) if spans else torch.empty(0)

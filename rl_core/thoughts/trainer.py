@@ -102,6 +102,7 @@ class ThoughtsTrainer(RolloutTrainer):
         super().__init__(
             renderer, environment, seed, backend,
             levels=settings.levels or environment.levels, pad_id=pad_id, record=record, process_group=process_group,
+            max_failed_share=settings.sampling.max_failed_share,
         )  # fmt: skip
         for level in self.levels:
             training_seeds(environment, level)
@@ -129,7 +130,7 @@ class ThoughtsTrainer(RolloutTrainer):
             episodes = self._read(groups)
             plan = answer_rows(episodes)
             rewards, metrics = self._rewards(episodes, plan)
-        metrics |= rollout_metrics(groups)
+        metrics |= rollout_metrics(groups) | self._failure_metrics()
         for rollout, gains in zip(rollouts, rewards, strict=True):
             rollout.trajectory.rewards = {**rollout.trajectory.rewards, "thought_gain": math.fsum(gains) / len(gains)}
         self._record_rollouts(rollouts)
@@ -165,6 +166,7 @@ class ThoughtsTrainer(RolloutTrainer):
             "iteration": self.iteration,
             "episodes_played": self.rollouts_played,
             "baseline": self.baseline.state_dict(),
+            "failures": self.failures.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -172,6 +174,7 @@ class ThoughtsTrainer(RolloutTrainer):
         self.iteration = int(state["iteration"])
         self.rollouts_played = int(state["episodes_played"])
         self.baseline.load_state_dict(state["baseline"])
+        self.failures.load_state_dict(state["failures"])
 
     # Rollouts and rewards
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.folders import write_text_atomic
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import append_bytes, make_folder, sync, truncate_file, write_text_atomic
 from rl_core.trackers.base import SilentTracker
 
 __all__ = ["CsvTracker", "JsonlTracker"]
@@ -34,9 +33,14 @@ class JsonlTracker(SilentTracker):
             self._is_cut = True
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         line = sealed({"step": step, "time": time.time_ns() // 1_000_000, "metrics": finite})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "ab", opener=own_file) as file:
-            file.write(line)
+        make_folder(self.path.parent)
+        append_bytes(self.path, line)
+
+    def sync(self) -> None:
+        """Force the lines to the disk."""
+        if self.path.is_file():
+            sync(self.path)
+            sync(self.path.parent)
 
     def begin(self, name: str, params: Mapping[str, object]) -> None:
         """Cut again before the next write: a run that goes on may start from an earlier step."""
@@ -53,8 +57,7 @@ class JsonlTracker(SilentTracker):
             elif isinstance(later := line.record.get("step"), int | float) and later > step:
                 break
             place = line.end
-        with open(self.path, "r+b", opener=own_file) as file:
-            file.truncate(place)
+        truncate_file(self.path, place)
 
 
 class CsvTracker(SilentTracker):
@@ -72,12 +75,19 @@ class CsvTracker(SilentTracker):
         if not self._columns:
             self._columns = self._header()
         new = [name for name in metrics if name not in self._columns]
-        if new:
+        if new or not self._columns:
             self._columns = [*(self._columns or ["step", "time"]), *new]
             self._rewrite()
         row = {"step": step, "time": f"{time.time():.3f}", **{name: repr(float(v)) for name, v in metrics.items()}}
-        with open(self.path, "a", encoding="utf-8", newline="", opener=own_file) as file:
-            csv.DictWriter(file, self._columns, restval="").writerow(row)
+        line = io.StringIO()
+        csv.DictWriter(line, self._columns, restval="").writerow(row)
+        append_bytes(self.path, line.getvalue().encode())
+
+    def sync(self) -> None:
+        """Force the rows to the disk."""
+        if self.path.is_file():
+            sync(self.path)
+            sync(self.path.parent)
 
     def _header(self) -> list[str]:
         if not self.path.is_file():
@@ -100,5 +110,5 @@ class CsvTracker(SilentTracker):
         writer = csv.DictWriter(text, self._columns, restval="", extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path.parent)
         write_text_atomic(self.path, text.getvalue())

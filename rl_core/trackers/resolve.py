@@ -11,7 +11,7 @@ from rl_core.errors import SettingsError, nearest
 from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
 from rl_core.trackers.tensorboard import TensorBoardTracker
 from rl_core.trackers.terminal import TerminalTracker
-from rl_core.tracking import Tracker
+from rl_core.tracking import Tracker, sync_tracker
 
 __all__ = ["Several", "TrackerSource", "begin", "close", "several"]
 
@@ -51,6 +51,11 @@ class Several:
         """To each."""
         for tracker in self.trackers:
             tracker.progress(done, total, message)
+
+    def sync(self) -> None:
+        """Force what was recorded to the disk, in those trackers that can."""
+        for tracker in self.trackers:
+            sync_tracker(tracker)
 
 
 def several(source: TrackerSource, own: Sequence[Tracker] = (), *, folder: Path | None = None) -> Several:

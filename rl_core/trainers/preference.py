@@ -22,6 +22,7 @@ from rl_core.inference.sampling import sequence_seed
 from rl_core.losses.labelled import kto_loss, kto_reference_point
 from rl_core.losses.preference import chosen_nll, dpo_loss, ipo_loss
 from rl_core.losses.reference_free import orpo_loss, simpo_loss
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.dropout import drops_out, repeatable_masks, training_mode
 from rl_core.models.logprobs import completion_logprobs
@@ -53,11 +54,14 @@ def reference_logprobs(
     ]
     sums = [0.0] * len(rows)
     device = next(model.parameters()).device
+
+    def fill(batch: TrainBatch) -> None:
+        logprobs_B = completion_logprobs(model, batch.to(device))[0].sum(1)
+        for row, value in zip(batch.rows, logprobs_B.tolist(), strict=True):
+            sums[row] = value
+
     with evaluating(model), torch.no_grad(), autocast(precision, device):
-        for batch in make_batches(rows, max_tokens, pad_id):
-            logprobs_B = completion_logprobs(model, batch.to(device))[0].sum(1)
-            for row, value in zip(batch.rows, logprobs_B.tolist(), strict=True):
-                sums[row] = value
+        MemoryFit("reference log-probabilities").compute(make_batches(rows, max_tokens, pad_id), fill)
     return list(zip(sums[0::2], sums[1::2], strict=True))
 
 
@@ -175,10 +179,13 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
         """As `reference_logprobs`, with the masks that each pair is trained with."""
         waiting = [_ReferencedPair(pair, (0.0, 0.0), place) for place, pair in enumerate(pairs)]
         rows = [(0.0, 0.0)] * len(pairs)
+
+        def fill(batch: _ComparedPairBatch) -> None:
+            chosen_B, rejected_B, _ = self._logprobs(model, batch)
+            rows[int(batch.places_B)] = (float(chosen_B), float(rejected_B))
+
         with training_mode(model, dropout=True), torch.no_grad(), autocast(precision, self._device):
-            for batch in self._build_batches(waiting):
-                chosen_B, rejected_B, _ = self._logprobs(model, batch)
-                rows[int(batch.places_B)] = (float(chosen_B), float(rejected_B))
+            MemoryFit("reference log-probabilities").compute(self._build_batches(waiting), fill)
         return rows
 
     def _logprobs(

@@ -11,6 +11,7 @@ import numpy as np
 from rl_core.data.batches import padding_id
 from rl_core.distributed import ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.environments.failed_episodes import EpisodeFailures, Keep
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.losses.supervised import entropy_coef_at
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
@@ -44,6 +45,7 @@ class RolloutTrainer(ABC):
         pad_id: int | None,
         record: RolloutRecord | None,
         process_group: ProcessGroup,
+        max_failed_share: float,
     ) -> None:
         """Build nothing but the counters.
 
@@ -62,6 +64,11 @@ class RolloutTrainer(ABC):
             environment.check_level(level)
         self.iteration = 0
         self.rollouts_played = 0  # of all iterations: the entropy coefficient depends on it
+        self.failures = EpisodeFailures(max_failed_share)  # of the environment
+
+    def keep_failures(self, keep: Keep) -> None:
+        """Have failed episodes kept for people."""
+        self.failures.keep = keep
 
     @abstractmethod
     def step(self) -> dict[str, float]:
@@ -100,10 +107,13 @@ class RolloutTrainer(ABC):
     ) -> list[RolloutGroup]:
         """One group per request, sampled with the current weights; every process plays a share and gets all groups.
 
+        Failed episodes are left out, and so are groups in which every one failed.
+
         Args:
             purpose: with the trainer's seed it determines the random numbers of the sampling.
         """
         self.backend.refresh()
+        self.failures.iteration = self.iteration
 
         def play() -> list[RolloutGroup]:
             return collect(
@@ -116,9 +126,16 @@ class RolloutTrainer(ABC):
                 seed=sequence_seed(self.seed, *purpose),
                 policy_version=self.optimizer_step.num_steps,
                 process_group=self.process_group,
+                failures=self.failures,
             )
 
-        return self.optimizer_step.sharded.with_full_weights_independent(play)
+        groups = self.optimizer_step.sharded.with_full_weights_independent(play)
+        return [group for group in groups if group.rollouts]
+
+    def _failure_metrics(self) -> dict[str, float]:
+        """Share of the episodes since the last call whose environment failed, and their number since the beginning."""
+        failed, played = self.failures.settle()
+        return {"train/failed_rate": failed / max(1, played), "train/failed_episodes": float(self.failures.total)}
 
     def _record_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         if self.record is not None and self.process_group.is_rank_zero:

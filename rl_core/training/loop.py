@@ -15,24 +15,24 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
-from rl_core.errors import CheckpointError, SettingsError, Stopped, nearest
+from rl_core.errors import CheckpointError, PosttrainError, SettingsError, Stopped, nearest
 from rl_core.metrics import MetricHistory
 from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
 from rl_core.settings import LoopSettings
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import write_text_atomic
 from rl_core.storage.rng_state import restore_rng, rng_state
+from rl_core.storage.single_files import write_text_atomic
 from rl_core.timing import collected
-from rl_core.tracking import MemoryTracker, Tracker
+from rl_core.tracking import MemoryTracker, Tracker, sync_tracker
 from rl_core.training.callbacks import Callback, TrainingEvent, call_all, check_callbacks
 from rl_core.training.peak_memory import peak_memory_gb
 from rl_core.training.resume import check_fingerprint, runtime_fingerprint
@@ -103,7 +103,7 @@ def run_loop(
     best_metric: str | None = None,
     larger_is_better: bool = True,
     fingerprint: Mapping[str, Any] | None = None,
-    allow_changed: bool = False,
+    allow_drift: bool | Collection[str] = False,
     stop_event: threading.Event | None = None,
     history: Path | str | None = None,
     callbacks: Sequence[Callback] = (),
@@ -118,7 +118,8 @@ def run_loop(
         best_metric: name of an evaluation metric; its best weights are kept and restored at the end. None = the last.
         fingerprint: what must be equal for a resume (settings, data digests, code version), nested as one likes; thread
             count, torch version and device are added here.
-        allow_changed: resume although the fingerprint differs; logged as a warning.
+        allow_drift: resume although the fingerprint differs (True), or differs in these dotted keys alone; logged as a
+            warning and as the tag `drift.fingerprint`.
         stop_event: set by another thread to ask for a stop, as SIGTERM does.
         history: a JSON file with the newest values of every metric (see `MetricHistory.to_json`), replaced every few
             seconds at most while training, and at the end.
@@ -148,7 +149,7 @@ def run_loop(
         if checkpoints is not None and loop.process_group.is_rank_zero:
             stack.enter_context(checkpoints)
         try:
-            return loop.run(allow_changed)
+            return loop.run(allow_drift)
         except GivenUp as given_up:
             raise loop.stopped_within(given_up) from None
 
@@ -184,10 +185,10 @@ class _Loop:
     def history(self) -> MetricHistory:
         return self.memory.history
 
-    def run(self, allow_changed: bool) -> LoopOutcome:
+    def run(self, allow_drift: bool | Collection[str]) -> LoopOutcome:
         started = self.saved_at = self.clock()
         if not (self.state.iteration and self.memory.is_whole):
-            self._resume(allow_changed)
+            self._resume(allow_drift)
         resumed = self.state.iteration
         self._evaluate_when_due()
         while (reason := self._stop_reason()) is None:
@@ -311,7 +312,7 @@ class _Loop:
 
     def _evaluate(self) -> None:
         started = self.clock()
-        with self.trainer.optimizer_step.ema.swapped_in():  # the evaluated weights are the ones kept
+        with collected() as spans, self.trainer.optimizer_step.ema.swapped_in():  # the weights evaluated are those kept
             measured = {name: float(value) for name, value in self.trainer.evaluate().items()}
             raw = self.process_group.on_rank_zero(lambda: measured)
             if self.best_metric is not None:
@@ -322,7 +323,10 @@ class _Loop:
                 self._compare(raw[self.best_metric], raw)
         self.state.metrics = raw
         self.state.evaluated_iteration = self.state.iteration
-        finite = self._log({**raw, "perf/eval_seconds": self.clock() - started})
+        perf = {"perf/eval_seconds": self.clock() - started}
+        if spans.get("out_of_memory"):
+            perf["perf/eval_out_of_memory"] = spans["out_of_memory"]
+        finite = self._log({**raw, **perf})
         fault("loop.evaluated")
         self._call_back("evaluation", finite)
 
@@ -396,13 +400,14 @@ class _Loop:
             state = self.trainer.optimizer_step.sharded.gather_state(state)
             state["workers"] = {"size": self.process_group.size, "rng": self.process_group.all_gather(state["rng"])}
         if self.process_group.is_rank_zero:
+            sync_tracker(self.tracker)
             self.checkpoints.save(state)
         self.saved = place
         self.saved_at = self._spent("checkpoint", started)
         self.save_seconds = self.saved_at - started
         fault("loop.saved")
 
-    def _resume(self, allow_changed: bool) -> None:
+    def _resume(self, allow_drift: bool | Collection[str]) -> None:
         if self.checkpoints is None:
             return
         state = self.checkpoints.load_latest() if self.process_group.is_rank_zero else None
@@ -413,13 +418,18 @@ class _Loop:
         same_size = saved_by["size"] == self.process_group.size
         # Threads decide the last bits, and so does the number of processes, which may change.
         besides = () if same_size else ("runtime.threads",)
-        check_fingerprint(state["fingerprint"], self.fingerprint, allow_changed=allow_changed, besides=besides)
-        load_trainable_weights(self.trainer.model, state["model"])
-        self.memory.best_weights = state["best_model"]
-        self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
-        self.trainer.load_state_dict(state["trainer"])
-        self.memory.state = _Progress(**state["loop"])
-        self.history.load_state_dict(state["history"])
+        changed = check_fingerprint(state["fingerprint"], self.fingerprint, allow_drift=allow_drift, besides=besides)
+        if changed and self.process_group.is_rank_zero:
+            self.tracker.set_tag("drift.fingerprint", "; ".join(changed)[:4000])
+        try:
+            self._load(state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            if not changed or isinstance(error, PosttrainError):
+                raise
+            raise CheckpointError(
+                f"the checkpoint cannot be resumed under the changed settings ({type(error).__name__}: {error}); put "
+                "the old ones back, or begin anew"
+            ) from error
         self.memory.is_whole = True
         self.saved = (self.state.iteration, self.state.evaluated_iteration)
         # last: building or loading anything may have drawn from the generators
@@ -434,3 +444,14 @@ class _Loop:
             if self.process_group.is_rank_zero:
                 restore_rng(state["rng"])
         logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.optimizer_step.num_steps)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        """Everything of a checkpoint but the random generators."""
+        load_trainable_weights(self.trainer.model, state["model"])
+        self.memory.best_weights = state["best_model"]
+        self.trainer.optimizer_step.load_state_dict(state["optimizer_step"])
+        self.trainer.load_state_dict(state["trainer"])
+        if missing := sorted({field.name for field in fields(_Progress)} - state["loop"].keys()):
+            raise CheckpointError(f"the checkpoint's loop lacks {', '.join(missing)}")
+        self.memory.state = _Progress(**state["loop"])
+        self.history.load_state_dict(state["history"])

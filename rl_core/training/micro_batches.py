@@ -1,17 +1,14 @@
-"""Micro-batches: splitting those that do not fit into memory, and combining their metrics."""
+"""Micro-batches: cutting those that do not fit into memory, and combining their metrics."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
+from rl_core.memory import halve, padded_tokens
 
-from rl_core.errors import DataError
-
-__all__ = ["combine_metrics", "cut", "halve", "padded_tokens"]
+__all__ = ["combine_metrics", "cut"]
 
 Batch = TypeVar("Batch")
 
@@ -32,29 +29,6 @@ def combine_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
-def halve(batch: Batch) -> tuple[Batch, Batch] | None:
-    """A batch dataclass as its first and second half of rows; None when it has a single row.
-
-    Every tensor and list field must have one entry a row (first axis); None and scalars go to both halves.
-    """
-    if not dataclasses.is_dataclass(batch) or isinstance(batch, type):
-        raise DataError(f"a micro-batch must be a dataclass with one row per entry, not {type(batch).__name__}")
-    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    rows = next((len(value) for value in values.values() if isinstance(value, torch.Tensor) and value.ndim), 0)
-    if rows < 2:
-        return None
-
-    def part(bounds: slice) -> Batch:
-        cut = {
-            name: value[bounds]
-            for name, value in values.items()
-            if (isinstance(value, torch.Tensor) and value.ndim) or isinstance(value, list)
-        }
-        return dataclasses.replace(batch, **cut)
-
-    return part(slice(0, rows // 2)), part(slice(rows // 2, rows))
-
-
 def cut(micro_batches: list[Batch], max_tokens: int | None) -> list[Batch]:
     """Those above `max_tokens` padded tokens halved, again and again, down to single rows; None = as they are."""
     if max_tokens is None:
@@ -64,10 +38,3 @@ def cut(micro_batches: list[Batch], max_tokens: int | None) -> list[Batch]:
         halves = halve(batch) if padded_tokens(batch) > max_tokens else None
         parts.extend(cut(list(halves), max_tokens) if halves else [batch])
     return parts
-
-
-def padded_tokens(batch: object) -> int:
-    """Entries of the batch's largest tensor: its padded tokens."""
-    fields = dataclasses.fields(batch) if dataclasses.is_dataclass(batch) else ()
-    tensors = (getattr(batch, field.name) for field in fields)
-    return max((tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor)), default=0)

@@ -15,13 +15,15 @@ from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.waiting import bound_waiting
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup, local
 from rl_core.errors import CheckpointError, DataError, NonFiniteError, NonFiniteTensor, OutOfMemory
+from rl_core.memory import first_line, halve, is_out_of_memory, note_out_of_memory, padded_tokens
 from rl_core.models.dropout import training_mode
 from rl_core.models.precision import autocast
 from rl_core.settings import OptimizerSettings
+from rl_core.storage.moments import load_moments, moments
 from rl_core.timing import count, span
 from rl_core.training.ema_weights import EmaWeights
 from rl_core.training.master_weights import MasterWeights
-from rl_core.training.micro_batches import combine_metrics, cut, halve, padded_tokens
+from rl_core.training.micro_batches import combine_metrics, cut
 from rl_core.training.optimizers import Grokfast, build_optimizer, enable_activation_checkpointing, learning_rate_at
 from rl_core.training.sharded_step import ShardedModel, without_dummy
 from rl_core.training.throughput import sequence_lengths, step_flops
@@ -155,7 +157,15 @@ class OptimizerStep:
         torch.nn.utils.clip_grads_with_norm_(
             list(self.master_weights.masters.values()), self.settings.max_grad_norm, norm
         )
-        self.optimizer.step()
+        try:
+            self.optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemory(
+                f"the optimizer's state does not fit into memory ({first_line(error)}); use LoRA, a smaller model, or "
+                "more processes, which share it out"
+            ) from error
         self.master_weights.write_back()
         self.ema.update()
         self.skipped_in_row = 0
@@ -183,18 +193,19 @@ class OptimizerStep:
                 return parts, None
             except NonFiniteTensor as error:
                 return [*parts, {"train/loss": math.nan}], f"{error} (micro-batch {len(parts)})"
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = first_line(error)
                 loss = metrics = None  # type: ignore[assignment]  # frees the graph before the next try
             failed = micro_batches[len(parts)]
             if halve(failed) is None:
                 raise OutOfMemory(
-                    f"one row of {padded_tokens(failed)} tokens does not fit into memory; "
+                    f"one row of {padded_tokens(failed)} tokens does not fit into memory ({problem}); "
                     "shorten max_completion_tokens or the context, or use a smaller model or LoRA"
                 )
             self.max_tokens = padded_tokens(failed) - 1
-            logger.warning("out of memory: micro-batches are cut to at most %d padded tokens", self.max_tokens)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            note_out_of_memory("micro-batches", self.max_tokens, "padded tokens")
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -238,9 +249,9 @@ class OptimizerStep:
     def state_dict(self) -> dict[str, Any]:
         """Optimizer moments, float32 masters, averages and counters; the schedule follows from `num_steps`."""
         return {
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self._moments(),
             "masters": self.master_weights.state_dict(),
-            "grokfast": self._grokfast.state_dict() if self._grokfast is not None else None,
+            **({"grokfast": self._grokfast.state_dict()} if self._grokfast is not None else {}),
             "ema": self.ema.state_dict(),
             "num_steps": self.num_steps,
             "skipped_steps": self.skipped_steps,
@@ -249,19 +260,27 @@ class OptimizerStep:
             "max_tokens": self.max_tokens,
         }
 
+    def _moments(self) -> dict[str, Any]:
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            return moments(self.optimizer)
+        return self.optimizer.state_dict()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`; the model's weights are loaded elsewhere, before this.
 
         Averages that only the settings or only the state know of start afresh, or are left out (a resume with changed
         settings, which has to be allowed explicitly). Raises: CheckpointError for the state of another optimizer.
         """
-        if state["optimizer"].keys() != self.optimizer.state_dict().keys():
+        if state["optimizer"].keys() != self._moments().keys():
             raise CheckpointError(
                 f"the checkpoint holds the state of another optimizer than '{self.settings.optimizer}'; "
                 "put the old setting back, or start afresh in another folder"
             )
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self._grokfast is not None and state["grokfast"] is not None:
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            load_moments(self.optimizer, state["optimizer"])
+        else:
+            self.optimizer.load_state_dict(state["optimizer"])
+        if self._grokfast is not None and "grokfast" in state:
             self._grokfast.load_state_dict(state["grokfast"])
         self.ema.load_state_dict(state["ema"])
         self.master_weights.load_state_dict(state["masters"])

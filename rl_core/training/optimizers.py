@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.settings import OptimizerSettings
+from rl_core.storage.moments import load_moments, moments
 
 __all__ = [
     "GatheredMuon",
@@ -178,13 +179,15 @@ class JointOptimizer:
             part.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """State of each part, under its name."""
-        return {name: part.state_dict() for name, part in self.parts.items()}
+        """Moments of each part, under its name."""
+        return {name: moments(part) for name, part in self.parts.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Inverse of `state_dict`. Raises: CheckpointError for the state of another optimizer."""
+        if state_dict.keys() != self.parts.keys():
+            raise CheckpointError(f"optimizer: state of {sorted(state_dict)}, expected {sorted(self.parts)}")
         for name, part in self.parts.items():
-            part.load_state_dict(state_dict[name])
+            load_moments(part, state_dict[name])
 
 
 class Grokfast:

@@ -38,26 +38,26 @@ def check_fingerprint(
     saved: Mapping[str, Any],
     present: Mapping[str, Any],
     *,
-    allow_changed: bool = False,
+    allow_drift: bool | Collection[str] = False,
     besides: Collection[str] = (),
-) -> None:
-    """Compare key by key. Raises ResumeRefused naming every differing key with both values, unless allowed.
+) -> list[str]:
+    """Compare key by key; returns what differs, a line each. Raises ResumeRefused naming all of it, unless allowed.
 
-    besides: dotted keys that may differ.
+    Args:
+        allow_drift: True = everything may differ; or the dotted keys that may. What differs is logged as a warning.
+        besides: dotted keys that may differ without a word.
     """
     old, new = _flatten(saved), _flatten(present)
-    changed = [
-        f"{key}: {old.get(key, 'absent')} in the checkpoint, {new.get(key, 'absent')} now"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and key not in besides
-    ]
+    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key) and key not in besides]
+    lines = [f"{key}: {old.get(key, 'absent')} in the checkpoint, {new.get(key, 'absent')} now" for key in changed]
     if not changed:
-        return
-    listing = "\n  ".join(changed)
-    if allow_changed:
+        return lines
+    listing = "\n  ".join(lines)
+    if allow_drift is True or (allow_drift and all(key in allow_drift for key in changed)):
         logger.warning("resuming although these changed since the checkpoint:\n  %s", listing)
-        return
+        return lines
     raise ResumeRefused(
         f"the checkpoint belongs to a run that differs from this one:\n  {listing}\n"
-        "start afresh in another folder, put the old values back, or allow the change explicitly"
+        "put the old values back; or resume all the same with --allow-drift (in Python run(allow_drift=True)); or "
+        "begin anew with --fresh (run(fresh=True))"
     )

@@ -17,9 +17,9 @@ from torch import nn
 from rl_core.capabilities import plain_head
 from rl_core.distributed import DummyBatch, ProcessGroup, Shards, gather_state, scatter_state
 from rl_core.errors import OutOfMemory
+from rl_core.memory import MemoryFit, is_out_of_memory, padded_tokens
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic
-from rl_core.training.micro_batches import padded_tokens
 
 __all__ = ["ShardedModel", "without_dummy"]
 
@@ -66,10 +66,14 @@ class ShardedModel:
     ) -> list[Result]:
         """`fn` of each batch of all processes, by rank: in eval mode, without gradient, in `autocast`.
 
-        `fn` returns plain numbers, as they travel between processes.
+        `fn` returns plain numbers, as they travel between processes. In one process a batch that does not fit into
+        memory is measured in halves, with a result each.
+        Raises: OutOfMemory.
         """
         results: list[Result] = []
         with evaluating(self.model), torch.no_grad(), autocast:
+            if self.shards is None:
+                return MemoryFit("evaluation").compute([without_dummy(batch) for batch in batches], fn)
             for batch in batches:
                 result = self.with_full_weights(functools.partial(fn, without_dummy(batch)))
                 if not isinstance(batch, DummyBatch):
@@ -122,7 +126,9 @@ class ShardedModel:
                         functools.partial(loss_fn, without_dummy(batch)), weight=0.0 if is_dummy else 1.0
                     )
                 loss.backward()
-            except torch.OutOfMemoryError as error:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise OutOfMemory(
                     f"a micro-batch of {padded_tokens(without_dummy(batch))} padded tokens does not fit into the "
                     f"memory of process {rank}; lower micro_batch_tokens"

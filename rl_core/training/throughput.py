@@ -80,7 +80,8 @@ def _transformers(model: nn.Module) -> list[tuple[int, int]]:
     return found
 
 
-COUNTS = ("optimizer_flops", "packed_weights", "packed_weights_in_float")  # among the spans, what is no time
+# among the spans, what is no time
+COUNTS = ("optimizer_flops", "packed_weights", "packed_weights_in_float", "out_of_memory")
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -91,9 +92,12 @@ def peak_flops(device_name: str) -> float | None:
 def throughput_metrics(spans: Mapping[str, float], model: nn.Module, *, is_bfloat16: bool) -> dict[str, float]:
     """perf/update_tflops: 10^12 operations a second of the optimizer steps; on a known GPU in bfloat16 perf/mfu too.
 
-    And perf/float_weight_share of rollouts by weights packed in digits (`rl_core.cpu.int8_gemm`).
+    And perf/float_weight_share of rollouts by weights packed in digits (`rl_core.cpu.int8_gemm`), and
+    perf/out_of_memory where memory ran out (`rl_core.memory`).
     """
     metrics: dict[str, float] = {}
+    if spans.get("out_of_memory"):
+        metrics["perf/out_of_memory"] = spans["out_of_memory"]
     if spans.get("packed_weights"):
         metrics["perf/float_weight_share"] = spans["packed_weights_in_float"] / spans["packed_weights"]
     if not spans.get("optimizer") or not spans.get("optimizer_flops"):

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import FolderBusy, PosttrainError, SettingsError
-from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import write_json_atomic
 from tasks.tracking import ModelVersion, Tracking
 
 __all__ = ["ApprovalRequest", "answer", "ask", "asked", "expire", "read", "requests"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rl_core.analysis.statistics import Difference, Rate, rate_difference
 from rl_core.evaluation import Evaluation
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import append_bytes
 from tasks.config import PipelineSettings, StagesSettings, evaluation_settings
 from tasks.tracking import ModelVersion
 
@@ -93,5 +93,4 @@ def note_check(home: Path, version: int, verdict: ChampionVerdict | None, now: R
     row = {"version": version, "success": now.rate, "low": now.low, "high": now.high, "samples": now.n}
     if verdict is not None:
         row |= {"change": verdict.change.difference, "regressed": verdict.regressed}
-    with open(home / CHECKS, "a", opener=own_file) as file:
-        file.write(json.dumps(row) + "\n")
+    append_bytes(home / CHECKS, json.dumps(row).encode() + b"\n", synced=True)

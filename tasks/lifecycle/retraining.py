@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import SettingsError
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.lifecycle.approval import expire, read
@@ -67,6 +67,7 @@ class RetrainingPlan:
     new: NewData
     record: Retraining | None = None
     settings: PipelineSettings | None = None
+    continues: bool = False  # True = an interrupted retraining goes on
 
 
 def plan_retraining(
@@ -94,7 +95,7 @@ def plan_retraining(
     new = new_since(before, now)
     own = next((r for r in reversed(earlier) if flow_run_id and r.flow_run_id == flow_run_id and not r.ended), None)
     if own is not None:
-        return _planned(settings, new, own, f"goes on with retraining {own.number}")
+        return _planned(settings, new, own, f"goes on with retraining {own.number}", continues=True)
     why = reason_to_train(settings, now, champion, earlier, new, start)
     if why.startswith("skipped"):
         if not force:
@@ -103,7 +104,7 @@ def plan_retraining(
     if reason:
         why = f"{reason}: {why}"
     record = _next(settings, now, new, champion, earlier, start, why, flow_run_id)
-    return _planned(settings, new, record, why)
+    return _planned(settings, new, record, why, continues=record.number in {known.number for known in earlier})
 
 
 def check(settings: PipelineSettings) -> None:
@@ -221,14 +222,16 @@ def _seed(settings: PipelineSettings, now: Records, champion: int | None, attemp
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
 
 
-def _planned(settings: PipelineSettings, new: NewData, record: Retraining, why: str) -> RetrainingPlan:
+def _planned(
+    settings: PipelineSettings, new: NewData, record: Retraining, why: str, *, continues: bool
+) -> RetrainingPlan:
     """The pipeline that a retraining runs."""
     changed = dataclasses.replace(settings, seed=record.seed)
     if record.start is not None:
         model = dataclasses.replace(settings.model, path=f"models:/{settings.registered_model}/{record.start}")
         stages = dataclasses.replace(settings.stages, **dict.fromkeys(record.dropped))
         changed = dataclasses.replace(changed, model=model, stages=stages)
-    return RetrainingPlan(why=why, new=new, record=record, settings=changed)
+    return RetrainingPlan(why=why, new=new, record=record, settings=changed, continues=continues)
 
 
 def _nothing_new(settings: PipelineSettings, new: NewData) -> tuple[str, ...]:
@@ -301,5 +304,5 @@ def close_record(home: Path, record: Retraining, **outcome: Any) -> Retraining:
 
 def _write(home: Path, record: Retraining) -> None:
     folder = home / "retrainings"
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     write_json_atomic(folder / f"{record.number:04d}.json", dataclasses.asdict(record))

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from rl_core.errors import SettingsError
 from rl_core.storage.folders import digest_file, digest_folder
 from tasks.config import PipelineSettings
 from tasks.pipeline.result import StageResult
-from tasks.pipeline.user_code import import_paths, user_code_digests
+from tasks.pipeline.user_code import UserModule, import_paths, user_modules
 
-__all__ = ["code_version", "input_digest", "stage_key", "stage_seed"]
+__all__ = ["StageKey", "code_version", "input_digest", "source_digests", "stage_key", "stage_key_parts", "stage_seed"]
 
 _SOURCES = (".py", ".c", ".h")
 
@@ -24,12 +25,25 @@ _SOURCES = (".py", ".c", ".h")
 @functools.cache
 def code_version() -> str:
     """Short SHA-256 of the source of rl_core and tasks: what decides a stage's numbers."""
-    root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
-    for package in ("rl_core", "tasks"):
-        for path in sorted(path for ending in _SOURCES for path in (root / package).rglob(f"*{ending}")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    for name, path in _sources().items():
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:12]
+
+
+@functools.cache
+def source_digests() -> dict[str, str]:
+    """Short SHA-256 of each source file behind `code_version`, by its path in the project."""
+    return {name: digest_file(path)[:8] for name, path in _sources().items()}
+
+
+def _sources() -> dict[str, Path]:
+    root = Path(__file__).resolve().parents[2]
+    return {
+        str(path.relative_to(root)): path
+        for package in ("rl_core", "tasks")
+        for path in sorted(path for ending in _SOURCES for path in (root / package).rglob(f"*{ending}"))
+    }
 
 
 def stage_seed(seed: int, name: str) -> int:
@@ -51,10 +65,13 @@ def input_digest(value: StageResult | Path | str) -> str:
     return value
 
 
-def _content_digests(stage_settings: dict[str, Any] | None, pipeline: PipelineSettings) -> dict[str, str]:
+def _content_digests(
+    stage_settings: dict[str, Any] | None, pipeline: PipelineSettings
+) -> tuple[dict[str, str], dict[str, UserModule]]:
     """Content of what the stage takes from the user besides its inputs: data file, chat template, and code.
 
     Code is what the environment's name, reward functions and any other import path in the settings lead to.
+    Returns: digests by name; the modules of the user's by module name, whose digests are among them.
     Raises: SettingsError for a module that cannot be found.
     """
     digests = {}
@@ -67,16 +84,34 @@ def _content_digests(stage_settings: dict[str, Any] | None, pipeline: PipelineSe
     named = [pipeline.environment.name, *(stage_settings or {}).get("rewards", {})]
     required = {path for path in named if ":" in path}
     others = import_paths(stage_settings) | import_paths(dataclasses.asdict(pipeline.environment))
-    found = user_code_digests(required, others - required)
-    return digests | {f"code {name}": digest for name, digest in found.items()}
+    modules = user_modules(required, others - required)
+    return digests | {f"code {name}": module.digest for name, module in modules.items()}, modules
+
+
+@dataclass(frozen=True)
+class StageKey:
+    """Everything that decides a stage's result, and the cache key made of it."""
+
+    parts: dict[str, Any]  # plain values by kind: settings, environment, content, model, inputs, seed, code
+    modules: dict[str, UserModule]  # of the user's, whose digests are in `parts`
+
+    @property
+    def key(self) -> str:
+        """The cache key: 16 hex digits of the SHA-256 of all parts."""
+        return hashlib.sha256(json.dumps(self.parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def stage_key(name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]) -> str:
-    """The cache key: 16 hex digits of the SHA-256 of everything that decides the stage's result."""
+    """The cache key of a stage; see `StageKey`."""
+    return stage_key_parts(name, stage_settings, pipeline, digests).key
+
+
+def stage_key_parts(name: str, stage_settings: Any, pipeline: PipelineSettings, digests: Mapping[str, str]) -> StageKey:
+    """Everything that decides a stage's result; `digests`: of its inputs."""
     decisive = dataclasses.asdict(stage_settings) if stage_settings is not None else None
     if decisive is not None:
         decisive.pop("launch", None)  # another number of processes gives the same numbers, to rounding
-    content = _content_digests(decisive, pipeline)
+    content, modules = _content_digests(decisive, pipeline)
     model = dataclasses.asdict(pipeline.model)
     if "chat_template" in content:
         model.pop("chat_template")  # its text decides, not its place
@@ -90,4 +125,4 @@ def stage_key(name: str, stage_settings: Any, pipeline: PipelineSettings, digest
         "seed": pipeline.seed,
         "code": code_version(),
     }
-    return hashlib.sha256(json.dumps(payload, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return StageKey(payload, modules)

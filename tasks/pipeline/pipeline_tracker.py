@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import subprocess
 from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +18,9 @@ from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
 from tasks.tracking import RunTracker, Tracking, VersionOf
 
-__all__ = ["PipelineTracker", "git_commit", "run_folder"]
+__all__ = ["PipelineTracker", "git_commit", "next_start", "run_folder"]
+
+logger = logging.getLogger(__name__)
 
 DATA_INPUTS = ("data", "demonstrations", "preferences")  # inputs of stages that are data, not models or results
 
@@ -37,6 +42,24 @@ def git_commit() -> str:
 def run_folder(home: Path, started: str) -> Path:
     """Folder of the run of a pipeline that began at `started`."""
     return home / "runs" / re.sub(r"[ :]", "-", started)
+
+
+def next_start(folder: Path) -> str:
+    """Start time of a new run in the folder of a pipeline's runs, which are named by theirs; the caller holds its lock.
+
+    It is later than that of every run there, also where the clock was set back or two runs begin within a second: a
+    run never goes into another's folder, and the newest is the last by name.
+    """
+    now = datetime.now().replace(microsecond=0)
+    earlier = []
+    for path in folder.glob("????-??-??-??-??-??"):
+        with contextlib.suppress(ValueError):
+            earlier.append(datetime.strptime(path.name, "%Y-%m-%d-%H-%M-%S"))
+    if earlier and (newest := max(earlier)) >= now:
+        if newest - now > timedelta(seconds=5):
+            logger.warning("the clock says %s, but a run began at %s; this one comes after it", now, newest)
+        now = newest + timedelta(seconds=1)
+    return now.strftime("%Y-%m-%d %H:%M:%S")
 
 
 class PipelineTracker:

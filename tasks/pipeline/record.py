@@ -9,8 +9,9 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.pipeline.run_options import RunOptions
 
 __all__ = ["RUN_RECORD", "PipelineRecord"]
@@ -67,8 +68,10 @@ class PipelineRecord:
 
         Else one that is killed in its first seconds would not be found again.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._folders = (folder, self.home)
+        for place in self._folders:
+            clear_leftovers(place)
         self._values = {
             "started": started,
             "run_id": None,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.storage.folders import verify_folder
+from rl_core.storage.folders import read_verified, set_aside, verify_folder
 from tasks.tracking.journal import DeliveryCursor
 
 __all__ = [
+    "FAILED_EPISODES",
     "METRICS_HISTORY",
     "RECENT_ROLLOUTS",
     "REVIEW",
@@ -31,11 +31,16 @@ METRICS_HISTORY = "metrics_history.json"  # for dashboards: the newest values of
 
 RECENT_ROLLOUTS = "recent_rollouts.jsonl"  # for people who look on: whole trajectories of the newest iterations
 
+FAILED_EPISODES = (
+    "failed_episodes.jsonl"  # the first ones of a stage, kept as well when it fails; tracebacks hold paths
+)
+
 REVIEW = "review.md"  # of a promotion: the evidence behind the decision
 
-# Files that hold timings, or what a resumed run has less of: they are part of a stage's folder but not of its content
-# digest, so that a stage that was run again to the same result does not make the ones after it run again.
-TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS})
+# Files that hold timings or paths of this machine, or what a resumed run has less of: they are part of a stage's folder
+# but not of its content digest, so that a stage that was run again to the same result does not make the ones after it
+# run again.
+TIMED_FILES = frozenset({"summary.json", "metrics.jsonl", METRICS_HISTORY, RECENT_ROLLOUTS, FAILED_EPISODES})
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,11 @@ def load_finished(folder: Path, name: str, key: str) -> StageResult | None:
         return None
     try:
         manifest = verify_folder(folder)
+        summary = json.loads(read_verified(folder, "summary.json", manifest))
     except CorruptError as error:
-        aside = folder.with_name(f"{folder.name}.corrupt-{time.time_ns()}")
-        folder.rename(aside)
+        aside = set_aside(folder, f"{folder.name}.corrupt")
         logger.warning("%s: the finished folder is damaged (%s); set aside as %s, running again", name, error, aside)
         return None
-    summary = json.loads((folder / "summary.json").read_text())
     # The tracking store may have answered only after the folder was sealed, or have lost everything since.
     delivered = DeliveryCursor.load(journal_of(folder))
     if "registered_model" in summary and delivered.versions:

@@ -17,13 +17,15 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, settings_digest
 from tasks.lifecycle.approval import ApprovalRequest
 from tasks.lifecycle.data_lineage import record_sources, tags_of_records
 from tasks.lifecycle.dead_runs import DeadRun, close_dead_runs
+from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.model_versions import ModelVersions, registered_name
 from tasks.pipeline.outcome import is_stop
-from tasks.pipeline.pipeline_tracker import PipelineTracker, run_folder
+from tasks.pipeline.pipeline_tracker import PipelineTracker, next_start, run_folder
 from tasks.pipeline.record import RUN_RECORD, PipelineRecord
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.run_options import RunOptions
@@ -78,7 +80,7 @@ class PipelineRun:
         self.undelivered = Waiting()  # at the end: records that the tracking store did not take
 
     def __enter__(self) -> PipelineRun:
-        self.stages_folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.stages_folder)
         self._record.acquire()
         try:
             self._open()
@@ -90,6 +92,7 @@ class PipelineRun:
         return self
 
     def _open(self) -> None:
+        check_unfinished(self.stages_folder, self.settings, self.options)  # before anything is noted of this run
         digest = settings_digest(self.settings)
         previous = self._record.interrupted(digest)
         earlier = recorded_threads(run_folder(self.home, previous) / RUN_RECORD) if previous else None
@@ -98,7 +101,7 @@ class PipelineRun:
         self._settle_earlier_runs(previous)
         # Before any stage reads them: rows that come meanwhile count as unseen, never the other way round.
         data_record = record_sources(self.settings)
-        started = previous or time.strftime("%Y-%m-%d %H:%M:%S")
+        started = previous or next_start(self.home / "runs")
         self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
         self.tracker = PipelineTracker(
             self.tracking,
@@ -200,6 +203,10 @@ class PipelineRun:
     def is_fresh(self, stage: str, key: str) -> bool:
         """True = ignore a finished folder: `fresh` asks for it, and this run has not computed the key itself."""
         return self.options.fresh and self.options.only in (None, stage) and key not in self._computed
+
+    def is_restarted(self, key: str) -> bool:
+        """True = begin an unfinished stage anew, its checkpoints notwithstanding."""
+        return self.options.restart and key not in self._computed
 
     def mark_computed(self, key: str) -> None:
         """Note that this run computes the stage of this key, so that `fresh` does not have it computed twice."""

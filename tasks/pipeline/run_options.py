@@ -4,8 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-__all__ = ["FlowRunAddress", "RunOptions"]
+__all__ = ["FlowRunAddress", "OnDrift", "RunOptions"]
+
+# An unfinished stage whose conditions changed since its checkpoint: refuse to run, resume from the checkpoint under the
+# new conditions, or begin anew and keep the old checkpoint aside.
+OnDrift = Literal["refuse", "resume", "anew"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +27,8 @@ class RunOptions:
     """Options of a pipeline run that are no part of its settings."""
 
     fresh: bool = False  # stages run again though they are finished: all of them, or the one that `only` names
+    on_drift: OnDrift = "refuse"
+    restart: bool = False  # an unfinished stage begins anew, its checkpoints notwithstanding
     only: str | None = None  # the one stage that the run is for; None = the whole pipeline
     given: Mapping[str, str] = field(default_factory=dict)  # models to evaluate in place of the trained ones, by name
     started: str = ""  # start time of the run to go on with; "" = an interrupted run with equal settings, if any

@@ -3,14 +3,17 @@
     <output>/<pipeline>/stages/<stage>/
         <key>/            finished: model/, *.jsonl, summary.json, metrics.jsonl, manifest.json; never written again
                           (after training also metrics_history.json, which is replaced every few seconds meanwhile)
-        <key>.open/       being written; checkpoints/ inside survive a kill and are resumed, with threads.json beside
+        <key>.open/       being written; checkpoints/ inside survive a kill and are resumed, with threads.json and
+                          conditions.json beside
         <key>.tracking/   the journal of metrics and what was shipped of it
         <key>.lock        held while the stage runs
+        decisions.jsonl   why the stage was run, or was not
 
 The key is (stage, its settings, environment and model settings, digests of its inputs, seed, code version, content of
 the user's modules that settings name and of those that they import). The same key is not run twice; a changed one is.
 In how many processes a stage runs (`launch`) is no part of its key, nor are files that the user's code opens by itself.
-A finished folder is verified against its manifest before it is used.
+A finished folder is verified against its manifest before it is used. Checkpoints of another key are not passed over
+without a word: see tasks/pipeline/drift.py.
 """
 
 from __future__ import annotations
@@ -29,12 +32,18 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped
 from rl_core.storage.checked_lines import copy_intact, read_checked
-from rl_core.storage.folders import seal_folder, write_json_atomic
+from rl_core.storage.folders import clear_leftovers, remove_folder, seal_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder, write_json_atomic
+from rl_core.timing import collected
 from tasks.config import PipelineSettings, resolve
-from tasks.pipeline.key import input_digest, stage_key, stage_seed
+from tasks.pipeline.conditions import CONDITIONS, describe, read_conditions
+from tasks.pipeline.decisions import note_decision
+from tasks.pipeline.drift import ASIDE, adopt, set_others_aside
+from tasks.pipeline.key import input_digest, stage_key_parts, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
 from tasks.pipeline.result import (
+    FAILED_EPISODES,
     METRICS_HISTORY,
     RECENT_ROLLOUTS,
     StageResult,
@@ -57,7 +66,7 @@ if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
-__all__ = ["RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
+__all__ = ["FAILED_EPISODES", "RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +93,7 @@ class StageContext:
     seed: int
     fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
     stop: threading.Event
+    allow_drift: bool | tuple[str, ...] = False  # resume although the fingerprint differs, in these keys or in any
     threads: int = 1  # of all processes of the stage on this machine together
     process_group: ProcessGroup = field(default_factory=_alone)  # the processes that run this stage's body together
 
@@ -102,6 +112,7 @@ class StageContext:
             tracker=self.tracker,
             checkpoints=self.checkpoints,
             fingerprint=self.fingerprint,
+            allow_drift=self.allow_drift,
             stop_event=self.stop,
             history=self.folder / METRICS_HISTORY,
         )
@@ -153,27 +164,46 @@ def run_stage(
         settings: the stage's own settings.
         inputs: by name, what the stage reads; its content decides the key.
         label: name of the tracking run, where it differs from the stage's.
-    Raises: FolderBusy when another process runs the same stage; Stopped; whatever the body raises.
+    Raises: FolderBusy when another process runs the same stage; ResumeRefused where checkpoints of other conditions
+        would be passed over; Stopped; whatever the body raises.
     """
     if pipeline_run.stop.is_set():
         raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
     pipeline_run.tracker.tag_data(digests)
-    key = stage_key(name, settings, pipeline_run.settings, digests)
+    made_of = stage_key_parts(name, settings, pipeline_run.settings, digests)
+    key = made_of.key
     final = pipeline_run.stages_folder / name / key
-    stage = _Stage(name, label or name, settings, inputs, digests, key, final)
-    final.parent.mkdir(parents=True, exist_ok=True)
+    before = {earlier: result.key for earlier, result in pipeline_run.results.items()}
+    conditions = describe(name, made_of, inputs, before)
+    stage = _Stage(name, label or name, settings, inputs, digests, key, final, conditions)
+    make_folder(final.parent)
     with FolderLock(final.with_name(f"{key}.lock")):
+        clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
             logger.info("%s: finished before (%s), not run again", stage.label, key)
+            note_decision(final, "cached", conditions)
             pipeline_run.tracker.note_cached(stage.label, done.run_id or done.key)
             return done
-        if fresh:
+        if fresh or pipeline_run.is_restarted(key):
             _discard(final)
+            set_others_aside(final)
+        drift = adopt(final, conditions, pipeline_run.options)
+        _note_begin(stage, fresh, drift)
         pipeline_run.mark_computed(key)
-        return _compute(pipeline_run, stage, body)
+        return _compute(pipeline_run, stage, body, drift)
+
+
+def _note_begin(stage: _Stage, fresh: bool, drift: list[str]) -> None:
+    """Note why a stage is run, and say it where one with another key was finished before."""
+    has_checkpoints = (stage.folder / "checkpoints").is_dir()
+    kind = "fresh" if fresh else "drifted" if drift else "resumed" if has_checkpoints else "first"
+    decision = note_decision(stage.final, kind, stage.conditions, drift)
+    if decision.kind == "changed":
+        lines = "\n  ".join(decision.changes)
+        logger.info("%s runs anew, since this changed:\n  %s", stage.label, lines, extra={"for_people": True})
 
 
 @dataclass(frozen=True)
@@ -187,6 +217,7 @@ class _Stage:
     digests: dict[str, str]  # of the inputs
     key: str
     final: Path  # the folder when it has finished
+    conditions: dict[str, Any]  # what the key is made of, for people (tasks/pipeline/conditions.py)
 
     @property
     def folder(self) -> Path:
@@ -199,9 +230,15 @@ class _Stage:
         return journal_of(self.final)
 
 
-def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageContext], dict[str, Any]]) -> StageResult:
-    """Open or reopen the stage's folder, run the body, and seal the folder under its final name."""
+def _compute(
+    pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageContext], dict[str, Any]], drift: list[str]
+) -> StageResult:
+    """Open or reopen the stage's folder, run the body, and seal the folder under its final name.
+
+    drift: differences under which the stage's checkpoints may be resumed.
+    """
     _clear_leftovers(stage.folder)
+    write_json_atomic(stage.folder / CONDITIONS, {**stage.conditions, "drift": drift})
     threads = _threads(pipeline_run, stage)
     started = time.monotonic()
     tracker = pipeline_run.tracker.open_stage(
@@ -209,6 +246,8 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
         pipeline_run.models.parent_tags(stage.name),
     )  # fmt: skip
     tracker.set_tag("threads", str(threads))
+    if drift:
+        tracker.set_tag("drift", "; ".join(drift)[:4000])
     context = StageContext(
         name=stage.name,
         folder=stage.folder,
@@ -220,10 +259,17 @@ def _compute(pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageCont
         threads=threads,
         seed=stage_seed(pipeline_run.settings.seed, stage.name),
         fingerprint={"stage key": stage.key, "threads": str(threads)},
+        allow_drift=pipeline_run.options.on_drift == "resume" or (("stage key",) if drift else False),
         stop=pipeline_run.stop,
     )
     with _closed_by_outcome(tracker, stage.folder), torch_threads(threads):
-        summary = _run_body(context, body)
+        with collected() as counts:
+            summary = _run_body(context, body)
+        if counts.get("out_of_memory"):
+            summary["out_of_memory"] = int(counts["out_of_memory"])
+            tracker.log_metrics({"perf/out_of_memory": counts["out_of_memory"]}, 0)
+        if drift:
+            summary["drift"] = drift
         if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
@@ -299,13 +345,19 @@ def _seal(stage: _Stage) -> str:
         copy_intact(path, stage.folder / path.name)
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
-    facts = {"stage": stage.name, "key": stage.key, "settings": resolve(stage.settings)}
+    conditions = read_conditions(stage.folder) or stage.conditions
+    (stage.folder / CONDITIONS).unlink(missing_ok=True)
+    facts = {
+        "stage": stage.name, "key": stage.key, "settings": resolve(stage.settings), "conditions": conditions
+    }  # fmt: skip
     return content_digest(seal_folder(stage.folder, stage.final, extra=facts))
 
 
 def _grown(stage: _Stage) -> list[Path]:
     """Files of lines that were written all along the run, and may have been damaged since."""
-    return [path for path in (stage.journal / "metrics.jsonl", stage.folder / REWARD_RECORD) if path.is_file()]
+    names = REWARD_RECORD, FAILED_EPISODES
+    paths = [stage.journal / "metrics.jsonl", *(stage.folder / name for name in names)]
+    return [path for path in paths if path.is_file()]
 
 
 def _damaged_lines(stage: _Stage) -> dict[str, int]:
@@ -326,10 +378,10 @@ def tokens_per_second(journal: Path) -> float | None:
 
 def _clear_leftovers(folder: Path) -> None:
     """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
-    folder.mkdir(parents=True, exist_ok=True)
-    kept = {"checkpoints", REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
+    make_folder(folder)
+    kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
-        kept.add(THREADS)
+        kept |= {THREADS, CONDITIONS, ASIDE}
     for path in folder.iterdir():
         if path.name in kept:
             continue
@@ -337,9 +389,7 @@ def _clear_leftovers(folder: Path) -> None:
 
 
 def _discard(final: Path) -> None:
-    """Remove a finished or open folder and its journal; renamed first, so that no reader sees half of it."""
+    """Remove a finished or open folder and its journal."""
     for path in (final, final.with_name(f"{final.name}.open"), final.with_name(f"{final.name}.tracking")):
         if path.exists():
-            trash = path.with_name(f".trash-{time.time_ns()}-{path.name}")
-            path.rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            remove_folder(path)

@@ -23,7 +23,7 @@ import transformers
 
 from rl_core.distributed import ProcessGroup, join
 from rl_core.errors import PosttrainError
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import write_json_atomic, write_text_unsynced
 from rl_core.tracking import MemoryTracker, Tracker
 from tasks.config import from_dict
 from tasks.pipeline.stage import StageContext
@@ -68,7 +68,7 @@ def main(path: Path) -> int:
     """Run the job; returns the exit status."""
     die_with_parent(int(os.environ[AGENT]))
     folder, rank = path.parent, int(os.environ["RANK"])
-    (folder / f"pid-{platform.node()}-{rank}").write_text(str(os.getpid()))
+    write_text_unsynced(folder / f"pid-{platform.node()}-{rank}", str(os.getpid()))
     try:
         job = json.loads(path.read_text())
         summary = _run(job, folder)
@@ -110,6 +110,7 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
         threads=job["threads"],
         seed=job["seed"],
         fingerprint=job["fingerprint"],
+        allow_drift=allowed if isinstance(allowed := job["allow_drift"], bool) else tuple(allowed),
         stop=_StopFile(folder / "stop"),
         process_group=process_group,
     )

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import write_json_atomic
 
 __all__ = ["THREADS", "choose_threads", "note_threads", "recorded_threads", "torch_threads"]
 

@@ -27,7 +27,7 @@ from rl_core.errors import SettingsError
 from rl_core.importing import is_file
 from rl_core.storage.folders import digest_bytes
 
-__all__ = ["import_paths", "user_code_digests"]
+__all__ = ["UserModule", "import_paths", "user_code_digests", "user_modules"]
 
 _IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\s]+\.py):\S+")
 _OWN = ("rl_core", "tasks", "flows")
@@ -49,8 +49,57 @@ def import_paths(value: Any) -> set[str]:
     return set()
 
 
+@dataclass(frozen=True)
+class UserModule:
+    """One of the user's modules."""
+
+    file: Path
+    content: bytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of its file."""
+        return digest_bytes(self.content)
+
+    def functions(self) -> dict[str, str]:
+        """Short digest of each function and method by name ('Class.method'), and of everything else as ''.
+
+        By syntax tree, so that comments and layout do not count; {} for an extension module.
+        """
+        try:
+            tree = ast.parse(self.content) if self.file.suffix == ".py" else None
+        except (SyntaxError, ValueError):
+            tree = None
+        if tree is None:
+            return {}
+        found: dict[str, str] = {}
+        rest = [_shape(node) for node in tree.body if not isinstance(node, _DEFINITIONS)]
+        for node in tree.body:
+            if isinstance(node, ast.ClassDef):
+                methods = [part for part in node.body if isinstance(part, _FUNCTIONS)]
+                found |= {f"{node.name}.{part.name}": _shape(part) for part in methods}
+                rest += [_shape(part) for part in node.body if part not in methods]
+                rest += [_shape(part) for part in (*node.bases, *node.decorator_list)]
+            elif isinstance(node, _FUNCTIONS):
+                found[node.name] = _shape(node)
+        return found | {"": digest_bytes("".join(rest).encode())[:12]}
+
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_DEFINITIONS = (*_FUNCTIONS, ast.ClassDef)
+
+
+def _shape(node: ast.AST) -> str:
+    return digest_bytes(ast.dump(node).encode())[:12]
+
+
 def user_code_digests(required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, str]:
-    """SHA-256 of each of the user's modules behind some import paths ('package.module:name'), by module name.
+    """SHA-256 of each of the user's modules behind some import paths, by module name; arguments as `user_modules`."""
+    return {name: module.digest for name, module in user_modules(required, optional).items()}
+
+
+def user_modules(required: Iterable[str], optional: Iterable[str] = ()) -> dict[str, UserModule]:
+    """The user's modules behind some import paths ('package.module:name'), by module name.
 
     Args:
         required: have to be found.
@@ -62,7 +111,7 @@ def user_code_digests(required: Iterable[str], optional: Iterable[str] = ()) -> 
     wanted += [_Import(path.partition(":")[0], f"'{path}'", False) for path in optional]
     seen: set[str] = set()
     foreign: set[str] = set()  # of others: what lies within them is not looked for
-    digests: dict[str, str] = {}
+    found: dict[str, UserModule] = {}
     while wanted:
         item = wanted.pop()
         for name in _with_parents(item.name):
@@ -84,9 +133,9 @@ def user_code_digests(required: Iterable[str], optional: Iterable[str] = ()) -> 
             seen.add(name)
             if spec.origin is not None and spec.has_location:  # a namespace package has no file of its own
                 content = _read(name, Path(spec.origin))
-                digests[name] = digest_bytes(content)
+                found[name] = UserModule(Path(spec.origin), content)
                 wanted += _imports(content, name, spec)
-    return dict(sorted(digests.items()))
+    return dict(sorted(found.items()))
 
 
 @dataclass(frozen=True, slots=True)

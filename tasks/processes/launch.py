@@ -34,8 +34,8 @@ from typing import Any, Protocol
 
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
-from rl_core.storage.own_files import own_file
-from rl_core.tracking import Tracker
+from rl_core.storage.single_files import make_folder, open_log, write_json_atomic, write_text_unsynced
+from rl_core.tracking import Tracker, sync_tracker
 from rl_core.training.signals import GRACE_SECONDS, GivenUp, StopRequests
 from tasks.config import PipelineSettings, resolve
 from tasks.processes.child_processes import wait_until_gone
@@ -94,6 +94,10 @@ class LaunchedStage(Protocol):
         """Facts that have to be equal for a checkpoint to be resumed."""
 
     @property
+    def allow_drift(self) -> bool | tuple[str, ...]:
+        """Permission to resume although the fingerprint differs, everywhere or in these keys."""
+
+    @property
     def stop(self) -> threading.Event:
         """Set when the stage has to save and stop."""
 
@@ -106,7 +110,7 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
     """
     folder = context.folder / WORKERS
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
+    make_folder(folder)
     _write_job(folder, context, body)
     settings: LaunchSettings = context.settings.launch
     context.tracker.set_tag("launch", f"torchrun: {settings.nodes} x {settings.processes} processes")
@@ -138,6 +142,7 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
 def recover_events(folder: Path, tracker: Tracker) -> None:
     """Deliver, then remove, the events that an earlier run's processes left when they were killed with their stage."""
     Events(folder / WORKERS / EVENTS).forward(tracker, replay=True)
+    sync_tracker(tracker)  # before the only copy goes
     shutil.rmtree(folder / WORKERS, ignore_errors=True)
 
 
@@ -171,9 +176,10 @@ def _write_job(folder: Path, context: LaunchedStage, body: Callable[..., Any]) -
         "names": {name: value for name, value in context.inputs.items() if isinstance(value, str)},
         "seed": context.seed,
         "fingerprint": context.fingerprint,
+        "allow_drift": context.allow_drift,
         "threads": context.threads,
     }
-    (folder / "job.json").write_text(json.dumps(job))
+    write_json_atomic(folder / "job.json", job)
 
 
 def _environment(threads: int, settings: LaunchSettings) -> dict[str, str]:
@@ -192,7 +198,7 @@ def _start(settings: LaunchSettings, folder: Path, threads: int) -> subprocess.P
         logger.warning(
             "waiting for %d more nodes; run there, in this project's folder: %s", settings.nodes - 1, elsewhere
         )
-    with open(folder / "agent.log", "wb", opener=own_file) as log:
+    with open_log(folder / "agent.log") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tasks.processes.torchrun", str(os.getpid()), str(folder / "report.json"), *command],
             stdin=subprocess.DEVNULL,
@@ -220,7 +226,7 @@ def _watch(agent: subprocess.Popen[bytes], events: Events, tracker: Tracker, sto
             continue
         if not events.training:
             raise Stopped("stopped outside the training loop; the same command goes on", stop.signum)
-        (events.path.parent / "stop").touch()
+        write_text_unsynced(events.path.parent / "stop", "")
         asked = stop.signum
         if asked == signal.SIGTERM:
             deadline = time.monotonic() + GRACE_SECONDS / 2

@@ -6,13 +6,14 @@ checkpoint never holds a step whose metrics are lost.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_core.errors import CheckpointError
+from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.own_files import own_file
 from rl_core.tracking import Tracker
 
@@ -23,11 +24,19 @@ class EventTracker:
     """A Tracker that writes lines; every line is handed to the kernel before the call returns."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = own_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def send(self, op: str, **fields: Any) -> None:
         """One line."""
-        os.write(self._file, json.dumps({"op": op, **fields}).encode() + b"\n")
+        line = sealed({"op": op, **fields}, allow_nan=True)
+        if (written := os.write(self._file, line)) < len(line):  # a full disk; the line that follows must not join it
+            os.write(self._file, b"\n")
+            raise CheckpointError(f"{self._path}: only {written} of {len(line)} bytes could be written; make room")
+
+    def sync(self) -> None:
+        """Put all lines on the disk: a checkpoint that follows says that they were written."""
+        os.fsync(self._file)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
         """Scalars of one step."""
@@ -72,16 +81,12 @@ class Events:
 
     def forward(self, tracker: Tracker, *, replay: bool = False) -> None:
         """Pass on the lines written since the last call; with `replay` (a run that ended) no progress, no logs."""
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return
-        lines, newline, _ = data.rpartition(b"\n")
-        self._offset += len(lines) + len(newline)
-        for line in lines.splitlines():
-            self._apply(json.loads(line), tracker, replay)
+        for line in read_checked(self.path, self._offset):
+            self._offset = line.end
+            if line.record is None:
+                report_damage(self.path, line)
+            else:
+                self._apply(line.record, tracker, replay)
 
     def _apply(self, event: dict[str, Any], tracker: Tracker, replay: bool) -> None:
         match event["op"]:

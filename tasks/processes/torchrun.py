@@ -7,12 +7,12 @@ On further nodes, where no stage is the parent, PARENT_PID is 0.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_core.storage.single_files import write_json_atomic
 from tasks.processes.child_processes import die_with_parent
 
 __all__ = ["AGENT", "main"]
@@ -32,7 +32,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         run.main(list(arguments[2:]))
     except ChildFailedError as error:
-        report.write_text(json.dumps({rank: failure.exitcode for rank, failure in error.failures.items()}))
+        if str(report) != os.devnull:  # on further nodes nobody asks
+            write_json_atomic(report, {rank: failure.exitcode for rank, failure in error.failures.items()})
         return 1
     return 0
 

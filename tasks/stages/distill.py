@@ -12,6 +12,7 @@ from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import DistillationSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
+from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
 from tasks.stages.policy import evaluator, recent_metrics
 
@@ -38,6 +39,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     teacher = settings.teacher
     if "teacher" in context.inputs:  # a registered one is a folder by now
         teacher = dataclasses.replace(teacher, model=str(context.inputs["teacher"]))
+    failed = kept_episodes(context)
     recipe = recipes.distillation(
         policy,
         make_teacher(teacher, policy),
@@ -46,10 +48,11 @@ def _body(context: StageContext) -> dict[str, Any]:
         context.seed,
         evaluator=evaluator(context, settings.policy(), policy, environment) if settings.eval_every else None,
         record=record_all(
-            RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
+            RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS), failed
         ),
         process_group=context.process_group,
     )
+    recipe.trainer.keep_failures(keeper(context, failed))
     outcome = context.train(recipe)
     context.save_model(
         recipe.trainer.optimizer_step,

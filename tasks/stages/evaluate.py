@@ -16,10 +16,11 @@ from rl_core.evaluation import Evaluation, heldout_requests, validation_requests
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import write_json_atomic
 from tasks.config import PipelineSettings, evaluation_settings
 from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.stage import StageContext, StageResult, run_stage
+from tasks.pipeline.stage import FAILED_EPISODES, StageContext, StageResult, run_stage
+from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment, model_folder
 
 __all__ = [
@@ -103,12 +104,15 @@ def _body(context: StageContext) -> dict[str, Any]:
     environment = make_environment(context.pipeline, data)
     requests = reported_episodes(environment, settings, context.pipeline)
     names = [name.removeprefix("model.") for name in context.inputs if name.startswith("model.")]
+    failed = kept_episodes(context)
+    failed.clear()
     table: dict[str, Any] = {}
     stored: dict[str, Any] = {}
     for index, name in enumerate(names):
         context.tracker.progress(index, len(names), f"playing {len(requests)} episodes with {name}")
         policy = load_policy(model_folder(context.inputs[f"model.{name}"]), context.pipeline)
-        result, greedy = play_heldout(policy, environment, requests, settings, context.pipeline.seed)
+        keep = keeper(context, failed, of=name)
+        result, greedy = play_heldout(policy, environment, requests, settings, context.pipeline.seed, keep)
         metrics = result.metrics(f"eval/{name}")
         stored[name] = result.to_json()
         row = _row(result)
@@ -116,6 +120,7 @@ def _body(context: StageContext) -> dict[str, Any]:
             stored[f"{name}_greedy"] = greedy.to_json()
             metrics[f"eval/{name}/greedy_success_rate"] = greedy.success_rate
             row["greedy_success"] = greedy.success_rate
+            row["failed_episodes"] += greedy.failed_episodes
         context.tracker.log_metrics(metrics, index)
         path = trajectories_path(context.folder, name)
         write_trajectories(path, result.trajectories)
@@ -130,6 +135,8 @@ def _body(context: StageContext) -> dict[str, Any]:
     note = ", ".join(f"{name} {row['success']:.1%}" for name, row in table.items())
     held_out = {level: environment.held_out(level) for level in dict.fromkeys(request.level for request in requests)}
     seen = [level for level, found in held_out.items() if found.by != "content"]
+    if lost := sum(row["failed_episodes"] for row in table.values()):
+        note += f"; {lost} episodes failed and count nowhere ({FAILED_EPISODES})"
     if seen:
         note += f"; held out by seed only, so these questions may be training questions: {', '.join(seen)}"
     return {
@@ -147,6 +154,7 @@ def _row(result: Evaluation) -> dict[str, Any]:
         "success_low": low,
         "success_high": high,
         "reward": result.reward_mean,
+        "failed_episodes": result.failed_episodes,
         "tokens_per_second": result.tokens_per_second,
         "by_level": {level: list(rate) for level, rate in result.by_level.items()},
     }

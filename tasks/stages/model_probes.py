@@ -77,9 +77,7 @@ def _calibration(
     if tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
         notes.append("the reward model has another tokenizer than the policies: it was not scored.")
         return None
-    scores = heads.score(
-        model, [[*r.prompt_ids, *r.completion_ids] for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS
-    )
+    scores = heads.score(model, [r.last_context for r in rollouts], pad_id=renderer.pad_id, max_tokens=MAX_TOKENS)
     episodes = [(r.trajectory.environment, r.trajectory.level, r.trajectory.seed) for r in rollouts]
     return calibrate(scores, [r.success for r in rollouts], episodes)
 

@@ -20,6 +20,7 @@ from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, REWARD_RECORD, StageContext, StageResult, run_stage
 from tasks.stages.evaluate import validation_episodes
+from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
 
 __all__ = ["evaluator", "optimise_policy", "recent_metrics"]
@@ -52,6 +53,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     if "reward_model" in context.inputs:
         reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)
         scorer = functools.partial(heads.score, reward_model)
+    failed = kept_episodes(context)
     recipe = recipes.policy_gradient(
         policy,
         reference,
@@ -61,11 +63,12 @@ def _body(context: StageContext) -> dict[str, Any]:
         scorer=scorer,
         evaluator=evaluator(context, settings, policy, environment) if settings.eval_every else None,
         record=record_all(
-            RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS)
+            RewardRecord(context.folder / REWARD_RECORD), RecentRollouts(context.folder / RECENT_ROLLOUTS), failed
         ),
         process_group=context.process_group,
     )
     trainer = recipe.trainer
+    trainer.keep_failures(keeper(context, failed))
     if context.process_group.is_rank_zero:
         trainer.curriculum.on_move = functools.partial(_show_curriculum, context)
     outcome = context.train(recipe)

@@ -13,12 +13,14 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.pairs import Pair, labelled_sides, mismatched_pairs, pairs_from_groups
 from rl_core.data.splits import split_by_prompt
 from rl_core.environments.environment import Environment
+from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import PreferenceSettings, RewardModelSettings
 from rl_core.trainers.reward_model import longer_answer_baseline
-from tasks.pipeline.stage import StageContext
+from tasks.pipeline.stage import FAILED_EPISODES, StageContext
+from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
 from tasks.stages.sft import read_jsonl
 
@@ -93,6 +95,9 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     levels = [level for level in environment.levels if len(seeds[level])]
     by_question: list[tuple[str, list[Pair]]] = []  # an episode may be drawn twice, and two may ask the same
     count = groups_played = successes = guesses = 0
+    failed = kept_episodes(context)
+    failed.clear()
+    failures = EpisodeFailures(settings.sampling.max_failed_share, keep=keeper(context, failed, of="pairs"))
     most_groups = GROUPS_AT_MOST * -(-settings.num_pairs // PAIRS_PER_GROUP)
     while count < settings.num_pairs and groups_played < most_groups:
         requests = []
@@ -107,6 +112,7 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
             group_size=settings.group_size,
             sampling=settings.sampling,
             seed=context.seed + groups_played,
+            failures=failures,
         )
         groups_played += len(groups)
         right = [rollout for group in groups for rollout in group.rollouts if rollout.success]
@@ -125,13 +131,14 @@ def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs
     if _use(context) == "kto" and all(sides):
         labelled = [labelled_sides(part) for part in sides]
         sides = [mismatched_pairs(part, context.seed, labelled[0]) for part in labelled]
-    rollouts = groups_played * settings.group_size
+    rollouts = max(1, groups_played * settings.group_size - failures.total)
     lucky = f", {guesses / rollouts:.1%} by guesses, which make no pair" if guesses else ""
+    lost = f", {failures.total} failed ({FAILED_EPISODES})" if failures.total else ""
     return StagePairs(
         train=sides[0],
         heldout=sides[1],
         note=f"pairs from {groups_played} episodes of {settings.group_size} rollouts each, of which "
-        f"{successes / rollouts:.1%} succeeded{lucky}",
+        f"{successes / rollouts:.1%} succeeded{lucky}{lost}",
     )
 
 

@@ -27,6 +27,7 @@ from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from rl_core.storage.folders import digest_bytes, digest_file
+from rl_core.storage.single_files import replacing
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import make_environment
@@ -267,7 +268,7 @@ def _split_and_write(
 
 
 def _write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with replacing(path) as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
 

@@ -14,7 +14,8 @@ from typing import Any
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
-from rl_core.storage.folders import digest_folder, write_json_atomic
+from rl_core.storage.folders import digest_folder
+from rl_core.storage.single_files import write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.lifecycle import attempts
 from tasks.lifecycle.approval import ask, expire, question, read

@@ -17,6 +17,7 @@ from rl_core.analysis import analyze, read_trajectories
 from rl_core.errors import DataError
 from rl_core.evaluation import Evaluation, PairedResult, compare
 from rl_core.settings import AnalysisSettings
+from rl_core.storage.single_files import write_text_atomic
 from rl_core.types import Trajectory, Turn
 from tasks.config.settings import PromotionSettings
 from tasks.lifecycle.attempts import Attempt
@@ -93,7 +94,7 @@ def write_review(
         parts += _cases([champion, challenger], worse[:REGRESSIONS], len(worse), "episodes that got worse")
     parts += ["### Training", _curves(results), "### Cost", _cost(results)]
     text = "\n\n".join(part for part in parts if part) + "\n"
-    path.write_text(text, encoding="utf-8")
+    write_text_atomic(path, text)
     return text
 
 

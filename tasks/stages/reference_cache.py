@@ -24,6 +24,7 @@ from rl_core.storage.folders import (
     clear_leftovers,
     digest_bytes,
     publish_folder,
+    put_bytes,
     read_manifest,
     read_verified,
     remove_folder,
@@ -72,7 +73,7 @@ def cached_references(
     data = safetensors.torch.save(tensors)
 
     def write(temporary: Path) -> dict[str, str]:
-        (temporary / FILE).write_bytes(data)  # synced when the folder is sealed
+        put_bytes(temporary / FILE, data)
         return {FILE: digest_bytes(data)}
 
     try:

@@ -12,16 +12,17 @@ from rl_core.api.policy import Policy
 from rl_core.environments.environment import Environment
 from rl_core.errors import CheckFailed
 from rl_core.evaluation import heldout_requests, validation_requests
-from rl_core.rewards.rollout_log import RecentRollouts
+from rl_core.rewards.rollout_log import RecentRollouts, record_all
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
-from rl_core.storage.folders import write_json_atomic
+from rl_core.storage.single_files import write_json_atomic
 from rl_core.thoughts.controls import measure_gains
 from rl_core.thoughts.trainer import ThoughtsTrainer
 from rl_core.thoughts.verdict import ThoughtVerdict, judge_thoughts
 from tasks.pipeline.key import stage_seed
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext, StageResult, run_stage
+from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
 
 __all__ = ["learn_thoughts"]
@@ -45,16 +46,18 @@ def _body(context: StageContext) -> dict[str, Any]:
     episodes = EvaluationSettings(episodes=settings.validation_episodes, levels=settings.levels)
     validation = heldout_requests(environment, episodes, context.seed)
     examined = _check_requests(context, environment, validation)
+    failed = kept_episodes(context)
     recipe = recipes.thoughts(
         policy,
         environment,
         settings,
         context.seed,
         heldout=validation,
-        record=RecentRollouts(context.folder / RECENT_ROLLOUTS),
+        record=record_all(RecentRollouts(context.folder / RECENT_ROLLOUTS), failed),
         process_group=context.process_group,
     )
     trainer = recipe.trainer
+    trainer.keep_failures(keeper(context, failed))
     outcome = context.train(recipe)
     context.save_model(
         trainer.optimizer_step,

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import sqlite3
-import time
 from pathlib import Path
 
-from rl_core.errors import BackendError
-from rl_core.storage.folders import clear_leftovers, sync
+from rl_core.errors import BackendError, CheckpointError
+from rl_core.storage.folders import clear_leftovers, set_aside
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import adopt, make_folder, temporary_beside
 
 __all__ = ["ensure_database"]
 
@@ -34,13 +33,13 @@ def ensure_database(uri: str) -> None:
         return
     path = Path(name)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         if _is_whole(path):
             return
         with FolderLock(path.with_name(f".{path.name}.lock"), wait_s=WAIT_SECONDS):
             if not _is_whole(path):
                 _make(path)
-    except (OSError, sqlite3.Error) as error:
+    except (OSError, sqlite3.Error, CheckpointError) as error:
         raise BackendError(f"{path}: the tracking database cannot be made: {error}; {FULL}") from error
 
 
@@ -63,27 +62,28 @@ def _is_whole(path: Path) -> bool:
 
 
 def _make(path: Path) -> None:
+    clear_leftovers(path.parent)
+    with temporary_beside(path) as temporary:
+        _fill(temporary)
+        if path.exists():
+            aside = set_aside(path, f"{path.name}.half-made")
+            log.warning("%s was never finished and holds nothing; set aside as %s", path, aside.name)
+        path.with_name(f"{path.name}-journal").unlink(missing_ok=True)  # of the half-made one
+        adopt(temporary, path)
+
+
+def _fill(temporary: Path) -> None:
+    """Make a database with all tables; nothing is left of one that could not be made."""
     from mlflow.store.db.utils import _initialize_tables
     from sqlalchemy import create_engine
     from sqlalchemy.exc import SQLAlchemyError
 
-    clear_leftovers(path.parent, locked=True)
-    temporary = path.with_name(f".tmp-{path.name}-{os.getpid()}")
     engine = create_engine(f"sqlite:///{temporary}")
     try:
         _initialize_tables(engine)
-        engine.dispose()
-        sync(temporary)
-        if path.exists():
-            aside = path.with_name(f"{path.name}.half-made-{time.time_ns()}")
-            os.rename(path, aside)
-            log.warning("%s was never finished and holds nothing; set aside as %s", path, aside.name)
-        path.with_name(f"{path.name}-journal").unlink(missing_ok=True)  # of the half-made one
-        os.rename(temporary, path)
-        sync(path.parent)
     except SQLAlchemyError as error:
+        for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
+            left.unlink(missing_ok=True)
         raise sqlite3.OperationalError(str(getattr(error, "orig", None) or error)) from error
     finally:
         engine.dispose()
-        for left in (temporary, temporary.with_name(f"{temporary.name}-journal")):
-            left.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ two has a checksum (`rl_core.storage.checked_lines`): one that a disk or a hand 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import logging
@@ -29,6 +30,7 @@ from typing import Any
 from rl_core.errors import DataError, FolderBusy
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import make_folder, refused, sync, write_text_atomic
 
 __all__ = [
     "Journal",
@@ -68,10 +70,17 @@ class LineLog:
     """An append-only file of JSON lines with one writer, safe against a kill at any byte and against a full disk."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending and cut off a torn last line. Raises: FolderBusy while another process has it open."""
+        """Open for appending and cut off a torn last line.
+
+        Raises: FolderBusy while another process has it open; CheckpointError where the disk refuses.
+        """
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
+        make_folder(path.parent)
+        is_new = not path.exists()
+        try:
+            self._fd = own_file(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            raise refused(path, error) from error
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -80,7 +89,13 @@ class LineLog:
         self._lock = threading.Lock()
         self._pending: deque[bytes] = deque()  # lines that the disk refused, in order
         self._refused = 0
-        self._end = self._heal()
+        try:
+            if is_new:
+                sync(path.parent)
+            self._end = self._heal()
+        except OSError as error:
+            os.close(self._fd)
+            raise refused(path, error) from error
 
     def _heal(self) -> int:
         """Cut off what follows the last newline; returns the size that is left."""
@@ -114,9 +129,16 @@ class LineLog:
         """Write what the disk refused before, and fsync if asked. Returns whether everything is written."""
         with self._lock:
             self._write_pending()
-            if sync and self._fd >= 0:
+            return not self._pending and (not sync or self._sync())
+
+    def _sync(self) -> bool:
+        try:
+            if self._fd >= 0:
                 os.fsync(self._fd)
-            return not self._pending
+        except OSError as error:
+            log.warning("%s: the disk does not say that it has everything (%s)", self.path, error)
+            return False
+        return True
 
     def _write_pending(self) -> None:
         while self._pending and self._fd >= 0:
@@ -126,7 +148,8 @@ class LineLog:
                 if written < len(line):
                     raise OSError(f"only {written} of {len(line)} bytes were written")
             except OSError as error:
-                os.ftruncate(self._fd, self._end)  # shrinking needs no space; a torn line must not stay in the middle
+                with contextlib.suppress(OSError):  # the next line goes over it all the same
+                    os.ftruncate(self._fd, self._end)  # shrinking needs no space
                 self._refused += 1
                 if self._refused & (self._refused - 1) == 0:  # 1st, 2nd, 4th, 8th, ... refusal
                     log.warning("%s: cannot write (%s); %d lines wait in memory", self.path, error, len(self._pending))
@@ -246,11 +269,4 @@ class DeliveryCursor:
 
     def save(self, folder: Path) -> None:
         """Replace the folder's record atomically."""
-        path = cursor_path(folder)
-        temporary = path.with_suffix(f".tmp-{os.getpid()}")
-        temporary.unlink(missing_ok=True)
-        with open(temporary, "x", opener=own_file) as file:
-            json.dump(asdict(self), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_text_atomic(cursor_path(folder), json.dumps(asdict(self)))

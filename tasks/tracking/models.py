@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import DataError, SettingsError
+from rl_core.storage.single_files import make_folder
 from tasks.tracking.store import Store, missing
 from tasks.tracking.values import metric_name, pinned
 
@@ -257,7 +258,7 @@ def _log_artifacts(
     logged = store.client.create_logged_model(
         experiment_id, name=metric_name(name).replace("/", "-"), source_run_id=run_id, tags=tags, model_type=kind
     )
-    scratch.mkdir(parents=True, exist_ok=True)
+    make_folder(scratch)
     with tempfile.TemporaryDirectory(prefix="model-", dir=scratch) as temporary:
         target = Path(temporary) / "artifact"
         target.mkdir()

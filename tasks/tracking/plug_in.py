@@ -71,6 +71,11 @@ class MlflowTracker(SilentTracker):
         """Note how far the work is."""
         self._open().progress(done, total, message)
 
+    def sync(self) -> None:
+        """Force the journal to the disk."""
+        if self._run is not None:
+            self._run.sync()
+
     def close(self, status: Status = "FINISHED") -> None:
         """End the MLflow run; a later `begin` goes on with it."""
         if self._run is not None:

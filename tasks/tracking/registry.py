@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import re
-import shutil
-import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import DataError, SettingsError, nearest
+from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, nearest
+from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder, verify_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import make_folder
 from tasks.tracking.models import MODEL_NAME
 from tasks.tracking.store import Store, missing
 
@@ -110,10 +109,8 @@ class Registry:
 
     def download(self, info: ModelVersion, cache_folder: Path) -> Path:
         """The Hugging Face folder of a version, on this machine."""
-        import mlflow.artifacts
-
         target = cache_folder / f"{info.name.replace(' ', '_')}-v{info.version}-{(info.model_id or 'model')[-8:]}"
-        if not target.exists():
+        if not _is_whole(target):
             with self._store.answers(f"hand out {info.reference}"):
                 location = self._store.client.get_model_version_download_uri(info.name, str(info.version))
                 if location.startswith("models:/"):
@@ -122,18 +119,26 @@ class Registry:
                 local = _local_folder(location)
                 if local is not None:
                     return _model_folder(local, info)
-                cache_folder.mkdir(parents=True, exist_ok=True)
-                with tempfile.TemporaryDirectory(prefix=".tmp-", dir=cache_folder) as temporary:
-                    downloaded = mlflow.artifacts.download_artifacts(
-                        artifact_uri=location, dst_path=temporary, tracking_uri=self._store.uri
-                    )
-                    complete = Path(temporary) / "complete"
-                    if Path(downloaded).resolve() == Path(temporary).resolve():
-                        complete = Path(shutil.copytree(downloaded, Path(temporary) / "complete"))
-                    else:
-                        os.rename(downloaded, complete)
-                    os.replace(complete, target)
+                make_folder(cache_folder)
+                clear_leftovers(cache_folder)
+                try:
+                    publish_folder(target, lambda folder: self._fetch(location, folder), {"kind": "download"})
+                except CheckpointError:
+                    if not _is_whole(target):  # else another process was faster
+                        raise
         return _model_folder(target, info)
+
+    def _fetch(self, location: str, folder: Path) -> None:
+        """Download artifacts into a folder."""
+        import mlflow.artifacts
+
+        made = mlflow.artifacts.download_artifacts(
+            artifact_uri=location, dst_path=str(folder), tracking_uri=self._store.uri
+        )
+        if Path(made).resolve() != folder.resolve():  # a folder in it, by the artifact's name
+            for path in Path(made).iterdir():
+                path.rename(folder / path.name)
+            Path(made).rmdir()
 
     # -- versions and aliases -----------------------------------------------------------------------------------
 
@@ -278,6 +283,19 @@ def _local_folder(location: str) -> Path | None:
         location = local_file_uri_to_path(location)
     path = Path(location)
     return path if path.is_absolute() and path.is_dir() else None
+
+
+def _is_whole(target: Path) -> bool:
+    """True = downloaded before, every byte as it came. What is damaged, or of an older version, is removed."""
+    if not target.exists():
+        return False
+    try:
+        verify_folder(target)
+    except CorruptError as error:
+        log.warning("the downloaded model is fetched again: %s", error)
+        remove_folder(target)
+        return False
+    return True
 
 
 def _model_folder(artifact: Path, info: ModelVersion) -> Path:

@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import SettingsError, Stopped
-from rl_core.storage.folders import write_text_unsynced
+from rl_core.storage.folders import clear_leftovers, sync_tree
+from rl_core.storage.single_files import make_folder, write_text_unsynced
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
 from tasks.tracking.models import check_model, link_tree
@@ -69,6 +70,8 @@ class RunTracker:
         except BaseException:
             self._events.close()
             raise
+        for place in (self.folder, events_path(self.folder).parent):
+            clear_leftovers(place)
         self.resumed = self._events.end > 0
         self._shipper = Shipper(
             self.folder, self.journal, self._events, lambda: connect(store, self.folder), interval_s,
@@ -113,8 +116,9 @@ class RunTracker:
     def _keep(self, path: Path) -> str:
         """Keep a copy of a file or folder until it is delivered; returns its place in the run folder."""
         kept = events_path(self.folder).parent / "files" / uuid.uuid4().hex / path.name
-        kept.parent.mkdir(parents=True)
+        make_folder(kept.parent)
         link_tree(path, kept)
+        sync_tree(kept.parent)  # the record of it, which is synced later, promises that it is there
         return str(kept.relative_to(self.folder))
 
     def set_tag(self, name: str, value: str) -> None:
@@ -244,6 +248,11 @@ class RunTracker:
         """Record that an alias was moved, and the version tagged: a store that loses its database gets both again."""
         texts = {name: str(value) for name, value in tags.items() if value is not None}
         self._event("alias", alias=alias, model=model._asdict(), tags=texts)
+
+    def sync(self) -> None:
+        """Put everything on disk: a checkpoint that follows says that it was recorded."""
+        self.journal.lines.flush(sync=True)
+        self._events.flush(sync=True)
 
     # -- identity -----------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from rl_core.analysis.statistics import wilson_interval
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.step_pool import resolve
 from rl_core.environments.tools import Toolset
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import DataError, EnvironmentFault, SettingsError
 from rl_core.evaluation import (
     Evaluation,
     compare,
@@ -98,6 +98,31 @@ class Scripted:
 
 def play(policy, requests, samples=1):
     return evaluate(SumEnvironment(), Scripted(policy), Letters(), requests, samples=samples, sampling=SAMPLING, seed=0)
+
+
+def test_failed_episodes_count_nowhere_but_by_themselves():
+    class BreakingSum(SumEpisode):
+        def act(self, text):
+            if text == "answer 0" and self.seed == 3:
+                raise TimeoutError("judge")
+            return super().act(text)
+
+    class Breaking(SumEnvironment):
+        def episode(self, seed, level):
+            return BreakingSum(seed, level)
+
+    def zero_second(prompt, observation, sample):
+        return "answer 0" if sample or prompt.startswith("hard") else looks_first(prompt, observation, sample)
+
+    result = evaluate(Breaking(), Scripted(zero_second), Letters(), REQUESTS, samples=2, sampling=SAMPLING, seed=0)
+    assert result.failed_episodes == 3  # easy 3: the second sample; hard 3: both
+    assert [(e.level, e.seed, e.samples, e.successes) for e in result.episodes if e.seed == 3] == [("easy", 3, 1, 1)]
+    assert result.samples == 17 and result.metrics()["eval/failed_episodes"] == 3.0
+    assert result.reward_mean == pytest.approx(5 / 17)
+    assert Evaluation.from_json(json.loads(json.dumps(result.to_json()))).failed_episodes == 3
+    strict = SamplingSettings(max_completion_tokens=100, max_turns=4, max_failed_share=0.05)  # of 50: two may fail
+    with pytest.raises(EnvironmentFault, match=r"3 of the newest 20 episodes failed .*TimeoutError: judge"):
+        evaluate(Breaking(), Scripted(zero_second), Letters(), REQUESTS, samples=2, sampling=strict, seed=0)
 
 
 def looks_first(prompt, observation, sample):

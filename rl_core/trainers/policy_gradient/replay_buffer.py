@@ -88,6 +88,7 @@ class ReplayBuffer:
             "loss_mask": _concatenate([row.loss_mask for row in rows], torch.bool),
             "logprobs": _concatenate([row.sampler_logprobs or () for row in rows], torch.float64),
             "temperatures": [float(row.temperature) for row in rows],
+            "context_starts": [list(row.context_starts) for row in rows],
             "rewards": [float(sample.reward) for sample in samples],
             "is_truncated": [bool(sample.is_truncated) for sample in samples],
             "is_masked": [bool(sample.is_masked) for sample in samples],
@@ -102,14 +103,16 @@ class ReplayBuffer:
         )
         # checkpoints from before temperatures were stored hold log-probs at temperature 1
         temperatures = state.get("temperatures", [1.0] * len(state["rewards"]))
+        starts = map(tuple, state.get("context_starts", [()] * len(state["rewards"])))
         samples = iter(
             Sample(
-                TrainRow(prompt, completion, mask, sampler_logprobs, temperature),
+                TrainRow(prompt, completion, mask, sampler_logprobs, temperature, contexts),
                 reward, is_truncated, advantage, is_replayed=True, is_masked=is_masked,
             )
-            for prompt, completion, mask, sampler_logprobs, temperature, reward, is_truncated, is_masked, advantage
+            for prompt, completion, mask, sampler_logprobs, temperature, contexts, reward, is_truncated, is_masked,
+            advantage
             in zip(
-                prompts, completions, masks, logprobs, temperatures,
+                prompts, completions, masks, logprobs, temperatures, starts,
                 state["rewards"], state["is_truncated"], state["is_masked"], state["advantages"], strict=True,
             )
         )  # fmt: skip

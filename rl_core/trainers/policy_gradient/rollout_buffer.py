@@ -24,10 +24,11 @@ from rl_core.losses.importance import effective_sample_size, importance_ratios
 from rl_core.losses.kl import kl_k1
 from rl_core.losses.masking import fill_masked, masked_sum, masked_whiten
 from rl_core.losses.value import explained_variance
+from rl_core.memory import MemoryFit
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.models.dropout import repeatable_masks, training_mode
-from rl_core.models.logprobs import completion_logprobs
+from rl_core.models.logprobs import check_contexts, completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
@@ -80,6 +81,8 @@ class RolloutBuffer:
             raise DataError("samples: at least one is needed, each with the sampler's log-probs")
         if any(sample.row.temperature <= 0 for sample in self.samples):
             raise DataError("samples: one was sampled greedily (temperature 0), so there is no policy to improve")
+        if any(sample.row.context_starts for sample in self.samples):
+            check_contexts(actor_critic.policy)
         self.actor_critic = actor_critic
         self.settings = settings
         self.device = actor_critic.device
@@ -213,8 +216,7 @@ class RolloutBuffer:
         return optimizer_step.process_group.all_reduce_sum(logprobs_RS)  # each process has filled in its own rows
 
     def _for_each_batch(self, plan: Plan, function: Callable[[TrainBatch], None]) -> None:
-        for batch in self._own_batches(plan):
-            function(batch)
+        MemoryFit("scoring of rollouts").compute(self._own_batches(plan), function)
 
     def _own_batches(self, plan: Plan) -> Iterator[TrainBatch]:
         """This process's micro-batches, on the policy's device."""

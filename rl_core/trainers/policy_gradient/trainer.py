@@ -22,6 +22,7 @@ from rl_core.curriculum.manager import CurriculumManager
 from rl_core.curriculum.snapshots import StageSnapshots
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment
+from rl_core.environments.failed_episodes import Keep
 from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
@@ -101,6 +102,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         super().__init__(
             renderer, environment, seed, backend,
             levels=levels, pad_id=pad_id, record=record, process_group=process_group,
+            max_failed_share=settings.sampling.max_failed_share,
         )  # fmt: skip
         self.policy = model
         self.settings = settings
@@ -177,6 +179,11 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.backend.refresh()
         return dict(self.optimizer_step.sharded.with_full_weights_independent(self.evaluator))
 
+    def keep_failures(self, keep: Keep) -> None:
+        """Have failed episodes kept, also those on which a reward function failed."""
+        super().keep_failures(keep)
+        self.rewards.failures.keep = keep
+
     def state_dict(self) -> dict[str, Any]:
         """State besides weights and the policy's optimizer."""
         critic = self.actor_critic.critic_optimizer_step
@@ -185,6 +192,7 @@ class PolicyGradientTrainer(RolloutTrainer):
             "rollouts_played": self.rollouts_played,
             "kl_coef": self.kl_coef,
             "curriculum": self.curriculum.state_dict(),
+            "failures": {"environment": self.failures.state_dict(), "rewards": self.rewards.failures.state_dict()},
             "rewards": self.rewards.state_dict(),
             "orders": self._seeds.state_dict(),
             "replay": self._replay.state_dict() if self._replay is not None else None,
@@ -198,6 +206,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.rollouts_played = int(state["rollouts_played"])
         self.kl_coef = float(state["kl_coef"])
         self.curriculum.load_state_dict(state["curriculum"])
+        self.failures.load_state_dict(state["failures"]["environment"])
+        self.rewards.failures.load_state_dict(state["failures"]["rewards"])
         self.rewards.load_state_dict(state["rewards"])
         self._seeds.load_state_dict(state["orders"])
         if self._replay is not None:
@@ -241,6 +251,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         self.rewards.set_weights(self.curriculum.stage.rewards)
         for attempt in range(1 + tries):
             started = time.perf_counter()
+            self.failures.is_refill = attempt > 0
             groups = self._play(
                 self._draw_episodes(rng, wanted - len(kept)),
                 group_size=settings.group_size,
@@ -248,6 +259,9 @@ class PolicyGradientTrainer(RolloutTrainer):
                 purpose=("rollouts", self.iteration, attempt) if attempt else ("rollouts", self.iteration),
             )
             seconds += time.perf_counter() - started
+            if not groups:
+                continue
+            self.rewards.failures.iteration = self.iteration
             groups, rewarded = self._score(groups)
             scored.append(rewarded)
             played += groups
@@ -259,6 +273,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         totals = [rollout.reward for group in played for rollout in group.rollouts if not rollout.is_masked]
         metrics |= {"reward/mean": statistics.fmean(totals), "reward/std": statistics.pstdev(totals)}
         metrics |= self.process_group.on_rank_zero(lambda: self.rewards.observe(played, self.curriculum.stage.name))
+        metrics |= self._failure_metrics()
         if tries:
             metrics["train/dropped_group_rate"] = 1 - len(kept) / len(played)
         return played, kept, metrics | {"perf/rollout_seconds": seconds}

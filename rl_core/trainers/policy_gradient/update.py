@@ -17,6 +17,7 @@ from rl_core.losses.kl import kl_k3, kl_penalty
 from rl_core.losses.masking import masked_sum
 from rl_core.losses.supervised import entropy_bonus
 from rl_core.losses.value import value_loss
+from rl_core.memory import MemoryFit
 from rl_core.models.dropout import drops_out
 from rl_core.models.logprobs import TokenOutputs, completion_logprobs, token_outputs
 from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
@@ -316,16 +317,15 @@ class PolicyUpdate:
         """Mean KL(old || current policy) per loss token of the step, k3 estimator."""
 
         def own() -> float:
-            total = 0.0
-            for batch in batches:
-                if isinstance(batch, DummyBatch):
-                    continue
-                batch = batch.to(self.actor_critic.device)
-                with self.buffer.masks(batch):
-                    logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
-                old_BS = self.buffer.for_batch(self.buffer.old_logprobs_RS, batch)
-                total += float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
-            return total
+            real = [batch for batch in batches if not isinstance(batch, DummyBatch)]
+            return sum(MemoryFit("KL after the update").compute(real, of_batch))
+
+        def of_batch(batch: TrainBatch) -> float:
+            batch = batch.to(self.actor_critic.device)
+            with self.buffer.masks(batch):
+                logprobs_BS, _ = completion_logprobs(self.actor_critic.policy, batch)
+            old_BS = self.buffer.for_batch(self.buffer.old_logprobs_RS, batch)
+            return float(masked_sum(kl_k3(old_BS, logprobs_BS), batch.loss_mask_BS))
 
         optimizer_step = self.actor_critic.optimizer_step
         with self.buffer.mode(self.actor_critic.policy), optimizer_step.autocast():

@@ -20,6 +20,7 @@ from rl_core.errors import BackendError, CheckpointError, DataError, ModelError,
 from tasks.config import from_dict
 from tasks.tracking import Tracking
 
+UNASKED = {"allow_drift": False, "fresh": False}
 GOOD = "name: demo\nstages:\n  sft: {}\n  policy: {}\n"
 
 
@@ -36,8 +37,8 @@ def flow(monkeypatch):
     """Stands in for flows.post_training, and remembers its calls."""
     calls = []
 
-    def run_pipeline(settings, *, fresh, quiet):
-        calls.append((settings, fresh, quiet))
+    def run_pipeline(settings, *, fresh, quiet, allow_drift):
+        calls.append((settings, fresh, quiet, allow_drift))
         return SimpleNamespace(ok=True, table=lambda: "the table")
 
     module = SimpleNamespace(run_pipeline=run_pipeline, calls=calls)
@@ -72,12 +73,13 @@ def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
     assert names[:6] == ["init", "run", "retrain", "validate", "stage", "profile"]
     assert names[6:11] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[11:] == ["up", "down", "status", "ui", "monitor", "runs", "sync", "gc", "doctor"]
+    assert names[11:17] == ["up", "down", "status", "ui", "monitor", "runs"]
+    assert names[17:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
     for name in names:
-        assert f"\n    {name} " in overview
+        assert f"\n    {name} " in overview or f"\n    {name}\n" in overview  # a long name has a line of its own
         with pytest.raises(SystemExit) as end:
             cli.main([name, "--help"])
         text = capsys.readouterr().out
@@ -344,8 +346,9 @@ def test_unreadable_trajectories_exit_with_2_and_leave_nothing(name, content, me
 
 def test_run_hands_over(config, flow, capsys):
     assert cli.main(["run", config, "--set", "seed=4", "--set", "stages.sft=null", "--fresh", "-q"]) == 0
-    ((settings, fresh, quiet),) = flow.calls
-    assert settings.seed == 4 and settings.stages.active == ("policy",) and fresh and quiet
+    ((settings, fresh, quiet, allow_drift),) = flow.calls
+    assert settings.seed == 4 and settings.stages.active == ("policy",) and fresh and quiet and not allow_drift
+    assert cli.main(["run", config, "--allow-drift"]) == 0 and flow.calls[-1][1:] == (False, False, True)
     assert capsys.readouterr().out == "the table\n"
 
 
@@ -358,10 +361,10 @@ def test_retrain_hands_over_and_says_what_came_of_it(config, flow, monkeypatch, 
 
     monkeypatch.setitem(sys.modules, "flows.retrain", SimpleNamespace(run_retraining=run_retraining))
     assert cli.main(["retrain", config, "--set", "seed=4", "--start", "base", "--force", "--reason", "why", "-q"]) == 0
-    assert calls == [(4, {"start": "base", "force": True, "reason": "why", "quiet": True})]
+    assert calls == [(4, {"start": "base", "force": True, "reason": "why", "quiet": True, **UNASKED})]
     assert capsys.readouterr().out == "skipped: nothing is new\n"
     assert cli.main(["retrain", config]) == 0
-    assert calls[1][1] == {"start": None, "force": False, "reason": "", "quiet": False}
+    assert calls[1][1] == {"start": None, "force": False, "reason": "", "quiet": False, **UNASKED}
 
 
 def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):

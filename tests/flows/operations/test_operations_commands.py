@@ -18,8 +18,8 @@ from flows.operations.registration import declared
 from flows.operations.services import ROOT, services
 from flows.operations.state import Options, ServiceState, State, StatePaths, write_state
 from rl_core.errors import BackendError, DataError
-from rl_core.storage.folders import write_json_atomic
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import write_json_atomic
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from helpers.scripted_sequences import VOCAB, ScriptedSequence, make_model
+from helpers.tile_code import tile_code
 from torch.nn import functional
 
-from rl_core.cpu import fused_decode
+from rl_core.cpu import build, fused_decode, int8_gemm, packed_vectors
 from rl_core.cpu.fused_decode import DecodeKernels, DecodeStep
+from rl_core.inference.decoder import Decoder
+from rl_core.inference.engine import Engine
 from rl_core.inference.sampling import draw
+from rl_core.settings import SamplingSettings
 
 needs_compiler = pytest.mark.skipif(fused_decode.load() is None, reason="needs a C compiler")
 
@@ -132,3 +137,65 @@ def test_edges_of_drawing():
     for temperature in (0.0, 1.0):  # a model that has diverged is found out elsewhere; here it must not crash
         token, logprob = compiled.draw(lost, half, temperature)
         assert 0 <= token.item() < 40 and not np.isfinite(logprob.item())
+
+
+@needs_compiler
+def test_threads_draw_the_same_tokens(numbers, monkeypatch):
+    logits, drawn = torch.randn(40, 2048, generator=numbers), torch.rand(40, generator=numbers, dtype=torch.float64)
+    alone = fused_decode.load().draw(logits, drawn, 0.7)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    together = fused_decode.load().draw(logits, drawn, 0.7)
+    assert torch.equal(alone[0], together[0]) and torch.equal(alone[1], together[1])
+    assert torch.equal(alone[0], draw(logits, drawn, 0.7)[0])
+
+
+@pytest.fixture(params=["tiles", "vectors"])
+def products(request, monkeypatch):
+    """Products with packed weights by tiles, in plain C where the processor has none, or by vectors."""
+    code = tile_code() if request.param == "tiles" else build.load()
+    if code is None or not code.vectors_ready():
+        pytest.skip("needs a C compiler, and a processor with vectors of 8 numbers")
+    monkeypatch.setattr(build, "load", lambda: code)
+    monkeypatch.setattr(int8_gemm, "load", lambda: int8_gemm.Int8Gemm(code) if request.param == "tiles" else None)
+    assert packed_vectors.load() is not None
+
+
+def played(**options):
+    """Turns of ten sequences with observations in between, by a model with biases everywhere."""
+    engine = Engine(
+        make_model("llama", head_dim=32, attention_bias=True, mlp_bias=True),
+        eos_ids=range(1, VOCAB, 9), pad_id=0, max_length=128,
+    )  # fmt: skip
+    sequences = [ScriptedSequence([3 + i, 5, 9], i, [[7, 8, 3 + i], [4]], room=40) for i in range(10)]
+    engine.run(sequences, SamplingSettings(max_completion_tokens=40, slots=10, **options))
+    return [sequence.turns for sequence in sequences], [sequence.logprobs for sequence in sequences]
+
+
+@pytest.mark.parametrize("least_own", [1, 100])  # rows for each thread, or columns of each product
+def test_neither_threads_nor_what_they_share_out_change_a_bit(products, monkeypatch, least_own):
+    expected = played()
+    assert any(len(turns) > 1 for turns in expected[0])
+    monkeypatch.setattr(fused_decode, "LEAST_OWN_ROWS", least_own)
+    for threads in (2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert played() == expected
+
+
+def test_one_call_takes_tokens_until_a_turn_ends(products, monkeypatch):
+    """The same as with a call for each token, as other sampling needs."""
+    calls, sample_steps = [], Decoder.sample_steps
+
+    def counted(self, states, count, *others):
+        before = states.acted[:count].copy()
+        sample_steps(self, states, count, *others)
+        calls.append(set((states.acted[:count] - before).tolist()))
+
+    monkeypatch.setattr(Decoder, "sample_steps", counted)
+    found = played()
+    assert all(len(taken) == 1 for taken in calls)  # all slots get as many
+    assert max(max(taken) for taken in calls) > 3
+    monkeypatch.setattr(Decoder, "samples_steps", lambda self, sampling: False)
+    count = len(calls)
+    turns, logprobs = played()
+    assert len(calls) == count
+    assert turns == found[0] and logprobs == found[1]

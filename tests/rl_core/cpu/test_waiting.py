@@ -1,4 +1,4 @@
-"""OpenMP threads sleep early beside other programs and may spin otherwise; the load that decides it."""
+"""OpenMP threads sleep early while they queue behind other programs and may spin otherwise; how that is seen."""
 
 import os
 import subprocess
@@ -57,12 +57,12 @@ def test_busy_seconds_are_those_of_our_processors_with_what_the_hypervisor_took(
 
 def test_waiting_is_bounded_at_once_and_free_again_after_quiet_looks() -> None:
     mode = waiting.Mode()
-    assert [mode.look(excess) for excess in (0.0, 0.15, 0.9)] == [False, False, True]
-    assert [mode.look(excess) for excess in (0.0, 0.0, 0.0, 0.15)] == [True, True, True, True]  # it begins anew
-    assert [mode.look(excess) for excess in (0.0, -1.0, 0.05, 0.0)] == [True, True, True, False]
+    assert [mode.look(queueing) for queueing in (0.0, 0.15, 0.9)] == [False, False, True]
+    assert [mode.look(queueing) for queueing in (0.0, 0.0, 0.0, 0.15)] == [True, True, True, True]  # it begins anew
+    assert [mode.look(queueing) for queueing in (0.0, 0.0, 0.05, 0.0)] == [True, True, True, False]
 
 
-def test_the_watcher_bounds_waiting_while_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watcher_bounds_waiting_while_threads_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     class Crowd:
         seen: ClassVar[list[bool]] = []
 
@@ -70,12 +70,39 @@ def test_the_watcher_bounds_waiting_while_others_run(monkeypatch: pytest.MonkeyP
             self.seen.append(is_there)
 
     busy = iter([0.0, 1.5, 0.0, 0.0, 0.0, 0.0])  # the first look only begins the measurement
-    monkeypatch.setattr(waiting.Load, "others", lambda self: next(busy))
-    monkeypatch.setattr(waiting, "usable_processors", lambda: 2)
+    monkeypatch.setattr(waiting.Queue, "threads", lambda self: next(busy))
     monkeypatch.setattr(waiting, "_SECONDS", 0.0)
     with pytest.raises(StopIteration):
-        waiting._watch(Crowd(), 2)  # type: ignore[arg-type]
+        waiting._watch(Crowd())  # type: ignore[arg-type]
     assert Crowd.seen == [True, True, True, True, False]
+
+
+# Beside another program on one processor: first a thread that wants to run, then one that sleeps.
+QUEUEING = """
+import os, subprocess, sys, time
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+from rl_core.cpu import waiting
+queue, end = waiting.Queue(), time.monotonic() + 0.4
+first = queue.threads()
+def spin():
+    while time.monotonic() < end: sum(range(10**5))
+other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+spin()
+together = queue.threads()
+time.sleep(1.0)
+apart = queue.threads()
+other.kill()
+print(first, together, apart)
+"""
+
+
+@pytest.mark.skipif(waiting.Queue().threads() is None, reason="Linux tells who queues")
+def test_threads_queue_behind_another_program_only_while_they_want_to_run() -> None:
+    done = subprocess.run([sys.executable, "-c", QUEUEING], capture_output=True, text=True, check=True)
+    first, together, apart = map(float, done.stdout.split())
+    assert first == 0.0
+    assert together > 0.2  # about a half; while nothing was wanted, nothing waited
+    assert apart < 0.1
 
 
 @needs_libgomp

@@ -12,7 +12,7 @@ from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import training_sequences
 from rl_core.data.records import read_demonstrations, read_prompts
 from rl_core.environments.tools import Tool, Toolset
-from rl_core.errors import DataError, RecordsError, SettingsError
+from rl_core.errors import DataError, RecordsError
 from rl_core.settings import ModelSettings
 
 THINK = ("<think>", "</think>")
@@ -220,11 +220,12 @@ def test_thoughts_and_the_template_s_own_loss_mask(history: Any) -> None:
     assert learned(renderer, (ids, mask)).count("<think>") == 2
 
 
-def test_a_rollout_is_refused_where_the_template_renders_its_history_anew() -> None:
+def test_messages_after_which_the_template_renders_the_history_anew() -> None:
     renderer = ChatRenderer(family(OPENS_KEEPS_LAST, THINK), ModelSettings(history_thoughts="template"))
-    assert renderer.observation_ids([{"role": "tool", "content": "t"}]), "its thoughts stay through results of tools"
-    with pytest.raises(SettingsError, match=r"^model.history_thoughts: after a user message this chat template"):
-        renderer.observation_ids([user("v")])  # type: ignore[list-item]
+    assert not renderer.rewrites([{"role": "tool", "content": "t"}]), "its thoughts stay through results of tools"
+    assert renderer.rewrites([user("v")])  # type: ignore[list-item]
+    kept = ChatRenderer(family(OPENS_KEEPS_LAST, THINK))
+    assert not kept.rewrites([user("v")])  # type: ignore[list-item]
 
 
 def test_turns_that_carry_loss() -> None:

@@ -264,8 +264,32 @@ def test_a_digest_is_asked_for_once_per_episode():
 def test_an_episode_that_cannot_be_opened_is_named():
     words = Words()
     words.episode = lambda seed, level: 1 / 0
-    with pytest.raises(EnvironmentFault, match="environment 'words', level 'one', seed 0: ZeroDivisionError"):
+    with pytest.raises(EnvironmentFault, match="environment 'words', level 'one', seed 2: ZeroDivisionError"):
         words.seeds_of("train", "one")
+
+
+def test_an_episode_that_cannot_be_opened_now_and_then_is_passed_over(caplog):
+    words, whole = Words(1000), Words(1000)
+    opened = words.content
+
+    def content(seed, level):
+        if seed % 12 == 5:
+            raise ConnectionError("server")
+        return opened(seed, level)
+
+    words.content = content
+    assert words.held_out("one").by == "content"
+    train, all_of = words.seeds_of("train", "one"), whole.seeds_of("train", "one")
+    assert not any(seed % 12 == 5 for seed in train[:200])
+    assert all(train[index] == all_of[index] for index in range(200) if all_of[index] % 12 != 5)
+    assert "passed over: environment 'words', level 'one', seed 5: ConnectionError: server" in caplog.text
+    broken = ContentSeeds(range(128), "train", lambda seed: words.question(seed * 12 + 5, "one"), 0.2)
+    with pytest.raises(EnvironmentFault, match="seed 29: ConnectionError"):
+        broken[0]  # 5, 17, 29: three in a row
+    half = Words(1000)
+    half.content = lambda seed, level: 1 / (seed % 2)
+    with pytest.raises(EnvironmentFault, match="seed 20: ZeroDivisionError"):  # more than a tenth of 100
+        half.held_out("one")
 
 
 def test_a_reset_that_hangs_is_given_up(monkeypatch):

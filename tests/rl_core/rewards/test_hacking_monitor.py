@@ -127,6 +127,7 @@ def test_the_record_goes_on_where_the_run_goes_on(tmp_path):
     rows = [json.loads(line) for line in whole.splitlines()]
     assert [row["iteration"] for row in rows] == [0, 0, 1, 1, 2, 2]
     rows[2].pop("crc")
+    assert len(rows[2].pop("turns")) == 1 + 2 * len(group(scored(True, 1.0)).rollouts[0].trajectory.turns)
     assert rows[2] == {
         "iteration": 1, "level": "easy", "seed": 0, "sample": 0, "success": True, "reward": 1.0, "masked": False,
         "rewards": {"task": 1.0},

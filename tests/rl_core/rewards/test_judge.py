@@ -72,14 +72,12 @@ def server():
 def judge(server, tmp_path):
     """Scores replies; gives their rewards and the metrics."""
 
-    def run(replies, on_error="stop", max_masked_rate=0.5, **changed):
+    def run(replies, max_failed_share=0.0, **changed):
         options = {
             "url": server.url, "model": "j", "retries": 2, "retry_delay_s": 0.01, "cache": str(tmp_path),
             "prompt": "{prompt}|{completion}|{target}|{gold} {{}}", "timeout_s": 5.0,
         }  # fmt: skip
-        settings = RewardSettings(
-            judge=JudgeSettings(**{**options, **changed}), on_error=on_error, max_masked_rate=max_masked_rate
-        )
+        settings = RewardSettings(judge=JudgeSettings(**{**options, **changed}), max_failed_share=max_failed_share)
         made = []
         for seed, reply in enumerate(replies):
             one = rollout([say(reply)], seed=seed)
@@ -135,7 +133,7 @@ NONSENSE = {
 @pytest.mark.parametrize("behave", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_is_never_a_zero(server, judge, behave):
     server.behave = behave
-    with pytest.raises(RewardError, match=r"reward 'judge': .*did not answer in 3 tries .*1 of 1 rollouts .*seed 0"):
+    with pytest.raises(RewardError, match=r"seed 0.*reward 'judge' could not judge it: .*did not answer in 3 tries"):
         judge(["a"])
     assert len(server.asked) == 3
     server.behave = lambda handler, number, text: handler.say("score: 0")
@@ -147,12 +145,12 @@ def test_failures_are_left_out_of_the_loss_up_to_a_share(server, judge):
         handler.say("score: 8" if "bad" not in text else "?")
 
     server.behave = behave
-    rewards, metrics = judge(["good", "bad"], on_error="mask")
+    rewards, metrics = judge(["good", "bad"], max_failed_share=0.5)
     assert rewards == [0.8, None]
     assert metrics["reward/judge/failed"] == 1.0 and metrics["reward/masked_rate"] == 0.5
     assert metrics["reward/judge"] == 0.8  # the mean knows no zero for it
-    with pytest.raises(RewardError, match="2 of 3 rollouts could not be judged"):
-        judge(["good", "bad", "bad"], on_error="mask")
+    with pytest.raises(RewardError, match="reward 'judge' could not judge it"):
+        judge(["good", "bad"])
 
 
 def test_a_server_that_hangs_or_trickles_is_given_up(server, judge):

@@ -53,14 +53,14 @@ def failing_at(bad, how):
 
 
 def test_a_hang_is_an_error_that_names_function_and_sample(score, hang):
-    message = rf"reward '{NAME}' did not return within 0.05 s .*\(at .*level 'easy', seed 2, sample 0\)"
+    message = rf"level 'easy', seed 2, sample 0: reward '{NAME}' did not return within 0.05 s"
     with pytest.raises(RewardError, match=message):
-        score(failing_at({2}, hang), timeout_s=0.05)
+        score(failing_at({2}, hang), timeout_s=0.05, max_failed_share=0)
 
 
 def test_exits_and_generators(score):
-    with pytest.raises(RewardError, match=r"raised SystemExit: 3 \(at .*seed 5"):
-        score(failing_at({5}, lambda: sys.exit(3)))
+    with pytest.raises(RewardError, match=r"seed 5, sample 0: .* raised SystemExit: 3"):
+        score(failing_at({5}, lambda: sys.exit(3)), max_failed_share=0)
     made, _ = score(lambda trajectories: (float(t.seed) for t in trajectories))
     assert made[1].rewards == [2.0, 3.5, 3.0, 4.5]  # task + seed / 2
 
@@ -75,9 +75,7 @@ def test_exits_and_generators(score):
 @pytest.mark.parametrize("how", ["nan", "raise", "hang"])
 def test_masked_samples(score, hang, how):
     bad = {"nan": lambda: math.nan, "raise": lambda: 1 / 0, "hang": hang}[how]
-    made, metrics = score(
-        failing_at({2, 5}, bad), on_error="mask", max_masked_rate=0.25, timeout_s=0.1 if how == "hang" else 60
-    )
+    made, metrics = score(failing_at({2, 5}, bad), timeout_s=0.1 if how == "hang" else 60)
     flat = [r for g in made for r in g.rollouts]
     assert [r.is_masked for r in flat] == [n in (2, 5) for n in range(8)]
     others = [0 + 0.0, 1 + 0.5, 1 + 1.5], [0 + 2.0, 0 + 3.0, 1 + 3.5]
@@ -93,21 +91,42 @@ def test_masked_samples(score, hang, how):
 
 
 def test_masking_is_bounded(score):
-    with pytest.raises(RewardError, match=r"failed on 2 of 8 samples, more than max_masked_rate 0\.2; .*seed 2"):
-        score(failing_at({2, 5}, lambda: math.nan), on_error="mask", max_masked_rate=0.2)
-    with pytest.raises(RewardError, match=r"ZeroDivisionError.*seed 5.*2 of 8 samples fail, more than"):
-        score(failing_at({2, 5, 6}, lambda: 1 / 0), on_error="mask", max_masked_rate=0.2)
+    # 0.03 of the least number of 50: one sample may fail, two may not
+    message = r"^2 of the newest 8 episodes failed \(reward_options.max_failed_share allows 0\.03\).*seed 2, sample 0: "
+    for how in (lambda: math.nan, lambda: 1 / 0):
+        with pytest.raises(RewardError, match=message):
+            score(failing_at({2, 5}, how), max_failed_share=0.03)
+    made, _ = score(failing_at({2}, lambda: 1 / 0), max_failed_share=0.03)
+    assert [r.is_masked for r in made[0].rollouts] == [False, False, True, False]
+    tried = []
+    with pytest.raises(RewardError, match="seed 2"):
+        score(failing_at(range(2, 80), lambda: tried.append(1) or 1 / 0), count=80, max_failed_share=0.03)
+    assert len(tried) == 1 + 3  # of all together; then one at a time until the third, 0.03 of 80 being 2.4
+
+
+def test_of_a_hundred_samples_so_many_may_fail(score):
+    _, metrics = score(failing_at(range(10), lambda: math.nan), count=100)
+    assert metrics["reward/masked_rate"] == 0.1
+    with pytest.raises(RewardError, match=r"^11 of the newest 100 episodes failed"):
+        score(failing_at(range(11), lambda: math.nan), count=100)
+
+
+def test_a_function_that_fails_on_everything_stops_at_any_share(score):
+    with pytest.raises(RewardError, match=r"nothing is left to use\).*raised ZeroDivisionError"):
+        score(lambda trajectories: 1 / 0, max_failed_share=1)
+    made, _ = score(failing_at(range(7), lambda: math.nan), max_failed_share=1)
+    assert made[1].rewards == [4.5] * 4  # the mean of what is known stands for the others
 
 
 def test_what_no_sample_is_to_blame_for_is_never_masked(score):
     with pytest.raises(RewardError, match="gave 1 values for 8 trajectories"):
-        score(lambda trajectories: [1.0], on_error="mask")
+        score(lambda trajectories: [1.0])
 
     def only_alone(trajectories):
         return [1.0] if len(trajectories) == 1 else 1 / 0
 
     with pytest.raises(RewardError, match="though it takes each sample alone"):
-        score(only_alone, on_error="mask")
+        score(only_alone)
 
 
 def test_samples_that_pass_are_scored_together(score):
@@ -115,7 +134,7 @@ def test_samples_that_pass_are_scored_together(score):
         assert all(t.seed != 3 for t in trajectories)
         return [float(sum(o.seed < t.seed for o in trajectories)) for t in trajectories]
 
-    made, metrics = score(ranks, on_error="mask", max_masked_rate=0.2)
+    made, metrics = score(ranks)
     assert [r.is_masked for r in made[0].rollouts] == [False, False, False, True]
     assert made[1].rewards == [1.5, 3.0, 2.5, 4.0]  # ranks 3, 4, 5, 6 among seven
     assert metrics["reward/masked_rate"] == 0.125

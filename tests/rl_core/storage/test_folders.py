@@ -23,8 +23,8 @@ from rl_core.storage.folders import (
     remove_folder,
     seal_folder,
     verify_folder,
-    write_json_atomic,
 )
+from rl_core.storage.single_files import write_json_atomic
 
 
 def write_two(folder):

@@ -76,7 +76,7 @@ def policy(tokenizer, folder):
     rewards = RewardOrchestrator(
         {name: 1.0 for name in COMPONENTS},
         scorer=lambda rows: [float(len(row)) for row in rows],
-        options=RewardSettings(on_error="mask", window=3),
+        options=RewardSettings(window=3),
     )
     watched = ExitCondition(metric="success_rate", window=1, threshold=0.0)
     slope = ExitCondition(metric="reward/mean", statistic="slope", window=2, threshold=1e9)

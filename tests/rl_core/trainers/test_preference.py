@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.errors import DataError, SettingsError
+from rl_core.memory import halve
 from rl_core.models import lora
 from rl_core.settings import LoraSettings, PreferenceSettings
 from rl_core.storage import faults
@@ -20,7 +21,6 @@ from rl_core.storage.folders import digest_bytes
 from rl_core.tracking import MemoryTracker
 from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
 from rl_core.training.loop import run_loop
-from rl_core.training.optimizer_step import halve
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
 from transformers import LlamaForSequenceClassification
 
 from rl_core.errors import DataError
+from rl_core.memory import halve
 from rl_core.settings import RewardModelSettings
 from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
@@ -16,7 +17,6 @@ from rl_core.tracking import MemoryTracker
 from rl_core.trainers.reward_model import RewardModelTrainer, longer_answer_baseline
 from rl_core.trainers.supervised_trainer import pair_micro_batches
 from rl_core.training.loop import run_loop
-from rl_core.training.optimizer_step import halve
 
 
 def scorer(seed=0, dropout=0.0):

@@ -278,7 +278,7 @@ def test_resume_is_refused_key_by_key_and_allowed_explicitly(tmp_path, caplog):
     assert "new: absent in the checkpoint, null now" in text
     assert "betas" not in text and "runtime" not in text
     with caplog.at_level(logging.WARNING):
-        outcome, _, _ = run(tmp_path, fingerprint=changed, allow_changed=True)
+        outcome, _, _ = run(tmp_path, fingerprint=changed, allow_drift=True)
     assert outcome.resumed_iteration == 4
     assert "settings.learning_rate: 0.1 in the checkpoint" in caplog.text
 

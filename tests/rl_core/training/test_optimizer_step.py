@@ -11,8 +11,9 @@ from torch import nn
 
 from rl_core.errors import DataError, NonFiniteError, OutOfMemory
 from rl_core.losses.masking import check_finite
+from rl_core.memory import halve
 from rl_core.settings import OptimizerSettings
-from rl_core.training.micro_batches import combine_metrics, halve
+from rl_core.training.micro_batches import combine_metrics
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.training.optimizers import learning_rate_at
 from rl_core.types import TrainBatch
@@ -220,7 +221,16 @@ def test_lack_of_memory_halves_and_gives_the_same_gradient(monkeypatch, caplog, 
     assert "out of memory" in caplog.text
 
 
-def test_the_limit_that_was_found_is_kept_and_saved(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("fake"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_limit_that_was_found_is_kept_and_saved(error):
     model = model_of()
     optimizer_step = OptimizerStep(model, settings_of(), 10)
     sizes = []
@@ -228,7 +238,7 @@ def test_the_limit_that_was_found_is_kept_and_saved(monkeypatch):
     def loss_fn(batch):
         sizes.append(len(batch.y))
         if len(batch.y) > 4:
-            raise torch.OutOfMemoryError("fake")
+            raise error
         return loss_fn_of(model, 8)(batch)
 
     optimizer_step.apply([rows(8)], loss_fn)
@@ -246,6 +256,17 @@ def test_a_single_row_that_does_not_fit_is_a_typed_error():
     optimizer_step = OptimizerStep(model_of(), settings_of(), 10)
     with pytest.raises(OutOfMemory, match="one row of 3 tokens does not fit"):
         optimizer_step.apply([rows(4)], loss_fn)
+
+
+def test_an_optimizer_state_that_does_not_fit_is_a_typed_error(monkeypatch):
+    def refuse():
+        raise MemoryError
+
+    model = model_of()
+    optimizer_step = OptimizerStep(model, settings_of(), 10)
+    monkeypatch.setattr(optimizer_step.optimizer, "step", refuse)
+    with pytest.raises(OutOfMemory, match="the optimizer's state does not fit"):
+        optimizer_step.apply([rows(4)], loss_fn_of(model, 4))
 
 
 def test_halves_of_a_train_batch_keep_every_field():
@@ -266,7 +287,7 @@ def test_halves_of_a_train_batch_keep_every_field():
     assert second.temperatures_BS is None
     assert halve(halve(first)[0]) is None
     with pytest.raises(DataError, match="dataclass"):
-        halve([1, 2])
+        halve((1, 2))
 
 
 def poisoned(model, what):

@@ -7,23 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.stage_doubles import PipelineRun, pipeline
 
 from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.storage.checked_lines import sealed
 from rl_core.training import loop
-from tasks.config import from_dict
 from tasks.pipeline import key as keys
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import content_digest
+from tasks.pipeline.run_options import RunOptions
 from tasks.pipeline.stage import StageContext, run_stage
-
-PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
-
-
-def pipeline(**changes):
-    return from_dict({**PIPELINE, **changes})
 
 
 def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
@@ -131,56 +126,8 @@ def test_training_is_given_all_that_it_needs(tmp_path, monkeypatch):
     assert given == {
         "iterations": 7, "tracker": tracker, "best_metric": "eval/loss", "larger_is_better": False,
         "fingerprint": {"stage key": "k", "threads": "1"}, "stop_event": stop,
-        "history": tmp_path / "metrics_history.json", "allow_changed": False, "callbacks": (), "memory": None,
+        "history": tmp_path / "metrics_history.json", "allow_drift": False, "callbacks": (), "memory": None,
     }  # fmt: skip
-
-
-class Tracker:
-    run_id = "r"
-
-    def __init__(self):
-        self.closed, self.tags = [], {}
-
-    def log_dict(self, value, name):
-        pass
-
-    def set_tag(self, name, value):
-        self.tags[name] = value
-
-    def close(self, status, timeout_s=30.0):
-        self.closed.append(status)
-
-
-class PipelineRun:
-    """As much of a pipeline run as a stage without a model asks for; it is its own tracker and its own models."""
-
-    threads = 3
-
-    def __init__(self, folder, fresh=False, **changes):
-        self.settings, self.stages_folder, self.stop = pipeline(**changes), folder, threading.Event()
-        self.tracker = self.models = self
-        self.cached, self.trackers, self.computed, self.fresh = [], [], set(), fresh
-
-    def tag_data(self, digests):
-        pass
-
-    def is_fresh(self, name, key):
-        return self.fresh and key not in self.computed
-
-    def mark_computed(self, key):
-        self.computed.add(key)
-
-    def note_cached(self, label, source):
-        self.cached.append((label, source))
-
-    def parent_tags(self, name):
-        return {"parent_model_version": "org/name"}
-
-    def open_stage(self, label, name, journal, settings, digests, key, tags):
-        journal.mkdir(exist_ok=True)
-        self.trackers.append(Tracker())
-        self.trackers[-1].tags.update(tags)
-        return self.trackers[-1]
 
 
 def play(pipeline_run, body, number=1):
@@ -242,7 +189,7 @@ def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
         return {}
 
     play(PipelineRun(tmp_path), body)
-    again = PipelineRun(tmp_path, fresh=True)
+    again = PipelineRun(tmp_path, RunOptions(fresh=True))
     assert not play(again, body).cached and play(again, body).cached
     assert seen == ["sft", "sft"]
 
@@ -257,7 +204,10 @@ def test_no_stage_begins_after_a_request_to_stop(tmp_path):
 
 @pytest.mark.parametrize(
     ("error", "status", "kept"),
-    [(DataError("bad row"), "FAILED", []), (Stopped("asked", 15), "KILLED", ["checkpoints", "half", "threads.json"])],
+    [
+        (DataError("bad row"), "FAILED", []),
+        (Stopped("asked", 15), "KILLED", ["checkpoints", "conditions.json", "half", "threads.json"]),
+    ],
 )
 def test_a_stage_that_ends_early_leaves_what_a_resume_needs(tmp_path, error, status, kept):
     pipeline_run = PipelineRun(tmp_path)

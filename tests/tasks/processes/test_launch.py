@@ -15,6 +15,7 @@ from helpers import ROOT, launch_bodies
 
 from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings, SFTSettings
+from rl_core.storage.checked_lines import sealed
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
 from tasks.pipeline.key import stage_key
@@ -66,12 +67,13 @@ def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
     writer, reader = EventTracker(path), Events(path)
     reader.forward(tracker)  # nothing is there yet
     writer.log_metrics({"train/loss": 0.1}, 1)
+    line = sealed({"op": "metrics", "metrics": {"a": 1}, "step": 2})
     with path.open("ab") as file:
-        file.write(b'{"op": "metrics", "metrics": {"a": 1}')  # half a line
+        file.write(line[:30])
     reader.forward(tracker)
     assert tracker.metrics == [(1, {"train/loss": 0.1})]
     with path.open("ab") as file:
-        file.write(b', "step": 2}\n')
+        file.write(line[30:])
     writer.progress(3, 9, "loss 1")
     writer.set_tag("k", "v")
     writer.log_dict({"history": [1]}, "curriculum.json")
@@ -83,6 +85,20 @@ def test_lines_reach_the_tracker_once_and_whole(tmp_path, caplog):
     assert tracker.dicts == {"curriculum.json": {"history": [1]}}
     assert reader.training
     assert [(r.name, r.levelno, r.getMessage()) for r in caplog.records] == [("rl_core.x", 30, "50 % of %s")]
+
+
+def test_a_damaged_line_of_rank_0_is_named_and_ends_nothing(tmp_path, caplog):
+    path, tracker = tmp_path / "events.jsonl", MemoryTracker()
+    writer = EventTracker(path)
+    for step in (1, 2, 3):
+        writer.log_metrics({"a": step}, step)
+    writer.sync()
+    data = path.read_bytes()
+    place = data.index(b'"step":2')
+    path.write_bytes(data[:place] + bytes(8) + data[place + 8 :])  # zeros, as a power cut leaves them
+    Events(path).forward(tracker)
+    assert tracker.metrics == [(1, {"a": 1}), (3, {"a": 3})]
+    assert "events.jsonl: the line of bytes" in caplog.text and "damaged" in caplog.text
 
 
 def test_what_killed_processes_had_told_is_kept(tmp_path):

@@ -59,7 +59,7 @@ def faulty(monkeypatch):
     module = types.ModuleType("faulty_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample == 1 else 0.0 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    return RewardOrchestrator({"task": 1.0, FAULTY: 1.0}, options=RewardSettings(on_error="mask", max_masked_rate=0.2))
+    return RewardOrchestrator({"task": 1.0, FAULTY: 1.0}, options=RewardSettings(max_failed_share=0.2))
 
 
 def test_masked_rewards_by_hand():

@@ -1,0 +1,205 @@
+"""`posttrain verify-resume`: whether a user's pipeline gives the same bytes however often it is interrupted."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flows.verification.differences import RunComparison, compare_runs
+from flows.verification.findings import ENVIRONMENT, ResumeFinding, explain
+from flows.verification.suspects import suspects_in
+from flows.verification.trials import Command, Trial, run_killed, run_sliced, run_whole
+from rl_core.errors import CheckFailed
+from tasks.config import PipelineSettings, named_code
+
+__all__ = ["EQUAL", "Plan", "REFUSED", "verify"]
+
+EQUAL, DIFFERENT, REFUSED = 0, 1, 2  # exit codes
+SAY_S = 15.0  # between two progress lines where there is no terminal
+UNSEEDED = "began with different messages"  # of the error for two episodes of one seed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Options of a verification."""
+
+    kills: int = 5
+    slice_s: float | None = None  # run it in slices of so many seconds instead
+    seed: int = 0  # of the moments and fault points
+    minutes: float = 60.0  # for everything
+    keep: bool = False  # keep both runs also if they are equal
+
+
+def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, plan: Plan) -> int:
+    """Run the pipeline in one piece and interrupted, compare what was published, and print the verdict.
+
+    Returns: exit code: 0 equal, 1 they differ, 2 not verified.
+    """
+    output = Path(settings.output).resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="verify-", dir=output))
+    report = _Report()
+    command = Command(config, [*overrides, *_own_overrides(settings)], settings.name)
+    began, limit_s = time.monotonic(), plan.minutes * 60
+    try:
+        try:
+            whole = run_whole(command, folder, limit_s / 2, report)
+        except CheckFailed as error:
+            report.clear()
+            return _whole_failed(str(error), settings, folder)
+        report.line(f"run in one piece: {whole.seconds:.1f} s")
+        left_s = limit_s - (time.monotonic() - began)
+        try:
+            if plan.slice_s is not None:
+                trial = run_sliced(command, folder, plan.slice_s, left_s, report)
+            else:
+                trial = run_killed(command, folder, whole, plan.kills, random.Random(plan.seed), left_s, report)
+        except CheckFailed as error:
+            report.clear()
+            refused = "slices" in str(error)
+            print(f"{'not verified' if refused else 'NOT the same'}: {error}\nkept: {folder}")
+            return REFUSED if refused else DIFFERENT
+    except BaseException:
+        report.clear()
+        print(f"interrupted; what was run is in {folder}")
+        raise
+    report.clear()
+    print(_costs(whole, trial))
+    comparison = compare_runs(whole.home, trial.home)
+    if comparison.differences:
+        print(f"{_with_suspects(explain(comparison), settings).text()}\n  runs      {folder}")
+        return DIFFERENT
+    if not trial.interruptions:
+        shutil.rmtree(folder, ignore_errors=True)
+        print(
+            "not verified: the same, but it ended before it was interrupted; take another --seed, shorter --slices, or "
+            "a longer pipeline"
+        )
+        return REFUSED
+    print(_equal(comparison, trial))
+    if plan.keep:
+        print(f"kept: {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    return EQUAL
+
+
+def _own_overrides(settings: PipelineSettings) -> list[str]:
+    """A registry and a decision of its own: nothing of the user's stores is touched, and nobody is waited for."""
+    own = ["tracking.uri=null"]
+    if settings.stages.promote is not None:
+        own.append("stages.promote.approve=auto")
+    return own
+
+
+def _whole_failed(said: str, settings: PipelineSettings, folder: Path) -> int:
+    if UNSEEDED in said:
+        suspects = suspects_in([settings.environment.name])
+        print(
+            "NOT deterministic: the environment's opening messages\n"
+            f"  what      {said.splitlines()[-1].strip()}\n"
+            + "".join(f"            {suspect}\n" for suspect in suspects)
+            + "  remedy    draw from random.Random(f'{level}/{seed}') made in the episode\n"
+            f"  runs      {folder}"
+        )
+        return DIFFERENT
+    shorter = " ".join(f"--set {override}" for override in _shorter(settings))
+    advice = f"\nto verify a shorter pipeline: {shorter}" if "takes longer" in said and shorter else ""
+    print(f"not verified: {said}{advice}\nkept: {folder}")
+    return REFUSED
+
+
+def _shorter(settings: PipelineSettings) -> list[str]:
+    """Settings that make the pipeline short, as a proposal."""
+    wanted = {
+        "prepare_data": {"num_demonstrations": 500},
+        "evaluate": {"episodes": 20},
+        "policy": {"iterations": 8},
+        "distill": {"iterations": 8},
+        "thoughts": {"iterations": 8},
+        "sft": {"max_steps": 30},
+        "preference": {"max_steps": 30, "num_pairs": 60},
+        "reward_model": {"max_steps": 30, "num_pairs": 60},
+    }
+    found = []
+    for stage, fields in wanted.items():
+        block = getattr(settings.stages, stage, None)
+        for name, value in fields.items() if block is not None else ():
+            present = getattr(block, name, None)
+            if present is None or present > value:
+                found.append(f"stages.{stage}.{name}={value}")
+    return found
+
+
+def _with_suspects(finding: ResumeFinding, settings: PipelineSettings) -> ResumeFinding:
+    code = finding.part.code
+    return replace(finding, suspects=suspects_in(_named(code, settings))) if code else finding
+
+
+def _named(code: str, settings: PipelineSettings) -> list[str]:
+    if code != ENVIRONMENT:
+        return [code]
+    return [path for path in named_code(settings) if path not in _rewards(settings)]
+
+
+def _rewards(settings: PipelineSettings) -> set[str]:
+    return set(settings.stages.policy.rewards) if settings.stages.policy is not None else set()
+
+
+def _equal(comparison: RunComparison, trial: Trial) -> str:
+    return (
+        f"the same to the last bit: {comparison.files} files ({comparison.bytes / 1e6:.1f} MB) of "
+        f"{len(comparison.stages)} stages and {comparison.points} points of their metrics, after "
+        f"{len(trial.interruptions)} interruptions"
+    )
+
+
+def _costs(whole: Trial, trial: Trial) -> str:
+    """Costs of the interruptions: work done again, and starting."""
+    lines = []
+    for number, cut in enumerate(trial.interruptions, start=1):
+        where = f" in {cut.stage}" if cut.stage else " between stages"
+        repeated = f", {cut.iterations} iterations done again ({cut.lost_seconds:.1f} s)" if cut.iterations else ""
+        restart = f", going on {cut.restart_seconds:.1f} s after the restart" if cut.restart_seconds is not None else ""
+        lines.append(f"  {number:>3}  {cut.how}{where}{repeated}{restart}")
+    again = sum(cut.iterations for cut in trial.interruptions)
+    lost = sum(cut.lost_seconds for cut in trial.interruptions)
+    more = trial.seconds - whole.seconds
+    lines.append(
+        f"interrupted run: {trial.seconds:.1f} s in {len(trial.interruptions) + 1} processes, {more:+.1f} s "
+        f"({more / whole.seconds:+.0%}); {again} iterations done again take {lost:.1f} s of it "
+        f"({lost / max(trial.seconds, 1e-9):.1%} of all), the rest is starting and stopping"
+    )
+    return "\n".join(lines)
+
+
+class _Report:
+    """One line that is written over on a terminal, or a line now and then."""
+
+    def __init__(self) -> None:
+        self._live = sys.stdout.isatty()
+        self._said = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        """Show progress."""
+        if self._live:
+            print(f"\r\033[K{text}", end="", flush=True)
+        elif time.monotonic() - self._said > SAY_S:
+            self._said = time.monotonic()
+            print(text, flush=True)
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self.clear()
+        print(text, flush=True)
+
+    def clear(self) -> None:
+        """Remove the live line."""
+        if self._live:
+            print("\r\033[K", end="", flush=True)

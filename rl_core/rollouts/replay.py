@@ -1,0 +1,202 @@
+"""Replay of a recorded episode: its actions are shown to the environment again, and the results compared.
+
+An environment is a function of (level, seed, actions), and a reward function one of the trajectory: any difference is
+non-determinism, or a change of code or data since.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.failed_episodes import FailedEpisode, error_trace
+from rl_core.environments.heldout import within
+from rl_core.errors import EnvironmentFault
+from rl_core.rewards.signature import Signature
+from rl_core.rewards.user_function import RewardFunction
+from rl_core.rollouts.collect import plain_messages, plain_step
+from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
+
+__all__ = ["Replay", "replay_episode"]
+
+LATE = "has not returned within"  # in the message of a call that hangs
+_SHOWN = 400  # characters of a text
+
+
+@dataclass
+class Replay:
+    """Outcome of a replay."""
+
+    lines: list[str] = field(default_factory=list)  # turn by turn, for people
+    differences: list[str] = field(default_factory=list)  # from the recording; [] = the same
+    error: str = ""  # type and text of what the environment or a reward function raised this time
+    trace: str = ""
+
+    def compare(self, what: str, recorded: Any, found: Any) -> None:
+        """Note a difference."""
+        if not _same(recorded, found):
+            self.differences.append(f"{what}: recorded {_short(recorded)}, now {_short(found)}")
+            self.lines.append(f"  ! {self.differences[-1]}")
+
+
+def replay_episode(
+    environment: Environment,
+    recorded: FailedEpisode | Trajectory,
+    rewards: Mapping[str, RewardFunction] | None = None,
+    *,
+    timeout_s: float = 600.0,
+) -> Replay:
+    """Play the recorded actions again, score the recorded trajectory twice with each reward function, and compare.
+
+    Args:
+        recorded: a failed episode, or a trajectory that ended well.
+        rewards: by name. A function is given this trajectory alone, whatever else it was given with.
+        timeout_s: of a call.
+    """
+    failed = recorded if isinstance(recorded, FailedEpisode) else None
+    played = failed.trajectory if failed is not None else recorded
+    assert isinstance(played, Trajectory)
+    replay = Replay()
+    in_environment = failed is not None and not failed.failed_in.startswith("reward ")
+    _play(environment, played, failed.messages if failed is not None else [], replay, timeout_s)
+    if failed is not None and in_environment:
+        if not (LATE in failed.error and LATE in replay.error):
+            replay.compare(f"error in {failed.failed_in}", failed.error, replay.error or "none")
+        return replay
+    if replay.error:
+        replay.differences.append(f"the environment: recorded no error, now {replay.error}")
+        return replay
+    for name, function in (rewards or {}).items():
+        expected = failed.error if failed is not None and failed.failed_in == f"reward '{name}'" else ""
+        _score(name, function, played, expected, replay, timeout_s)
+    return replay
+
+
+def _play(
+    environment: Environment, played: Trajectory, opening: Sequence[Message], replay: Replay, timeout_s: float
+) -> None:
+    place = f"environment '{played.environment}', level '{played.level}', seed {played.seed}"
+
+    def call(function: Callable[[], Any]) -> Any:
+        try:
+            return within(timeout_s, place, function)
+        except (Exception, SystemExit) as error:
+            is_late = isinstance(error, EnvironmentFault) and LATE in str(error)
+            replay.error = f"a call {LATE} {timeout_s:g} s" if is_late else f"{type(error).__name__}: {error}"
+            replay.trace = error_trace(error)
+            replay.lines.append(f"  error: {replay.error}")
+            return None
+
+    episode: Episode | None = call(lambda: environment.episode(seed=played.seed, level=played.level))
+    messages = call(lambda: plain_messages(episode.reset())) if episode is not None else None
+    if episode is None or messages is None:
+        return
+    prompt = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+    replay.lines.append(f"prompt: {_short(prompt)}")
+    if opening:
+        replay.compare("opening messages", list(opening), messages)
+    else:
+        replay.compare("prompt", played.prompt, prompt)
+    total, last = 0.0, Step()
+    for number, turn in enumerate(played.turns, start=1):
+        replay.lines.append(f"turn {number}: {_short(turn.action)}")
+        if turn is played.turns[-1] and _was_cut(played, turn):
+            replay.lines.append("  cut off by the token limit: the environment was not shown it")
+            break
+        step = call(functools.partial(_step, episode, turn.action))
+        if step is None:
+            return
+        last, total = step, total + step.reward
+        if not math.isfinite(step.reward):
+            replay.error = f"step returned reward {step.reward}, not a finite reward"
+            return
+        if _show_step(number, turn, step, played, replay):
+            break
+    if played.stop_reason != StopReason.FAILED:
+        _compare_end(played, episode, last, total, replay)
+
+
+def _step(episode: Episode, action: str) -> Step:
+    return plain_step(episode.step(action))
+
+
+def _was_cut(played: Trajectory, turn: Turn) -> bool:
+    """True = the last action was cut off; an observation that did not fit left a call or an error behind."""
+    return played.stop_reason == StopReason.MAX_TOKENS and turn.tool_call is None and not turn.is_error
+
+
+def _show_step(number: int, turn: Turn, step: Step, played: Trajectory, replay: Replay) -> bool:
+    """Note what the step gave, and how it differs from the recording; True = the episode has ended."""
+    ended = step.terminated or step.truncated
+    observation = None if ended else "\n".join(message["content"] for message in step.messages)
+    if step.tool_call is not None:
+        replay.lines.append(f"  calls {step.tool_call.name} {_short(step.tool_call.arguments)}")
+    replay.lines.append(f"  -> {'the end' if ended else _short(observation)} (reward {step.reward:g})")
+    if not ended and not step.messages:
+        replay.error = "a step neither ended the episode nor returned an observation"
+        return True
+    replay.compare(f"tool call of turn {number}", turn.tool_call, step.tool_call)
+    replay.compare(f"misuse in turn {number}", turn.is_error, step.is_error)
+    is_last = turn is played.turns[-1]
+    if turn.observation is not None:
+        replay.compare(f"observation of turn {number}", turn.observation, observation or "none: the episode ended")
+    elif is_last and played.stop_reason in (StopReason.TERMINATED, StopReason.ENVIRONMENT):
+        replay.compare(f"end at turn {number}", True, ended)
+    return ended
+
+
+def _compare_end(played: Trajectory, episode: Episode, last: Step, total: float, replay: Replay) -> None:
+    replay.compare("answer", played.answer, last.answer)
+    replay.compare("success", played.success, bool(last.success))
+    replay.compare("reward of the environment", played.rewards.get("task", played.reward), total)
+    replay.compare("right answer (target)", played.target, episode.target)
+
+
+def _score(
+    name: str, function: RewardFunction, played: Trajectory, expected: str, replay: Replay, timeout_s: float
+) -> None:
+    """Score a copy of the trajectory twice; `expected`: the recorded error, "" = none."""
+    task = played.rewards.get("task", played.reward)
+    bare = dataclasses.replace(played, rewards={"task": task}, reward=task)
+    found: list[Any] = []
+    for _ in range(2):
+        try:
+            value = within(timeout_s, f"reward '{name}'", lambda: _values(Signature(function, name), bare))
+            found.append(value[0] if len(value) == 1 else f"{len(value)} values for 1 trajectory")
+        except (Exception, SystemExit) as error:
+            found.append(f"raised {type(error).__name__}: {error}")
+            replay.error, replay.trace = found[-1], error_trace(error)
+    replay.lines.append(f"reward {name}: {_short(found[0])}")
+    if not _same(*found):
+        text = f"reward '{name}' gave {_short(found[0])} and {_short(found[1])} for the same trajectory"
+        replay.differences.append(text)
+        replay.lines.append(f"  ! {text}")
+    if expected:
+        now = found[0] if isinstance(found[0], str) else f"gave {found[0]!r}"
+        now += ", no finite number" if isinstance(found[0], float) and not math.isfinite(found[0]) else ""
+        replay.compare(f"error of reward '{name}'", expected, now)
+    elif name in played.rewards:
+        replay.compare(f"reward '{name}'", played.rewards[name], found[0])
+
+
+def _values(signature: Signature, played: Trajectory) -> list[Any]:
+    """Values of a copy of the trajectory, which knows no token ids; see `rewards.user_function` for None."""
+    values = signature.call([Rollout([], [], [], [], copy.deepcopy(played))])
+    return [0.0 if value is None and signature.is_trl else value for value in values]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return bool(one == other)
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"

@@ -1,0 +1,229 @@
+"""Unfinished stages whose conditions changed: refused with the differences, resumed all the same, or begun anew.
+
+    stages/<stage>/<key>.open/aside.json   its checkpoints were passed over on purpose; the old conditions resume them
+
+A finished stage whose key changed runs anew, as in any DAG. Only what would lose a checkpoint is asked about.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import ResumeRefused
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.locks import FolderLock
+from rl_core.storage.single_files import write_json_atomic
+from tasks import stage_registry
+from tasks.config import PipelineSettings
+from tasks.pipeline.conditions import CONDITIONS, changes, describe, finished_conditions, read_conditions
+from tasks.pipeline.key import stage_key_parts
+from tasks.pipeline.run_options import RunOptions
+
+__all__ = [
+    "ASIDE",
+    "Unfinished",
+    "adopt",
+    "check_unfinished",
+    "differences_now",
+    "newest_conditions",
+    "present",
+    "set_others_aside",
+    "unfinished",
+]
+
+logger = logging.getLogger(__name__)
+
+ASIDE = "aside.json"
+CHECKPOINTS = "checkpoints"
+
+REMEDY = """\
+  --allow-drift  resumes from the checkpoint under the new conditions
+  --fresh        begins anew, finished stages too (`posttrain stage {stage} --fresh`: this one alone)
+Under the old conditions the same command resumes as ever."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A stage that was begun and not finished, with checkpoints."""
+
+    folder: Path  # <key>.open
+    conditions: dict[str, Any]  # {} = not noted: by an older version of posttrain
+    iteration: int | None  # of the newest checkpoint; None = not known
+    time: float  # of it
+
+    @property
+    def key(self) -> str:
+        """The stage's key."""
+        return self.folder.name.removesuffix(".open")
+
+    @property
+    def stage(self) -> str:
+        """The stage's name."""
+        return self.folder.parent.name
+
+    def __str__(self) -> str:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        return f"iteration {self.iteration}, {when}" if self.iteration is not None else when
+
+
+def unfinished(folder: Path, *, with_aside: bool = False) -> list[Unfinished]:
+    """Unfinished stages with checkpoints in a stage's folder, the newest first; without those that were set aside."""
+    found = []
+    for path in folder.glob("*.open"):
+        checkpoint = CheckpointStore(path / CHECKPOINTS).newest()
+        if checkpoint is None or ((path / ASIDE).exists() and not with_aside):
+            continue
+        found.append(Unfinished(path, read_conditions(path) or {}, checkpoint.iteration, checkpoint.time))
+    return sorted(found, key=lambda stage: stage.time, reverse=True)
+
+
+# ------------------------------------------------------------------------------------------- before a pipeline begins
+
+
+def present(settings: PipelineSettings, stage: str) -> dict[str, Any]:
+    """Conditions of a stage as the settings and the code are now, without its inputs."""
+    return describe(stage, stage_key_parts(stage, getattr(settings.stages, stage), settings, {}), {}, {})
+
+
+def check_unfinished(stages_folder: Path, settings: PipelineSettings, options: RunOptions) -> None:
+    """Check, before anything is run, that settings and code are those of the stages that have only checkpoints.
+
+    Inputs are not known yet; `adopt` compares them. Raises: ResumeRefused with every difference.
+    """
+    if options.on_drift != "refuse":
+        return
+    for stage in _asked_for(settings, options):
+        begun = unfinished(stages_folder / stage)
+        if not begun or (options.fresh and options.only in (None, stage)):
+            continue
+        now = present(settings, stage)
+        if any(not _differences(stages_folder, settings, known, now) for known in _known(stages_folder / stage)):
+            continue  # finished under these conditions, or the very checkpoint to resume from
+        raise _refusal(begun[0], _differences(stages_folder, settings, begun[0].conditions, now))
+
+
+def _asked_for(settings: PipelineSettings, options: RunOptions) -> list[str]:
+    """Training stages that the run may come to."""
+    order = stage_registry.names()
+    last = order.index(options.only) if options.only in order else len(order)
+    active = [name for name in order[: last + 1] if getattr(settings.stages, name, None) is not None]
+    return [name for name in active if name in stage_registry.training_stages()]
+
+
+def _known(folder: Path) -> list[dict[str, Any]]:
+    """Conditions of all that is there of a stage, finished or not."""
+    if not folder.is_dir():
+        return []
+    begun = [stage.conditions for stage in unfinished(folder, with_aside=True) if stage.conditions]
+    done = (finished_conditions(path) for path in folder.iterdir() if path.is_dir() and "." not in path.name)
+    return [*begun, *(conditions for conditions in done if conditions)]
+
+
+def _differences(
+    stages_folder: Path, settings: PipelineSettings, old: Mapping[str, Any], now: Mapping[str, Any]
+) -> list[str]:
+    """Differences of a stage's conditions from the present ones, in itself and in the stages before it."""
+    found = _listing(old, now, with_inputs=False)
+    for name, key in (old.get("before") or {}).items():
+        earlier = finished_conditions(stages_folder / name / key)
+        if earlier is not None and getattr(settings.stages, name, None) is not None:
+            found += changes(earlier, present(settings, name), with_inputs=False)
+    return found
+
+
+def _listing(old: Mapping[str, Any], new: Mapping[str, Any], *, with_inputs: bool = True) -> list[str]:
+    if not old:
+        return ["posttrain itself: the checkpoint was written by a version that did not note its conditions"]
+    return changes(old, new, with_inputs=with_inputs)
+
+
+def _refusal(stage: Unfinished, found: Sequence[str]) -> ResumeRefused:
+    lines = "\n  ".join(dict.fromkeys(found))
+    is_upgrade = any(line.startswith("posttrain") for line in found)
+    note = "\nan upgrade of posttrain counts as a change" if is_upgrade else ""
+    return ResumeRefused(
+        f"stage '{stage.stage}' is not finished, and its checkpoint ({stage}) was made under other conditions:\n"
+        f"  {lines}{note}\n{REMEDY.format(stage=stage.stage)}"
+    )
+
+
+# -------------------------------------------------------------------------------------------------- when a stage begins
+
+
+def adopt(final: Path, conditions: dict[str, Any], options: RunOptions) -> list[str]:
+    """Settle what becomes of other checkpoints of a stage that is about to begin under these conditions.
+
+    Args:
+        final: the folder that the stage will have when it is finished; its own lock is held.
+    Returns: differences under which the stage resumes, now or already since an earlier permission; [] = none.
+    Raises: ResumeRefused where checkpoints of other conditions would be passed over without a word.
+    """
+    own = final.with_name(f"{final.name}.open")
+    if CheckpointStore(own / CHECKPOINTS).newest() is not None:
+        (own / ASIDE).unlink(missing_ok=True)
+        kept = (read_conditions(own) or {}).get("drift") or []
+        return [str(line) for line in kept]
+    others = [stage for stage in unfinished(final.parent) if stage.key != final.name]
+    if not others:
+        return []
+    newest = others[0]
+    found = _listing(newest.conditions, conditions)
+    if options.on_drift == "anew":
+        for stage in others:
+            _set_aside(stage, final.name)
+        logger.warning(
+            "%s begins anew: the checkpoint (%s) was made under other conditions, and is kept in %s:\n  %s",
+            newest.stage, newest, newest.folder, "\n  ".join(found),
+        )  # fmt: skip
+        return []
+    if options.on_drift == "refuse" and found:
+        raise _refusal(newest, found)
+    return _take_over(newest, final, conditions, found)
+
+
+def _set_aside(stage: Unfinished, instead: str) -> None:
+    write_json_atomic(stage.folder / ASIDE, {"for": instead, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
+
+
+def _take_over(stage: Unfinished, final: Path, conditions: dict[str, Any], found: list[str]) -> list[str]:
+    """Make the checkpoints of a stage, and its run, those of this key."""
+    drift = [*(stage.conditions.get("drift") or []), *found]
+    own = final.with_name(f"{final.name}.open")
+    with FolderLock(stage.folder.with_name(f"{stage.key}.lock")):
+        # First, so that a kill between this and the renaming leaves a stage that needs no second permission.
+        write_json_atomic(stage.folder / CONDITIONS, {**conditions, "drift": drift})
+        shutil.rmtree(own, ignore_errors=True)  # left without a checkpoint
+        journal, mine = (final.with_name(f"{key}.tracking") for key in (stage.key, final.name))
+        if journal.exists() and not mine.exists():
+            journal.rename(mine)
+        stage.folder.rename(own)
+    if found:
+        logger.warning(
+            "%s resumes from its checkpoint (%s) although these changed:\n  %s", stage.stage, stage, "\n  ".join(found)
+        )
+    return drift
+
+
+def set_others_aside(final: Path) -> None:
+    """Pass over the checkpoints of other conditions from now on: the user wants the stage anew."""
+    for stage in unfinished(final.parent):
+        if stage.key != final.name:
+            _set_aside(stage, final.name)
+
+
+def newest_conditions(folder: Path) -> dict[str, Any] | None:
+    """Conditions of what a stage's folder holds of the newest run, finished or not; None = nothing is known."""
+    return max(_known(folder), key=lambda conditions: str(conditions.get("time", "")), default=None)
+
+
+def differences_now(folder: Path, settings: PipelineSettings) -> list[str]:
+    """Differences of a stage's present conditions, but for its inputs, from the nearest known ones, finished or not."""
+    now = present(settings, folder.name)
+    found = [changes(known, now, with_inputs=False) for known in _known(folder)]
+    return min(found, key=len, default=[])

@@ -1,0 +1,77 @@
+"""Time of publishing a checkpoint folder, and of reading it back verified, by size.
+
+    python tests/benchmarks/bench_publishing.py [--folder DIR] [--megabytes 1 10 100] [--repeats 7]
+
+Medians in milliseconds. `write` is the same bytes written once without a sync, a manifest or a checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from rl_core.storage.folders import (
+    digest_bytes,
+    publish_folder,
+    put_bytes,
+    read_manifest,
+    read_verified,
+    remove_folder,
+)
+
+FILE = "weights"
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Duration of a call."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def publish(folder: Path, data: bytes) -> None:
+    """A folder with one file, as a checkpoint's: hashed in memory, synced, renamed."""
+
+    def write(temporary: Path) -> dict[str, str]:
+        put_bytes(temporary / FILE, data)
+        return {FILE: digest_bytes(data)}
+
+    publish_folder(folder, write)
+
+
+def measure(place: Path, size: int, repeats: int) -> dict[str, float]:
+    """Median seconds of `size` bytes: written, hashed, published, read and verified."""
+    data = bytes(range(256)) * (size // 256)
+    found: dict[str, list[float]] = {"write": [], "hash": [], "publish": [], "read": []}
+    folder = place / "version"
+    for _ in range(repeats):
+        found["write"].append(seconds(lambda: put_bytes(place / "plain", data)))
+        (place / "plain").unlink()
+        found["hash"].append(seconds(lambda: digest_bytes(data)))
+        found["publish"].append(seconds(lambda: publish(folder, data)))
+        found["read"].append(seconds(lambda: read_verified(folder, FILE, read_manifest(folder))))
+        remove_folder(folder)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, help="where to write; default: a temporary folder")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[1, 10, 100])
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    print("| MB | write | SHA-256 | publish | read, verified |\n|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as place:
+        for megabytes in arguments.megabytes:
+            found = measure(Path(place), megabytes * 1_000_000, arguments.repeats)
+            cells = " | ".join(f"{1000 * found[name]:.1f} ms" for name in ("write", "hash", "publish", "read"))
+            print(f"| {megabytes} | {cells} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,369 @@
+"""Small runs of every trainer in which as much as possible of a checkpoint matters, and their resumption.
+
+Each scenario has a moving schedule, several micro-batches a step, ragged rows, and an evaluation whose best value lies
+before the cut, so that patience ends the run and the best weights come from the checkpoint.
+"""
+
+import copy
+import dataclasses
+import functools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import LlamaForSequenceClassification
+
+from helpers.letters import FewLetters, Letters, make_trainer
+from helpers.thinkers import make_trainer as make_thinker
+from helpers.thinkers import renderer_of_texts, teach
+from helpers.tiny import PAD, VOCABULARY, logged_bits, nano, weights_digest
+from rl_core.data.pairs import Pair, PairSide
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.environment import Step
+from rl_core.errors import Stopped
+from rl_core.inference.teacher import LocalTeacher
+from rl_core.models import causal_lm, lora
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.settings import (
+    CriticSettings,
+    CuriositySettings,
+    CurriculumStage,
+    DistillationSettings,
+    ExitCondition,
+    LengthSettings,
+    LoraSettings,
+    ModelSettings,
+    PreferenceSettings,
+    ReplaySettings,
+    RewardModelSettings,
+    RewardSettings,
+    RollbackSettings,
+    SamplingSettings,
+    SFTSettings,
+)
+from rl_core.settings.distillation import DistilledPolicySettings
+from rl_core.tracking import MemoryTracker
+from rl_core.trainers.preference import PreferenceTrainer
+from rl_core.trainers.reward_model import RewardModelTrainer
+from rl_core.trainers.sft import SFTTrainer
+from rl_core.training.loop import run_loop
+
+ITERATIONS, CUT = 7, 3  # patience ends each run after five iterations
+
+
+@dataclasses.dataclass(frozen=True)
+class Scenario:
+    """One trainer and its settings."""
+
+    make: Callable[[], Any]  # the trainer
+    draws: bool = False  # True = it draws from the global generators
+
+    def trainer(self):
+        torch.manual_seed(3)
+        random.seed(5)
+        np.random.seed(6)
+        return self.make()
+
+
+class MemoryStore:
+    """A CheckpointStore in memory: of a run that is cut, the newest state."""
+
+    def __init__(self, state=None):
+        self.state = state
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    def save(self, state):
+        self.state = copy.deepcopy(dict(state))
+        return 1
+
+    def load_latest(self):
+        return copy.deepcopy(self.state)
+
+
+def disturb(event):
+    """Things that a run may have met before the cut; afterwards the checkpoint alone knows of them."""
+    if event.kind != "iteration" or event.iteration != 2:
+        return
+    steps = [event.trainer.optimizer_step]
+    critic = getattr(getattr(event.trainer, "actor_critic", None), "critic_optimizer_step", None)
+    for optimizer_step in [*steps, *([critic] if critic is not None else [])]:
+        optimizer_step.skipped_steps = 1  # a step that was not finite
+        optimizer_step.learning_rate_scale = 0.7  # a rollback
+        optimizer_step.max_tokens = 12  # a lack of memory
+
+
+class _Cut:
+    """Stop request after some iterations."""
+
+    def __init__(self, at):
+        self.at = at
+
+    def __call__(self, event):
+        if event.kind == "iteration" and event.iteration == self.at + 1:  # the checkpoint of `at` has been saved
+            raise Stopped("cut", 15)
+
+
+def run(scenario, store=None, *, cut=None, after=()):
+    """What a run leaves: weights, every metric, outcome and history, as bits; None where it was cut."""
+    trainer, tracker = scenario.trainer(), MemoryTracker()
+    callbacks = [disturb, *after] + ([_Cut(cut)] if cut else [])
+    try:
+        outcome = run_loop(
+            trainer, trainer.settings, iterations=ITERATIONS, tracker=tracker, checkpoints=store,
+            best_metric="eval/chosen", fingerprint={"settings": "same"}, callbacks=callbacks,
+        )  # fmt: skip
+    except Stopped:
+        return None, logged_bits(tracker)
+    facts = dataclasses.asdict(dataclasses.replace(outcome, seconds=0.0, resumed_iteration=0, history=None))
+    history = {name: outcome.history.points(name) for name in outcome.history.names if not name.startswith("perf/")}
+    return (weights_digest(trainer.model), facts, history), logged_bits(tracker)
+
+
+def chosen(evaluate, trainer):
+    """The trainer's metrics, and one that is best at the first evaluation."""
+    calls = trainer.optimizer_step.num_steps
+    return {**evaluate(), "eval/chosen": 1.0 / (1 + calls)}
+
+
+def with_choice(trainer):
+    trainer.evaluate = functools.partial(chosen, trainer.evaluate, trainer)
+    return trainer
+
+
+# ---------------------------------------------------------------------------------------------------------- supervised
+
+LOOP = {"eval_every": 1, "checkpoint_every": 1, "patience": 4, "keep_checkpoints": 2}
+OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 3, "schedule": "cosine", "batch_size": 4, "micro_batch_tokens": 14}
+EVERYTHING = {"ema_decay": 0.6, "grokfast_lambda": 0.5, "grokfast_alpha": 0.9}
+
+
+def rows_of(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(count):
+        ids = torch.randint(1, VOCABULARY, (3 + index % 4,), generator=generator).tolist()
+        rows.append((ids, [False, *[True] * (len(ids) - 1)]))
+    return rows
+
+
+def pairs_of(count, seed=0, labelled=False):
+    generator = torch.Generator().manual_seed(seed)
+    pairs = []
+    for index in range(count):
+        prompt = torch.randint(1, VOCABULARY, (2 + index % 2,), generator=generator).tolist()
+        sides = [torch.randint(1, VOCABULARY, (1 + index % 3,), generator=generator).tolist() for _ in range(2)]
+        pair = Pair(*(PairSide(prompt, ids, [True] * len(ids)) for ids in sides))
+        pairs.append(dataclasses.replace(pair, desirable=index % 3 != 0) if labelled else pair)
+    return pairs
+
+
+def adapted(dropout=0.3, **options):
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        settings = LoraSettings(rank=2, dropout=dropout, target_modules=("q_proj", "down_proj"))
+        return lora.add_adapter(nano(**options), settings)
+
+
+def sft(model=None, **changes):
+    settings = SFTSettings(**{**OPTIMIZER, **LOOP, "epochs": 9.0, **changes})
+    model = nano(dropout=0.2) if model is None else model()
+    return with_choice(SFTTrainer(model, PAD, rows_of(14), rows_of(5, 1), settings, 7))
+
+
+def reward_model(**changes):
+    settings = RewardModelSettings(**{**OPTIMIZER, **LOOP, "epochs": 9.0, "dropout": True, **changes})
+    pairs = [(pair.chosen_ids, pair.rejected_ids) for pair in pairs_of(14)]
+    model = nano(0, 0.2, LlamaForSequenceClassification, num_labels=1)
+    return with_choice(RewardModelTrainer(model, PAD, pairs, pairs[:5], settings, 7))
+
+
+def preference(loss, model=None, **changes):
+    settings = PreferenceSettings(**{**OPTIMIZER, **LOOP, "epochs": 9.0, "loss": loss, **changes})
+    pairs = [pairs_of(count, seed, loss == "kto") for count, seed in ((14, 0), (5, 1))]
+    model = nano(dropout=0.2) if model is None else model()
+    return with_choice(PreferenceTrainer(model, PAD, *pairs, settings, 7))
+
+
+# -------------------------------------------------------------------------------------------------------------- policies
+
+
+@functools.cache
+def tokenizer():
+    return train_tokenizer(["abc xyz"], 300)
+
+
+@functools.cache
+def started(seed=0):
+    return causal_lm.create(ModelSettings(preset="nano", context=32, device="cpu"), tokenizer(), seed)
+
+
+def adapted_policy():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        settings = LoraSettings(rank=2, dropout=0.3, target_modules=("q_proj", "down_proj"))
+        return lora.add_adapter(copy.deepcopy(started()), settings)
+
+
+def with_luck(trajectories):
+    """A reward of the user's that draws from the global generators."""
+    return [random.random() + float(np.random.rand()) + float(torch.rand(())) for _ in trajectories]
+
+
+def two_stages(**options):
+    return (
+        CurriculumStage(name="one", levels={"low": 1.0}, max_iterations=2),
+        CurriculumStage(name="two", levels={"low": 1.0, "high": 2.0}, **options),
+    )
+
+
+def policy(environment=None, rewards=None, reference=False, evaluator=None, **changes):
+    options = {
+        **LOOP, "iterations": ITERATIONS, "prompts_per_iteration": 3, "group_size": 4, "learning_rate": 5e-3,
+        "warmup_steps": 3, "schedule": "cosine", "micro_batch_tokens": 30, "entropy_coef": 0.02, "entropy_decay": 0.9,
+        "sampling": SamplingSettings(max_completion_tokens=3, temperature=0.8), "curriculum": two_stages(), **changes,
+    }  # fmt: skip
+    reference_model = copy.deepcopy(started(1)) if reference else None
+    model = options.pop("model", None)
+    trainer = make_trainer(
+        tokenizer(), environment or FewLetters(), rewards=rewards, reference=reference_model,
+        model=model() if model else None, **options,
+    )  # fmt: skip
+    trainer.evaluator = dict
+    return with_choice(trainer)
+
+
+def all_rewards():
+    options = RewardSettings(
+        normalise=("length", "task"), clip=4.0, window=3,
+        length=LengthSettings(free=1, limit=6), curiosity=CuriositySettings(hidden=4),
+    )  # fmt: skip
+    parts = {
+        "task": 1.0,
+        "curiosity": 0.5,
+        "coherence": 0.2,
+        "tool_use": 0.1,
+        "length": 0.1,
+        "learned": 0.2,
+        "luck": 0.1,
+    }
+    scorer = lambda rows: [sum(row) % 7 for row in rows]  # noqa: E731
+    return RewardOrchestrator(parts, options=options, seed=3, scorer=scorer, functions={"luck": with_luck})
+
+
+class _TwoTurns(Letters):
+    """An observation after the first action."""
+
+    def episode(self, seed, level):
+        episode = super().episode(seed, level)
+        act, turns = episode.act, []
+
+        def first(text):
+            turns.append(text)
+            step = act(text)
+            if len(turns) == 1:
+                return Step([{"role": "user", "content": "b"}], reward=step.reward, success=step.success)
+            return step
+
+        episode.act = first
+        return episode
+
+
+def rewarded():
+    sampling = SamplingSettings(max_completion_tokens=14, max_turns=2, temperature=0.8)
+    return policy(_TwoTurns(), all_rewards(), sampling=sampling, curriculum=two_stages())
+
+
+ADAPTIVE = {"reference": True, "kl_coef": 0.1, "kl_controller": "adaptive", "kl_target": 1e-3, "kl_horizon": 12}
+REPLAY = {"replay": ReplaySettings(iterations=2, share=0.7), "importance": "token"}
+
+
+def rolled_back():
+    """The watched metric lies below its level (by a negative margin), so every patience is a rollback."""
+    rollback = RollbackSettings(window=1, margin=1e-6, patience=1, cooldown=1, max_rollbacks=2)
+    exit_condition = ExitCondition(metric="success_rate", window=2, threshold=0.99, patience=2)
+    stages = (
+        CurriculumStage(name="one", levels={"low": 1.0}, max_iterations=1),
+        CurriculumStage(name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(exit_condition,)),
+    )
+    return policy(curriculum=stages, rollback=rollback, **REPLAY)
+
+
+def distilled():
+    settings = DistillationSettings(
+        iterations=ITERATIONS, prompts_per_iteration=10, learning_rate=5e-3, warmup_steps=3, schedule="cosine",
+        sampling=SamplingSettings(max_completion_tokens=3, temperature=0.8), micro_batch_tokens=30, **LOOP,
+    ).policy()  # fmt: skip
+    values = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    del values["rewards"]
+    trainer = make_trainer(
+        tokenizer(), teacher=LocalTeacher(copy.deepcopy(started(1))), kind=DistilledPolicySettings, **values
+    )
+    trainer.evaluator = dict
+    return with_choice(trainer)
+
+
+@functools.cache
+def thinking():
+    renderer = renderer_of_texts()
+    return renderer, teach(renderer)
+
+
+def thoughts(**changes):
+    options = {
+        **LOOP, "iterations": ITERATIONS, "episodes_per_iteration": 5, "learning_rate": 3e-3, "warmup_steps": 3,
+        "schedule": "cosine", "entropy_coef": 0.05, "micro_batch_tokens": 200,
+        "sampling": SamplingSettings(max_completion_tokens=30, temperature=0.8), **changes,
+    }  # fmt: skip
+    return with_choice(make_thinker(*thinking(), **options))
+
+
+def adapted_thoughts():
+    renderer, taught = thinking()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        settings = LoraSettings(rank=2, target_modules=("q_proj", "down_proj"))
+        model = lora.add_adapter(copy.deepcopy(taught), settings)
+    return with_choice(
+        make_thinker(
+            renderer, model, **LOOP, iterations=ITERATIONS, episodes_per_iteration=5,
+            sampling=SamplingSettings(max_completion_tokens=30, temperature=1.3),
+        )
+    )  # fmt: skip
+
+
+SCENARIOS = {
+    "sft": Scenario(lambda: sft(**EVERYTHING), draws=True),
+    "sft packed": Scenario(lambda: sft(packing=True), draws=True),
+    "sft lora": Scenario(lambda: sft(adapted), draws=True),
+    "sft muon bfloat16": Scenario(lambda: sft(lambda: nano().bfloat16(), optimizer="muon")),
+    "reward model": Scenario(lambda: reward_model(**EVERYTHING), draws=True),
+    "dpo": Scenario(lambda: preference("dpo", dropout=True)),
+    "dpo lora": Scenario(lambda: preference("dpo", adapted, dropout=True)),
+    "ipo": Scenario(lambda: preference("ipo")),
+    "kto": Scenario(lambda: preference("kto")),
+    "simpo": Scenario(lambda: preference("simpo")),
+    "orpo": Scenario(lambda: preference("orpo")),
+    "grpo": Scenario(lambda: policy(**ADAPTIVE, **REPLAY, epochs=2, minibatches=2, ema_decay=0.6)),
+    "grpo lora": Scenario(lambda: policy(model=adapted_policy, dropout=True, epochs=2)),
+    "grpo rewards": Scenario(rewarded, draws=True),
+    "grpo rollback": Scenario(rolled_back),
+    "ppo": Scenario(lambda: policy(algorithm="ppo", epochs=2, minibatches=2, **REPLAY)),
+    "ppo shared": Scenario(lambda: policy(algorithm="ppo", critic=CriticSettings(kind="shared"), epochs=2)),
+    "dr_grpo": Scenario(lambda: policy(algorithm="dr_grpo")),
+    "dapo": Scenario(lambda: policy(algorithm="dapo", overlong_buffer=0)),
+    "gspo": Scenario(lambda: policy(algorithm="gspo", epochs=2)),
+    "cispo": Scenario(lambda: policy(algorithm="cispo", epochs=2)),
+    "sapo": Scenario(lambda: policy(algorithm="sapo", epochs=2)),
+    "rloo": Scenario(lambda: policy(algorithm="rloo", **ADAPTIVE, kl_in="reward")),
+    "reinforce": Scenario(lambda: policy(algorithm="reinforce", critic=CriticSettings())),
+    "distill": Scenario(distilled),
+    "thoughts": Scenario(thoughts),
+    "thoughts lora": Scenario(adapted_thoughts),
+}

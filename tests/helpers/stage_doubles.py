@@ -1,0 +1,75 @@
+"""As much of a pipeline run and its tracking as a stage without a model asks for."""
+
+import dataclasses
+import threading
+
+from tasks.config import from_dict
+from tasks.pipeline.run_options import RunOptions
+
+PIPELINE = {"name": "t", "environment": {"name": "arithmetic"}, "stages": {"sft": {}}}
+
+
+def pipeline(**changes):
+    return from_dict({**PIPELINE, **changes})
+
+
+class Tracker:
+    run_id = "r"
+
+    def __init__(self):
+        self.closed, self.tags, self.metrics = [], {}, []
+
+    def log_dict(self, value, name):
+        pass
+
+    def log_metrics(self, metrics, step):
+        self.metrics.append((step, dict(metrics)))
+
+    def set_tag(self, name, value):
+        self.tags[name] = value
+
+    def progress(self, done, total, message=""):
+        pass
+
+    def close(self, status, timeout_s=30.0):
+        self.closed.append(status)
+
+
+class PipelineRun:
+    """It is its own tracker and its own models."""
+
+    threads = 3
+
+    def __init__(self, folder, options=RunOptions(), environment_options=None, **changes):  # noqa: B008 frozen
+        """`environment_options`: as they are, whether the environment has such options or not."""
+        self.settings, self.stages_folder, self.stop = pipeline(**changes), folder, threading.Event()
+        if environment_options is not None:
+            environment = dataclasses.replace(self.settings.environment, options=environment_options)
+            self.settings = dataclasses.replace(self.settings, environment=environment)
+        self.tracker = self.models = self
+        self.options, self.results = options, {}
+        self.cached, self.trackers, self.computed = [], [], set()
+
+    def tag_data(self, digests):
+        pass
+
+    def is_fresh(self, name, key):
+        return self.options.fresh and self.options.only in (None, name) and key not in self.computed
+
+    def is_restarted(self, key):
+        return self.options.restart and key not in self.computed
+
+    def mark_computed(self, key):
+        self.computed.add(key)
+
+    def note_cached(self, label, source):
+        self.cached.append((label, source))
+
+    def parent_tags(self, name):
+        return {"parent_model_version": "org/name"}
+
+    def open_stage(self, label, name, journal, settings, digests, key, tags):
+        journal.mkdir(exist_ok=True)
+        self.trackers.append(Tracker())
+        self.trackers[-1].tags.update(tags)
+        return self.trackers[-1]

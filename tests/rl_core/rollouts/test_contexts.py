@@ -1,0 +1,356 @@
+"""Episodes whose history the chat template renders anew: the policy reads, and is trained on, what a server would show.
+
+Expected prompts are the tokenizer's own rendering of the messages, expected log-probabilities those of transformers'
+forward pass over each context alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.chat_templates import OPENS_AND_STRIPS, OPENS_KEEPS_LAST, family
+from helpers.letters import make_trainer
+from helpers.teacher_server import serving
+from helpers.tiny import weights_digest
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
+from rl_core.data.chat import ChatRenderer
+from rl_core.environments.environment import Environment, Episode, Step
+from rl_core.environments.step_pool import NewContext
+from rl_core.environments.tools import Toolset
+from rl_core.errors import DataError, SettingsError
+from rl_core.inference.engine import make_backend
+from rl_core.inference.sampling import check_observation
+from rl_core.inference.teacher import LocalTeacher, ServedTeacher
+from rl_core.inference.transformers_backend import TransformersBackend
+from rl_core.models.logprobs import check_contexts, completion_logprobs
+from rl_core.models.lora import add_adapter
+from rl_core.models.turn_states import turn_states
+from rl_core.rollouts.batching import TrainRow, make_batches, train_row
+from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.token_files import read_rollouts, write_tokens
+from rl_core.settings import LoraSettings, ModelSettings, ReplaySettings, SamplingSettings, TeacherSettings
+from rl_core.thoughts.episodes import read_episode
+from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, Sample
+from rl_core.types import Rollout, StopReason, Trajectory
+
+THINK = ("<think>", "</think>")
+TURNS = 4
+
+
+class Chatting(Episode):
+    """A user who asks again after every answer, with a result of a tool in between."""
+
+    def reset(self):
+        self.count = 0
+        return [{"role": "user", "content": f"answer {self.seed}"}]
+
+    def act(self, text):
+        self.count += 1
+        if self.count == TURNS:
+            return Step(terminated=True, success=len(text) % 2 == 0, reward=float(len(text) % 3))
+        role = "tool" if self.count == 2 else "user"
+        return Step(messages=[{"role": role, "content": "the cell is red"}], reward=0.5)
+
+
+class Chats(Environment):
+    name, levels = "chats", ("low",)
+    blocking = False
+
+    @property
+    def tools(self):
+        return Toolset([])
+
+    def episode(self, seed, level):
+        return Chatting(seed, level)
+
+
+class SlowChats(Chats):
+    blocking = True
+
+
+def tokenizer(template=OPENS_AND_STRIPS):
+    return family(template, THINK)
+
+
+def llama(words, **options):
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.3, pad_token_id=0, **options,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config).eval()
+
+
+def ends_of(words):
+    """Every fourth token ends an action, so that an untrained policy writes some tokens, and closes some thoughts."""
+    return [token for token in range(0, len(words), 4) if token != words.convert_tokens_to_ids("</think>")]
+
+
+def play(backend, words, environment=None, history="template", requests=6, **options):
+    sampling = SamplingSettings(**{"max_completion_tokens": 120, "max_turns": 6, "temperature": 0.7, **options})
+    renderer = ChatRenderer(words, ModelSettings(history_thoughts=history))
+    found = collect(
+        environment or Chats(), backend, renderer, [EpisodeRequest("low", seed) for seed in range(requests)],
+        group_size=4, sampling=sampling, seed=3,
+    )  # fmt: skip
+    return [rollout for group in found for rollout in group.rollouts]
+
+
+def contexts(rollout):
+    """(ids, loss mask, sampler's log-probs) of each context."""
+    edges = [0, *rollout.context_starts, len(rollout.completion_ids)]
+    for place, (start, stop) in enumerate(itertools.pairwise(edges)):
+        front = rollout.prompt_ids if place == 0 else []
+        ids = [*front, *rollout.completion_ids[start:stop]]
+        mask = [*([False] * len(front)), *rollout.loss_mask[start:stop]]
+        logprobs = [*([0.0] * len(front)), *rollout.sampler_logprobs[start:stop]]
+        yield ids, mask, logprobs
+
+
+def alone(model, ids, mask, temperature):
+    """Log-probs of the sampled tokens of one context, by transformers."""
+    with torch.no_grad():
+        log_p_SV = (model(input_ids=torch.tensor([ids])).logits[0].double() / temperature).log_softmax(-1)
+    return [float(log_p_SV[place - 1, ids[place]]) for place in range(len(ids)) if mask[place]]
+
+
+def backends(model, words, max_length=256):
+    ends = ends_of(words)
+    return (
+        make_backend(model, eos_ids=ends, pad_id=0, max_length=max_length),
+        TransformersBackend(model, eos_ids=ends, pad_id=0, max_length=max_length),
+    )
+
+
+@pytest.fixture(scope="module")
+def words():
+    return tokenizer()
+
+
+@pytest.fixture(scope="module")
+def played(words):
+    return play(backends(llama(words), words)[0], words)
+
+
+def test_each_prompt_is_the_template_s_own_and_the_turns_after_it_are_kept_as_sampled(words, played):
+    renderer, begun = ChatRenderer(words), 0
+    for rollout in played:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": f"answer {rollout.trajectory.seed}"}]
+        actions = iter(rollout.trajectory.turns)
+        read: list[int] = []  # what the policy has before it
+        for index, (ids, mask, _) in enumerate(contexts(rollout)):
+            if index:
+                read = words.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)["input_ids"]
+                assert ids[: len(read)] == read and not any(mask[: len(read)]) and mask[len(read)]
+                begun += 1
+            place = mask.index(True)
+            while place < len(ids):
+                turn = next(actions)
+                assert all(mask[place : place + turn.num_tokens])
+                assert renderer.action_text(ids[place : place + turn.num_tokens]) == turn.action
+                place += turn.num_tokens
+                messages.append({"role": "assistant", "content": turn.action})
+                if turn.observation is not None:
+                    role = "tool" if len(messages) == 4 else "user"
+                    messages.append({"role": role, "content": turn.observation})
+                while place < len(ids) and not mask[place]:
+                    place += 1
+        assert next(actions, None) is None
+        closed = sum("</think>" in turn.action for turn in rollout.trajectory.turns[:-1])
+        assert rollout.context_starts or not closed, "a thought that was closed is dropped"
+    assert 0 < begun == sum(len(rollout.context_starts) for rollout in played)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "lora"])
+def test_sampler_and_trainer_agree_with_each_context_alone(words, kind):
+    model: Any = llama(words)
+    if kind == "gpt2":  # not computed by the packed forward pass
+        torch.manual_seed(0)
+        size = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 256}
+        config = GPT2Config(vocab_size=len(words), initializer_range=0.3, **size)
+        model = GPT2LMHeadModel(config).eval()
+    if kind == "lora":
+        model = add_adapter(model, LoraSettings(rank=2)).eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    weight.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
+    check_contexts(model)
+    both = [play(backend, words) for backend in backends(model, words)]
+    assert [r.completion_ids for r in both[0]] == [r.completion_ids for r in both[1]]
+    assert [r.context_starts for r in both[0]] == [r.context_starts for r in both[1]]
+    assert any(rollout.context_starts for rollout in both[0])
+    for rollouts in both:
+        for rollout in rollouts:
+            for ids, mask, logprobs in contexts(rollout):
+                found = [value for value, sampled in zip(logprobs, mask, strict=True) if sampled]
+                np.testing.assert_allclose(found, alone(model, ids, mask, 0.7), atol=1e-4)
+        for batch in make_batches(rollouts, 600, 0):
+            with torch.no_grad():
+                logprobs_BS = completion_logprobs(model, batch)[0]
+            assert torch.allclose(logprobs_BS, batch.sampler_logprobs_BS, atol=1e-4)
+
+
+def test_the_gradient_is_the_sum_over_contexts(words, played):
+    model = llama(words)
+    rows = played[:4]
+
+    def gradient(rows):
+        model.zero_grad()
+        for batch in make_batches(rows, 10_000, 0):
+            completion_logprobs(model, batch)[0].sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    apart = [TrainRow(ids[:1], ids[1:], mask[1:], lp[1:], 0.7) for row in rows for ids, mask, lp in contexts(row)]
+    together, apart = gradient(rows), gradient(apart)
+    assert float((together - apart).abs().max()) < 1e-5 * float(apart.abs().max())
+    mixed = gradient([replace(train_row(row), context_starts=()) for row in rows])
+    assert float((together - mixed).abs().max()) > 1e-2 * float(apart.abs().max()), "as one sequence it is another"
+
+
+@pytest.mark.parametrize("options", [{"slots": 5}, {"slots": 3, "rejoin": "ready"}, {"repetition_penalty": 1.3}])
+def test_slots_waiting_environments_and_penalties_change_nothing_else(words, options):
+    model = llama(words)
+    environment = SlowChats() if "rejoin" in options else Chats()
+    engine, transformers = (play(backend, words, environment, **options) for backend in backends(model, words))
+    assert any(rollout.context_starts for rollout in engine)
+    assert [r.completion_ids for r in engine] == [r.completion_ids for r in transformers]
+    for ours, theirs in zip(engine, transformers, strict=True):
+        np.testing.assert_allclose(ours.sampler_logprobs, theirs.sampler_logprobs, atol=1e-4)
+
+
+def test_the_limit_counts_what_was_sampled_and_observed_once(words):
+    for backend in backends(llama(words), words):
+        rollouts = play(backend, words, max_completion_tokens=100)
+        stopped = [r for r in rollouts if r.trajectory.stop_reason == StopReason.MAX_TOKENS]
+        assert any(r.context_starts for r in rollouts) and stopped and len(stopped) < len(rollouts)
+        for rollout in rollouts:
+            assert rollout.num_episode_tokens <= 100
+            assert all(len(ids) <= len(rollout.prompt_ids) + 100 for ids, _, _ in contexts(rollout))
+
+
+def test_templates_that_keep_what_follows_the_last_question_go_on_after_tools(words):
+    kept = tokenizer(OPENS_KEEPS_LAST)
+    rollouts = play(backends(llama(kept), kept)[0], kept)
+    for rollout in rollouts:
+        tools = [r for r in rollout.trajectory.turns[1:2] if r.observation is not None]
+        if not (tools and rollout.context_starts):
+            continue
+        shown = [kept.decode(ids) for ids, _, _ in contexts(rollout)]
+        assert any("<tool_response>" in text for text in shown)
+    starts = [len(rollout.context_starts) for rollout in rollouts]
+    assert max(starts) == 2, "after the two questions, not after the tool"
+
+
+def test_history_as_it_was_sampled_is_one_context(words):
+    rollouts = play(backends(llama(words), words)[0], words, history="keep")
+    assert not any(rollout.context_starts for rollout in rollouts)
+    assert all(r.num_episode_tokens == len(r.completion_ids) for r in rollouts)
+    assert all(r.last_context == [*r.prompt_ids, *r.completion_ids] for r in rollouts)
+
+
+def trainer_of(words, **options):
+    trainer = make_trainer(
+        words, Chats(), model=llama(words), learning_rate=1e-3, prompts_per_iteration=3, group_size=4,
+        sampling=SamplingSettings(max_completion_tokens=100, max_turns=6, temperature=0.7), **options,
+    )  # fmt: skip
+    trainer.renderer = ChatRenderer(words, ModelSettings(history_thoughts="template"))
+    trainer.backend = backends(trainer.policy, words)[0]
+    return trainer
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_training_sees_the_sampler_s_policy_and_resumes_with_replayed_contexts(words, algorithm):
+    options = {"algorithm": algorithm}
+    if algorithm == "grpo":
+        options |= {"replay": ReplaySettings(share=0.5, iterations=2), "importance": "token"}
+    whole, first = trainer_of(words, **options), trainer_of(words, **options)
+    metrics = [whole.step() for _ in range(3)]
+    assert any(rollout.context_starts for group in whole.groups for rollout in group.rollouts)
+    assert all(abs(row["policy/kl"]) < 1e-5 for row in metrics[:1]), "before its first step it is the same policy"
+    first.step(), first.step()
+    second = trainer_of(words, **options)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer_step.load_state_dict(first.optimizer_step.state_dict())
+    second.load_state_dict(first.state_dict())
+    second.step()
+    assert weights_digest(second.model) == weights_digest(whole.model)
+
+
+def test_the_replay_buffer_keeps_contexts(played):
+    samples = [Sample(train_row(rollout), 1.0, False, 0.5) for rollout in played]
+    buffer, other = (ReplayBuffer(ReplaySettings(share=1.0, iterations=1)) for _ in range(2))
+    buffer.add([samples])
+    other.load_state_dict(buffer.state_dict())
+    (group,) = other.draw(np.random.default_rng(0), 1)
+    assert [list(sample.row.context_starts) for sample in group] == [r.context_starts for r in played]
+
+
+def test_tokens_on_disk_keep_contexts(played, tmp_path):
+    import json
+
+    path = tmp_path / "trajectories_x.jsonl"
+    path.write_text("".join(json.dumps(r.trajectory.to_json()) + "\n" for r in played))
+    write_tokens(tmp_path / "tokens_x.jsonl", played)
+    again = read_rollouts(path, len(played))
+    assert [r.context_starts for r in again] == [r.context_starts for r in played]
+    assert [r.loss_mask for r in again] == [r.loss_mask for r in played]
+
+
+def test_teachers_judge_each_context_alone(words, played):
+    model = llama(words)
+    chosen = [rollout for rollout in played if rollout.context_starts][:3]
+    rows = [replace(train_row(rollout), temperature=1.0) for rollout in chosen]
+    (batch,) = make_batches(rows, 10_000, 0)
+    local = LocalTeacher(model, context=max(len(ids) for r in played for ids, _, _ in contexts(r))).logprobs(batch)
+    with serving(model) as (url, asked):
+        served = ServedTeacher(TeacherSettings(url=url, model="m", api="echo")).logprobs(batch)
+    assert len(asked) == sum(1 + len(row.context_starts) for row in rows)
+    assert torch.allclose(local, served, atol=1e-4)
+    for place, index in enumerate(batch.rows):
+        expected = [value for ids, mask, _ in contexts(chosen[index]) for value in alone(model, ids, mask, 1.0)]
+        np.testing.assert_allclose(local[place][batch.loss_mask_BS[place]], expected, atol=1e-4)
+
+
+def test_states_of_a_turn_are_those_of_its_context(words, played):
+    model = llama(words)
+    rollout = next(r for r in played if r.context_starts)
+    (states,) = turn_states(model, [rollout], pad_id=0)
+    ids, mask, _ = list(contexts(rollout))[-1]
+    with torch.no_grad():
+        hidden_SH = model.base_model(input_ids=torch.tensor([ids])).last_hidden_state[0]
+    count = rollout.trajectory.turns[-1].num_tokens
+    assert all(mask[-count:])
+    assert torch.allclose(states.actions_NH[-1], hidden_SH[-count:].mean(0), atol=1e-4)
+
+
+def test_what_reads_one_sequence_refuses_several(played):
+    several = next(r for r in played if r.context_starts)
+    one = replace(several, context_starts=[])
+    with pytest.raises(SettingsError, match=r"^model.history_thoughts: the training of thoughts takes one sequence"):
+        read_episode(Chats(), None, several)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"^model.history_thoughts: a preference pair takes one sequence"):
+        several.check_one_context("a preference pair")
+    one.check_one_context("a preference pair")
+    torch.manual_seed(0)
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1, state_size=4))
+    with pytest.raises(SettingsError, match=r"^model.history_thoughts: template gives episodes of several contexts"):
+        check_contexts(mamba)
+
+
+def test_a_context_that_cannot_go_on_is_refused():
+    check_observation(NewContext([1, 2], 3), room=1, context=3, hit_limit=False)
+    for ids, limit in (([], 3), ([1, 2, 3], 3), ([1, 2], 4)):
+        with pytest.raises(DataError, match=r"cannot go on to"):
+            check_observation(NewContext(ids, limit), room=9, context=3, hit_limit=False)
+    trajectory = Trajectory("e", "l", "k", 0, "", "")
+    wrong = Rollout([1], [2, 3], [True, True], [0.0, 0.0], trajectory, context_starts=[2])
+    with pytest.raises(DataError, match=r"row 0: context_starts \[2\] have to rise within 2 tokens"):
+        make_batches([wrong], 100, 0)

@@ -1,0 +1,298 @@
+"""After a power cut at any moment the newest acknowledged version loads, and every fsync is needed for it.
+
+`pytest tests/rl_core/storage/test_crash_states.py -s` prints the number of states; the slow proof looks at 10,000.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from helpers.crash_states import Recorder, crash_states, materialise
+
+from rl_core.storage.checked_lines import read_checked
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.folders import remove_folder, seal_folder, verify_folder
+from rl_core.storage.single_files import append_bytes, create_once, make_folder, replacing, write_json_atomic
+from tasks.pipeline.result import load_finished
+from tasks.tracking.journal import LineLog
+
+KEEP = 2
+
+
+def state_of(version):
+    generator = torch.Generator().manual_seed(version)
+    return {"model": {"weight": torch.randn(20, generator=generator)}, "loop": {"iteration": version}}
+
+
+def same_state(state, version):
+    return state["loop"] == {"iteration": version} and torch.equal(
+        state["model"]["weight"], state_of(version)["model"]["weight"]
+    )
+
+
+# ------------------------------------------------ scenarios: (what is done, what has to hold after a crash in it)
+
+
+def write_checkpoints(root, mark, versions=5):
+    folder = root / "run" / "checkpoints"
+    for version in range(1, versions + 1):
+        if version == 4:  # a process died: its temporary is cleared by the next one
+            dead = subprocess.Popen(["true"])
+            dead.wait()
+            left = folder / f".tmp-checkpoint-00000009@{os.uname().nodename}-{dead.pid}.0"
+            left.mkdir()
+            (left / "model-0.safetensors").write_bytes(b"half")
+        CheckpointStore(folder, keep=KEEP).save(state_of(version))
+        mark(version)
+
+
+def check_checkpoints(root, promised):
+    folder = root / "run" / "checkpoints"
+    if promised:  # whoever reads the pointer without repairing anything
+        name = (folder / "LATEST").read_text().strip()
+        assert int(name.removeprefix("checkpoint-")) >= promised
+        verify_folder(folder / name)
+    store = CheckpointStore(folder, keep=KEEP)
+    state = store.load_latest()
+    found = state["loop"]["iteration"] if state is not None else 0
+    assert found in (promised, promised + 1)
+    assert not found or same_state(state, found)
+    if found > 1:
+        assert same_state(store.load(found - 1), found - 1)  # one to fall back to
+    if folder.is_dir():
+        left = {name for name in os.listdir(folder) if not name.startswith("checkpoint-")}
+        assert left <= {".lock", "LATEST"}
+    assert store.save(state_of(found + 1)) == found + 1
+    assert same_state(store.load_latest(), found + 1)
+    versions = range(max(1, found + 2 - KEEP), found + 2)
+    assert set(os.listdir(folder)) == {".lock", "LATEST", *(f"checkpoint-{version:08d}" for version in versions)}
+
+
+def write_stages(root, mark):
+    home = root / "stages" / "sft"
+    for number in (1, 2, 3):
+        folder = make_folder(home / f"{number}.open")
+        (folder / "model" / "adapter").mkdir(parents=True)
+        (folder / "model" / "adapter" / "weights").write_bytes(bytes([number]) * 150)
+        (folder / "model" / "config.json").write_bytes(b"{}" * number)
+        with replacing(folder / "rows.jsonl", synced=False) as file:
+            file.write(f"row {number}\n" * 20)
+        write_json_atomic(folder / "summary.json", {"number": number})
+        seal_folder(folder, home / str(number), {"stage": "sft"})
+        mark(number)
+        if number == 2:
+            remove_folder(home / "1")
+
+
+def check_stages(root, promised):
+    home = root / "stages" / "sft"
+    for number in (1, 2, 3):
+        folder = home / str(number)
+        result = load_finished(folder, "sft", "key")  # sets aside what is damaged
+        if result is not None:
+            assert result.summary == {"number": number}
+            assert (folder / "model" / "adapter" / "weights").read_bytes() == bytes([number]) * 150
+            assert (folder / "rows.jsonl").read_text() == f"row {number}\n" * 20
+        removed = number == 1 and promised >= 2
+        assert result is not None or number > promised or removed
+    if home.is_dir():
+        assert not [name for name in os.listdir(home) if "corrupt" in name]
+
+
+def write_record(root, mark):
+    folder = make_folder(root / "pipeline" / "runs")
+    for number in range(1, 7):
+        write_json_atomic(folder / "run.json", {"number": number, "text": "x" * 40 * number})
+        mark(number)
+
+
+def check_record(root, promised):
+    path = root / "pipeline" / "runs" / "run.json"
+    if promised or path.exists():
+        found = json.loads(path.read_text())
+        assert found["number"] in (promised, promised + 1) and found["text"] == "x" * 40 * found["number"]
+
+
+def line_of(number):
+    return {"number": number, "text": "y" * (7 * number % 90)}
+
+
+def write_lines(root, mark):
+    numbers = itertools.count(1)
+    for times in (3, 5, 9):
+        log = LineLog(root / "tracking" / "metrics.jsonl")
+        for _ in range(times):
+            number = next(numbers)
+            log.append(line_of(number))
+        log.flush(sync=True)
+        mark(number)
+        log.append(line_of(next(numbers)))  # not promised
+        os.close(log._fd)  # killed
+
+
+def check_lines(root, promised):
+    path = root / "tracking" / "metrics.jsonl"
+    found = [line.record for line in read_checked(path) if line.is_intact]
+    assert found[:promised] == [line_of(number) for number in range(1, promised + 1)]
+    numbers = [record["number"] for record in found]
+    assert numbers == sorted(set(numbers)) and all(record == line_of(record["number"]) for record in found)
+    log = LineLog(path)
+    log.append(line_of(99))
+    log.close()
+    assert [line.record for line in read_checked(path) if line.is_intact] == [*found, line_of(99)]
+
+
+def write_appended(root, mark):
+    folder = make_folder(root / "stage")
+    for number in (1, 2, 3):
+        append_bytes(folder / "rewards", b"%d" % number * 100 + b"\n", synced=True)
+        mark(number)
+
+
+def check_appended(root, promised):
+    path = root / "stage" / "rewards"
+    data = path.read_bytes() if path.exists() else b""
+    assert data.startswith(b"".join(b"%d" % number * 100 + b"\n" for number in range(1, promised + 1)))
+
+
+def write_password(root, mark):
+    assert create_once(root / "auth", "posttrain:secret\n", mode=0o600)
+    mark(1)
+    assert not create_once(root / "auth", "another\n")
+
+
+def check_password(root, promised):
+    path = root / "auth"
+    assert path.exists() or not promised
+    assert not path.exists() or path.read_text() == "posttrain:secret\n"
+
+
+SCENARIOS = {
+    "checkpoints": (write_checkpoints, check_checkpoints),
+    "stages": (write_stages, check_stages),
+    "record": (write_record, check_record),
+    "lines": (write_lines, check_lines),
+    "appended": (write_appended, check_appended),
+    "password": (write_password, check_password),
+}
+
+# Place of every fsync, by scenario: the function, and the line in it.
+SYNCS = {
+    "checkpoints": [
+        "make_folder: sync(folder.parent)",
+        "sync_tree: sync(path)",
+        "seal_folder: sync(folder / MANIFEST)",
+        "seal_folder: sync(folder)",
+        "seal_folder: sync(final.parent)",
+        "replacing: os.fsync(file.fileno())",
+        "replacing: sync(path.parent)",
+    ],
+    "stages": [
+        "make_folder: sync(folder.parent)",
+        "sync_tree: sync(path)",
+        "sync_tree: sync(Path(root, name))",
+        "sync_tree: sync(root)",
+        "seal_folder: sync(folder / MANIFEST)",
+        "seal_folder: sync(folder)",
+        "seal_folder: sync(final.parent)",
+        "remove_folder: sync(path.parent)",
+    ],
+    "record": [
+        "make_folder: sync(folder.parent)",
+        "replacing: os.fsync(file.fileno())",
+        "replacing: sync(path.parent)",
+    ],
+    "lines": [
+        "make_folder: sync(folder.parent)",
+        "__init__: sync(path.parent)",
+        "_sync: os.fsync(self._fd)",
+    ],
+    "appended": [
+        "make_folder: sync(folder.parent)",
+        "append_bytes: os.fsync(descriptor)",
+        'append_bytes: sync(os.path.dirname(path) or ".")',
+    ],
+    "password": [
+        "create_once: sync(temporary)",
+        "create_once: sync(path.parent)",
+    ],
+}
+UNNEEDED = {
+    "checkpoints": {"remove_folder: sync(path.parent)"},  # half of a pruned one is pruned with the next
+    # summary.json goes into a folder that is sealed afterwards
+    "stages": {"replacing: os.fsync(file.fileno())", "replacing: sync(path.parent)"},
+}
+
+
+@pytest.fixture
+def scratch():
+    """A folder in memory where there is one: thousands of trees are written into it."""
+    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=place) as folder:
+        yield Path(folder)
+
+
+def record(scenario, scratch, drop=(), **options):
+    root = scratch / "recorded"
+    root.mkdir()
+    with Recorder(root, frozenset(drop)) as recorder:
+        SCENARIOS[scenario][0](root, recorder.mark, **options)
+    shutil.rmtree(root)
+    return recorder
+
+
+def examine(scenario, recorder, scratch, tries, *, stop_at_first=False, seed=0):
+    """(number of states, what was wrong in which). The disk of a state is a simulated one, so nothing is synced."""
+    states, bad = 0, []
+    with mock.patch.object(os, "fsync", lambda descriptor: None):
+        for tree, promises in crash_states(recorder.ops, tries, seed):
+            states += 1
+            root = scratch / "state"
+            materialise(tree, root)
+            try:
+                SCENARIOS[scenario][1](root, promises[-1] if promises else 0)
+            except Exception as error:
+                bad.append((tree, promises, repr(error)[:500]))
+            shutil.rmtree(root)
+            if bad and stop_at_first:
+                break
+    return states, bad
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_no_crash_state_is_bad(scratch, scenario, caplog):
+    recorder = record(scenario, scratch)
+    states, bad = examine(scenario, recorder, scratch, tries=1)
+    assert bad == [] and states >= 8
+    assert set(recorder.sites) == set(SYNCS[scenario]) | UNNEEDED.get(scenario, set())
+
+
+@pytest.mark.parametrize(("scenario", "site"), [(name, site) for name, sites in SYNCS.items() for site in sites])
+def test_every_fsync_is_needed(scratch, scenario, site, caplog):
+    recorder = record(scenario, scratch, drop={site})
+    assert site in recorder.sites
+    _, bad = examine(scenario, recorder, scratch, tries=20, stop_at_first=True)
+    assert bad, f"without {site} nothing is lost: it is not needed, or the model of the disk is too weak"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_ten_thousand_crash_states(scratch, caplog, capsys):
+    counts = {}
+    for scenario in SCENARIOS:
+        options = {"versions": 26} if scenario == "checkpoints" else {}
+        recorder = record(scenario, scratch, **options)
+        counts[scenario], bad = examine(scenario, recorder, scratch, tries=200)
+        assert bad == []
+    with capsys.disabled(), contextlib.suppress(OSError):
+        said = ", ".join(f"{scenario} {count:,}" for scenario, count in counts.items())
+        print(f"\ncrash states: {sum(counts.values()):,} ({said}), 0 bad")
+    assert sum(counts.values()) >= 10_000

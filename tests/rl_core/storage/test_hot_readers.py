@@ -1,0 +1,100 @@
+"""Readers that look while a writer publishes: never half a version, and never an older one than before."""
+
+import json
+import os
+import threading
+
+import torch
+
+from flows.monitor.tail import Tail, read_json
+from rl_core.errors import CheckpointError
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.single_files import write_json_atomic, write_text_unsynced
+from tasks.tracking.journal import LineLog
+
+VERSIONS = 60
+
+
+def while_writing(write, look):
+    """What `look` gave, again and again, while `write` ran, and once after it."""
+    writer, seen = threading.Thread(target=write), []
+    writer.start()
+    while writer.is_alive():
+        seen.append(look())
+    writer.join()
+    seen.append(look())
+    return [value for value in seen if value is not None]
+
+
+def test_json_files_and_live_views(tmp_path):
+    def write():
+        for number in range(1, VERSIONS + 1):
+            write_json_atomic(tmp_path / "run.json", {"number": number, "text": "x" * 5000})
+            write_text_unsynced(tmp_path / "progress.json", json.dumps({"number": number, "text": "x" * 5000}))
+
+    def look():
+        found = [read_json(tmp_path / name) for name in ("run.json", "progress.json")]
+        assert all(not value or len(value["text"]) == 5000 for value in found)
+        return [value.get("number", 0) for value in found]
+
+    seen = while_writing(write, look)
+    for numbers in zip(*seen, strict=True):
+        assert list(numbers) == sorted(numbers) and numbers[-1] == VERSIONS
+
+
+def test_the_pointer_of_checkpoints(tmp_path):
+    """LATEST without the lock: what it names loads, unless a newer one has replaced it by then."""
+    store = CheckpointStore(tmp_path)
+
+    def write():
+        for number in range(1, VERSIONS // 2 + 1):
+            store.save({"model": {"weight": torch.full((500,), float(number))}, "loop": {"iteration": number}})
+
+    def latest():
+        try:
+            return int((tmp_path / "LATEST").read_text().strip().removeprefix("checkpoint-"))
+        except FileNotFoundError:
+            return 0
+
+    def look():
+        version = latest()
+        if not version:
+            return 0
+        try:
+            state = CheckpointStore(tmp_path).load(version)
+        except CheckpointError:
+            assert latest() > version  # pruned meanwhile
+            return None
+        assert state["loop"] == {"iteration": version} and bool((state["model"]["weight"] == version).all())
+        return version
+
+    seen = while_writing(write, look)
+    assert seen == sorted(seen) and seen[-1] == VERSIONS // 2 and len(set(seen)) > 3
+
+
+def test_a_journal_gives_each_line_once_and_in_order(tmp_path):
+    tail, path = Tail(tmp_path / "metrics.jsonl"), tmp_path / "metrics.jsonl"
+
+    def write():
+        for start in range(0, 400, 100):  # a writer that is killed in a line, and one that goes on
+            log = LineLog(path)
+            for number in range(start, start + 100):
+                log.append({"number": number})
+            os.close(log._fd)
+            with path.open("ab") as file:
+                file.write(b'{"number": 9')
+
+    seen = while_writing(write, lambda: [row["number"] for row in tail.read()])
+    assert [number for block in seen for number in block] == list(range(400))
+    assert tail.restarts == 0 and tail.num_bad == 0
+
+
+def test_a_number_is_never_given_twice(tmp_path):
+    """A reader that had version 2 must not take another state of that number for it."""
+    store = CheckpointStore(tmp_path)
+    for number in (1, 2):
+        store.save({"loop": {"iteration": number}})
+    (store.path(2) / "state.json").write_bytes(b"damaged")
+    assert store.load_latest()["loop"] == {"iteration": 1}
+    assert store.save({"loop": {"iteration": 3}}) == 3
+    assert store.versions() == [1, 3] and store.load_latest()["loop"] == {"iteration": 3}

@@ -1,0 +1,81 @@
+"""A folder that a user names, saved twice: whole before and after, and nobody else's files are lost."""
+
+import ctypes
+import os
+
+import pytest
+
+from rl_core.errors import CheckpointError
+from rl_core.storage import replaced_folders
+from rl_core.storage.folders import verify_folder
+from rl_core.storage.replaced_folders import replace_folder
+
+
+def writer(text, *more):
+    def write(folder):
+        for name in ("config.json", "model.safetensors", *more):
+            (folder / name).write_text(text)
+
+    return write
+
+
+def content(folder):
+    return {name: (folder / name).read_text() for name in os.listdir(folder) if name != "manifest.json"}
+
+
+@pytest.fixture(params=["exchange", "no exchange"])
+def file_system(request, monkeypatch):
+    """With and without renameat2's exchange, which NFS has not."""
+    if request.param == "no exchange":
+        monkeypatch.setattr(replaced_folders.ctypes, "CDLL", lambda *_, **__: object())
+    return request.param
+
+
+def test_the_second_version_replaces_the_first_as_a_whole(tmp_path, file_system):
+    target = tmp_path / "out" / "model"
+    replace_folder(target, writer("1", "part-2.safetensors"))
+    assert content(target) == {"config.json": "1", "model.safetensors": "1", "part-2.safetensors": "1"}
+    replace_folder(target, writer("2"))
+    assert content(target) == {"config.json": "2", "model.safetensors": "2"}
+    verify_folder(target)
+    assert os.listdir(target.parent) == ["model"]
+
+
+def test_an_error_keeps_the_first_version(tmp_path, file_system):
+    target = tmp_path / "model"
+    replace_folder(target, writer("1"))
+
+    def broken(folder):
+        (folder / "config.json").write_text("2")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match="cannot be written: No space left on device; make room"):
+        replace_folder(target, broken)
+    assert content(target) == {"config.json": "1", "model.safetensors": "1"} and os.listdir(tmp_path) == ["model"]
+
+
+def test_somebody_elses_files_are_not_removed(tmp_path):
+    target = tmp_path / "model"
+    replace_folder(target, writer("1"))
+    (target / "README.md").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"holds README\.md, which saving would remove; name a new or empty"):
+        replace_folder(target, writer("2"))
+    assert content(target)["config.json"] == "1" and os.listdir(tmp_path) == ["model"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="it is a file; name a folder"):
+        replace_folder(tmp_path / "file", writer("2"))
+
+
+def test_an_empty_folder_and_one_of_an_older_version_are_replaced(tmp_path):
+    (tmp_path / "empty").mkdir()
+    replace_folder(tmp_path / "empty", writer("1"))
+    assert content(tmp_path / "empty")["config.json"] == "1"
+    (tmp_path / "old").mkdir()
+    writer("0")(tmp_path / "old")  # without a manifest
+    replace_folder(tmp_path / "old", writer("1"))
+    assert content(tmp_path / "old") == {"config.json": "1", "model.safetensors": "1"}
+
+
+def test_this_file_system_exchanges(tmp_path):
+    """Else the tests above would not have tried it."""
+    assert hasattr(ctypes.CDLL(None), "renameat2")
