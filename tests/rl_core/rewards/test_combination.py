@@ -89,8 +89,8 @@ def test_every_shipped_component_can_be_named():
         assert math.isfinite(metrics[f"reward/{name}"]) and math.isfinite(metrics[f"reward/weighted/{name}"])
         assert any(key.startswith(f"reward/{name}/") for key in metrics), name  # each has metrics of its own
     parts = made[0].rollouts[0].trajectory.rewards
-    assert set(parts) == {*COMPONENTS, *(f"weighted/{name}" for name in COMPONENTS)}
-    assert made[0].rewards[0] == pytest.approx(sum(parts[f"weighted/{name}"] for name in COMPONENTS))
+    assert set(parts) == {*names, *(f"weighted/{name}" for name in names)}
+    assert made[0].rewards[0] == pytest.approx(sum(parts[f"weighted/{name}"] for name in names))
 
 
 def test_states_are_asked_for_only_where_needed():

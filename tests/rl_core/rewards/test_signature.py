@@ -8,6 +8,7 @@ from helpers.reward_rollouts import group, rollout, say
 from rl_core.errors import RewardError, SettingsError
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.signature import Signature
+from rl_core.settings import RewardSettings
 
 
 def played(rows):
@@ -28,7 +29,8 @@ ROWS = [
 
 def raw(function, rows=ROWS):
     of_rows = played(rows)
-    RewardOrchestrator({"own": 1.0}, functions={"own": function}).score([of_rows])
+    options = RewardSettings(max_failed_share=0.0)
+    RewardOrchestrator({"own": 1.0}, functions={"own": function}, options=options).score([of_rows])
     return [one.trajectory.rewards["own"] for one in of_rows.rollouts]
 
 
