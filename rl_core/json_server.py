@@ -62,7 +62,7 @@ def ask_server(
     headers: Mapping[str, str] | None = None,
     stop: threading.Event | None = None,
 ) -> T:
-    """What `read` makes of the server's answer.
+    """The server's answer, as `read` makes it.
 
     Args:
         read: takes the decoded JSON; raises ValueError, KeyError, IndexError or TypeError for an answer that is worth

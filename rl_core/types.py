@@ -119,7 +119,7 @@ class Trajectory:
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the environment told over all turns; of one name the last."""
+        """Values that the environment told over all turns; of one name the last."""
         return {name: value for turn in self.turns for name, value in turn.info.items()}
 
     @property

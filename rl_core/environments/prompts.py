@@ -210,7 +210,7 @@ class Prompts(Environment):
         return Demonstration([*self.opening(row), *answer], level, str(row.get("kind", "")), seed, True)
 
     def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
-        """What was read, for the data stage's summary; the rows stay where they are."""
+        """Summary of what was read, for the data stage; the rows stay where they are."""
         counts = {f"num_{split}_rows": len(part) for split, part in self._rows.items()}
         return {**self._report, **counts, "levels": list(self.levels)} if self._report else {}
 
