@@ -199,7 +199,7 @@ class MathCheck(_ChildCheck):
 
     name = "math"
     _script = "math_child.py"
-    _probe = ({"target": "2", "text": "$1 + 1$"}, True)
+    _probe = ({"target": "2", "text": "$2$"}, True)
 
     def __init__(self, settings: MathSettings) -> None:
         """Raises: SettingsError without the package math-verify."""
