@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+MINUTES ?= 10
 # What users of the library see: checked strictly.
 PUBLIC := rl_core/__init__.py rl_core/readers.py rl_core/api rl_core/trackers rl_core/training/callbacks.py
 
-.PHONY: help setup demo test test-all lint format docs clean
+.PHONY: help setup demo test test-all crash-test fuzz lint format docs clean
 
 help:  ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
@@ -28,6 +29,12 @@ test: $(STAMP)  ## the test suite (under 10 minutes on 2 cores)
 
 test-all: $(STAMP)  ## the test suite with the slow proofs
 	$(BIN)/python -m pytest
+
+fuzz: $(STAMP)  ## fuzz the readers of configs, data, tool calls and templates (make fuzz MINUTES=10)
+	cd tests && PYTHONPATH=..:. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.run --minutes $(MINUTES)
+
+crash-test: $(STAMP)  ## kill a small pipeline everywhere, restart, compare; OPTIONS="--seconds 600 --random 50"
+	PYTHONPATH=.:tests $(BIN)/python -m crash --output outputs/crash-test $(OPTIONS)
 
 lint: $(STAMP)  ## formatter, linter and type checker, as CI runs them
 	$(BIN)/ruff format --check .

@@ -21,6 +21,7 @@ from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import execute
 from flows.runtime.pipeline_result import PipelineResult
 from rl_core.analysis.statistics import Rate
+from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 from tasks.lifecycle.champion import ChampionVerdict, count_checks, figure_of, judge, note_check, settings_of_check
@@ -82,6 +83,7 @@ def _check(settings: PipelineSettings) -> CheckResult:
         tags = {"check.version": str(champion.version), "check.number": str(number + 1)}
         pipeline = execute(typed, models={"champion": champion.reference}, tags=tags, lock=lock)
         result = read_evaluation(pipeline.results["evaluate"].path, "champion")
+        fault("check.played")
         registered = figure_of(champion.tags)
         now = Rate(result.success_rate, *result.interval, result.samples)
         verdict = judge(result, registered, settings.retrain.margin) if registered else None
@@ -89,6 +91,7 @@ def _check(settings: PipelineSettings) -> CheckResult:
             tracking.tag_version(name, champion.version, figure_tags(result))
         tracking.tag_version(name, champion.version, {"checked.success_rate": f"{now.rate:.6g}"})
         note_check(home, champion.version, verdict, now)
+        fault("check.noted")
     subject = f"champion version {champion.version} of {name}"
     if verdict is None:
         message = f"{subject}: success {now.rate:.1%}, registered now; later checks are compared with it"

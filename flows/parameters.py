@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from flows.runtime.deployed_runs import check_changes, declared_parameters
 from rl_core.errors import SettingsError
+from rl_core.storage.faults import fault
 from tasks.config import PipelineSettings, from_dict, load, pipeline_model, resolve
 from tasks.config.masking import masked
 from tasks.config.overrides import apply_overrides
@@ -64,6 +65,7 @@ def read_settings(settings: Mapping[str, Any] | str, overrides: Sequence[str] | 
     settings = _with_secrets(settings)
     if (declared := declared_parameters()) is not None:
         check_changes(_read(settings, overrides, import_code=False), _base(settings, declared))
+        fault("deployment.checked")
     return _read(settings, overrides, import_code=True)
 
 

@@ -27,9 +27,11 @@ from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
 from rl_core.errors import BackendError, SettingsError
+from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks import stage_registry
 from tasks.config import PipelineSettings
+from tasks.config.data_checks import refuse_bad_rows
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.prefect_task import stage_task
 from tasks.pipeline.result import StageResult
@@ -124,6 +126,8 @@ def execute(
     Args:
         fresh, only, models: see `post_training`. tags, on_drift, restart, lock: see `RunOptions` and `PipelineRun`.
     """
+    refuse_bad_rows(typed)
+    fault("flow.begun")
     with (
         PipelineRun(
             typed,
@@ -151,12 +155,16 @@ def execute(
         if pipeline_run.threads_note:
             say(pipeline_run.threads_note)
         _run_stages(pipeline_run, models or {})
+        fault("flow.staged")
         rows = result_rows(pipeline_run)
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
         pipeline_run.parent.set_description(describe(pipeline_run, rows))
         pipeline_run.parent.set_tag("result", headline(rows))
+        fault("flow.described")
         picture = draw_pipeline(rows, pipeline_run.home / "pipeline.png", f"{typed.name}: {pipeline_run.seconds:.0f} s")
+        fault("flow.drawn")
         pipeline_run.parent.log_artifact(picture, "figures")
+    fault("flow.closed")
     cost = pipeline_run.tracking.cost
     facts = {
         "output": str(pipeline_run.home),

@@ -23,6 +23,7 @@ from flows.runtime import outlived
 from flows.runtime.approval_wait import run_with_approval
 from flows.runtime.pipeline_result import PipelineResult
 from rl_core.errors import PosttrainError
+from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings
 from tasks.lifecycle.data_lineage import record_sources
@@ -141,6 +142,7 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift
     assert record is not None and settings is not None
     logger.info("retraining %d: %s", record.number, plan.why)
     open_record(home, record)
+    fault("retrain.opened")
     tags = {
         "retrain.number": str(record.number),
         "retrain.start": f"version {record.start}" if record.start else "base",
@@ -160,6 +162,7 @@ def _train(home: Path, plan: RetrainingPlan, lock: FolderLock, on_drift: OnDrift
         version=said.get("model_version"),
         note=str(said.get("reason", result.message)),
     )
+    fault("retrain.closed")
     return pipeline
 
 

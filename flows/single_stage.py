@@ -1,10 +1,8 @@
-"""Partial pipelines: a single stage, evaluation of one model, analysis of trajectory files."""
+"""Partial pipelines: a single stage, evaluation of one model, comparison of several."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from pathlib import Path
 
 from prefect import flow
 from prefect.runtime import flow_run
@@ -12,18 +10,13 @@ from prefect.runtime import flow_run
 from flows.parameters import PipelineForm, pipeline_name, read_settings
 from flows.post_training import execute, run_pipeline
 from flows.runtime.pipeline_result import PipelineResult
-from rl_core.analysis import analyze as analyze_trajectories
 from rl_core.errors import SettingsError
 from rl_core.settings import AnalysisSettings
 from tasks.config import PipelineSettings, StageName, StagesSettings, evaluation_settings
-from tasks.pipeline.pipeline_tracker import next_start
 from tasks.pipeline.run_options import OnDrift
 from tasks.stage_registry import entry, names, policy_stages, result_stages
-from tasks.stages.analyze import find_trajectories, image_function, image_tools, log_analysis
-from tasks.stages.loading import make_environment
-from tasks.tracking import Tracking
 
-__all__ = ["analyze", "analyze_models", "compare_models", "evaluate_model", "run_stage", "single_stage"]
+__all__ = ["analyze_models", "compare_models", "evaluate_model", "run_stage", "single_stage"]
 
 
 def _run_name() -> str:
@@ -135,31 +128,3 @@ def _for_comparison(settings: PipelineSettings, models: dict[str, str]) -> Pipel
     )
     start = dataclasses.replace(settings.model, path=next(iter(models.values())))
     return dataclasses.replace(settings, model=start, stages=stages)
-
-
-def analyze(paths: Sequence[Path], settings: PipelineSettings | None, out: Path) -> Path:
-    """Analyse trajectory files (or all in a folder), oldest model first; returns the report's path.
-
-    With a config, the result is logged as a run of its experiment, and the report shows the environment's images.
-    Raises: DataError if there is no trajectory file, or one cannot be read.
-    """
-    models = find_trajectories(paths)
-    if settings is None:
-        return analyze_trajectories(models, out, AnalysisSettings()).report
-    environment = make_environment(settings, None)
-    result = analyze_trajectories(
-        models,
-        out,
-        settings.stages.analyze or AnalysisSettings(),
-        image_of=image_function(environment),
-        image_tools=image_tools(environment),
-    )
-    output = Path(settings.output).resolve()
-    tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
-    analyses = output / settings.name / "analyses"
-    started = next_start(analyses)
-    folder = analyses / started.replace(" ", "-").replace(":", "-")
-    run = tracking.start_run(f"analysis · {started}", folder, tags={"kind": "analysis", "models": ", ".join(models)})
-    log_analysis(run, result)
-    run.close()
-    return result.report

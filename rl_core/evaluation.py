@@ -27,6 +27,7 @@ from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
 from rl_core.rollouts.heldout_seeds import draw_heldout
 from rl_core.settings import EvaluationSettings, SamplingSettings
+from rl_core.storage.faults import fault
 from rl_core.types import Rollout, StopReason, Trajectory
 
 __all__ = [
@@ -288,6 +289,7 @@ def evaluate(
     result = summarize((rollout.trajectory for rollout in rollouts), seconds)
     result.failed_episodes = failures.total - before
     result.rollouts = rollouts
+    fault("evaluation.played")
     return result
 
 

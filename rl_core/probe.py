@@ -94,7 +94,9 @@ def mean_nll(subject: Subject, conversations: Sequence[Row]) -> tuple[float | No
     context = longest_sequence(subject.model)
     rows, count = [], 0
     for row in conversations:
-        sequences = training_sequences(subject.renderer, row["messages"], row.get("tools"))
+        sequences = training_sequences(
+            subject.renderer, row["messages"], row.get("tools"), max_tokens=row.get("max_tokens")
+        )
         if max(len(ids) for ids, _ in sequences) <= context:
             count += 1
             rows += [

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.analysis.trajectories import read_trajectories as iter_trajectories
+from rl_core.data.files import MAX_LINE
 from rl_core.errors import DataError
 from rl_core.storage.checked_lines import Line, intact, report_damage
 from rl_core.types import Trajectory
@@ -110,18 +111,18 @@ def metrics_frame(points: Iterable[tuple[float, Mapping[str, float]]]) -> pd.Dat
 def iter_metrics(run: str | Path) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, metrics) of every line of a metrics.jsonl, one at a time; a torn last line is passed over."""
     path = _file(run, METRICS)
-    for row in _json_lines(path):
+    for number, row in _json_lines(path):
         if not isinstance(row.get("metrics"), dict) or not isinstance(row.get("step"), int):
-            raise DataError(f'{path}: holds no metrics (a line is {{"step": 3, "metrics": {{...}}}})')
+            raise DataError(f'{path}:{number}: holds no metrics (a line is {{"step": 3, "metrics": {{...}}}})')
         yield row["step"], row["metrics"]
 
 
 def iter_rewards(run: str | Path) -> Iterator[dict[str, Any]]:
     """Every line of a rewards.jsonl, one at a time; a torn last line is passed over."""
     path = _file(run, REWARDS)
-    for row in _json_lines(path):
-        if "rewards" not in row or "iteration" not in row:
-            raise DataError(f"{path}: holds no rewards of rollouts (a line has 'iteration', 'rewards', ...)")
+    for number, row in _json_lines(path):
+        if not isinstance(row.get("rewards"), dict) or "iteration" not in row:
+            raise DataError(f"{path}:{number}: holds no rewards of rollouts (a line has 'iteration', 'rewards', ...)")
         yield row
 
 
@@ -133,25 +134,27 @@ def _file(run: str | Path, name: str) -> Path:
     return found
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a file, without their checksums. A line that was changed since is named and left out."""
+def _json_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line, object) of a file, without their checksums. A line that was changed since is named and left out."""
     place = 0
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
+            if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                raise DataError(f"{path}:{number}: the line is longer than {MAX_LINE // 2**20} MiB")
             start, place = place, place + len(line)
             if line.endswith(b"\n") and not intact(line):
                 report_damage(path, Line(None, start, place, f"line {number}, damaged (its checksum does not match)"))
                 continue
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if not line.endswith(b"\n"):  # cut off by a kill, or being written just now
                     return
                 raise DataError(f"{path}:{number}: is not JSON ({error})") from None
             if not isinstance(row, dict):
                 raise DataError(f"{path}:{number}: has to be an object")
             row.pop("crc", None)
-            yield row
+            yield number, row
 
 
 def _reward_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,7 +176,7 @@ def _trajectory_files(run: Path) -> list[tuple[str, Path]]:
 
 def _recent(path: Path) -> Iterator[tuple[Trajectory, dict[str, Any]]]:
     """Trajectories of the newest iterations, with the iteration of each."""
-    for row in _json_lines(path):
+    for _, row in _json_lines(path):
         iteration = row.pop("iteration", None)
         yield Trajectory.from_json(row), {"iteration": iteration}
 

@@ -130,13 +130,14 @@ def test_the_table_says_what_was_met_and_what_fails():
     fast = table.line_of(make_case([answer(1, 1, loss=1.0)], [answer(3, 3, loss=1.0)]), 200.0)
     slow = table.line_of(make_case([answer(1, 1)], [answer(1.5, 1)], "generate_32x64"), None)
     checks = {"small": [{"what": "tokens", "value": 1, "limit": 0}, {"what": "loss", "value": 1e-7, "limit": 1e-5}]}
-    text = table.markdown([fast, slow], checks, ["machine: m"], ["ppo: no TRL"])
+    text = table.markdown("a processor", [fast, slow], checks, ["machine: m"], ["ppo: no TRL"])
+    assert text.splitlines()[0] == "# Speed beside TRL and transformers: a processor"
     rows = [line for line in text.splitlines() if line.startswith("| sft |")]
     assert rows == [
-        "| sft | 100 [100, 100] | 33 [33, 33] | **3.00** [3.00, 3.00] | 2.5 met | 3.00 | 2.0 (2.8), 6.0 | 10, 10 | "
+        "| sft | 100 [100, 100] | 33 [33, 33] | **3.00** [3.00, 3.00] | 2.5 met | 3.00 | 2.0 (2), 6.0 | 10, 10 | "
         "3.5, 3.5 | 0.10 |"
     ]
-    assert "**1.50** [1.50, 1.50] | 2.5 missed | 1.00 | - |" in text
+    assert "**1.50** [1.50, 1.50] | 3 missed | 1.00 | - |" in text
     assert "| small | tokens | 1 | 0 | FAILS |" in text and "| small | loss | 1e-07 | 1e-05 | holds |" in text
     assert "- not measured: ppo: no TRL" in text
 
@@ -238,6 +239,21 @@ def test_a_finished_point_is_not_measured_again(tmp_path):
     with pytest.raises(ZeroDivisionError):
         kept(tmp_path / "other.json", lambda: 1 / 0)
     assert [path.name for path in tmp_path.iterdir()] == ["case.json"]
+
+
+def test_the_processor_is_named_with_what_decides_its_speed(tmp_path):
+    from compare_speed import processor
+
+    file = tmp_path / "cpuinfo"
+    entry = "processor\t: {}\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\nflags\t\t: fpu {}\n\n"
+    for flags, kind in (
+        ("avx2 avx512f", "AVX-512, no AMX"),
+        ("avx2", "AVX2, no AMX"),
+        ("avx512f amx_int8", "AVX-512, AMX"),
+    ):
+        file.write_text(entry.format(0, flags) + entry.format(1, flags))
+        assert processor(file) == f"AMD EPYC, family 25, model 17 ({kind})"
+    assert "AMD" not in processor(tmp_path / "none")
 
 
 def test_every_curve_has_an_expectation():

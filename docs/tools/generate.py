@@ -1,4 +1,4 @@
-"""Writes the generated pages of the documentation: configuration and metric references.
+"""Writes the generated pages of the documentation: configuration, metrics, and names of TRL and verl.
 
 `python docs/tools/generate.py` writes them, `--check` only names the stale ones. The pages are committed, so that they
 can be read and reviewed without building the site; a test runs the check.
@@ -21,9 +21,12 @@ sys.path.insert(0, str(DOCS.parent))  # called as a file, from a checkout
 
 from rl_core.analysis.metric_reference import GROUPS, MetricGroup  # noqa: E402
 from rl_core.settings import Settings  # noqa: E402
+from rl_core.settings.peer_names import PeerName, trl_names, verl_names  # noqa: E402
+from rl_core.settings.trl_names import TRL_VERSION  # noqa: E402
+from rl_core.settings.verl_names import VERL_VERSION  # noqa: E402
 from tasks.config.settings import PipelineSettings  # noqa: E402
 
-__all__ = ["configuration_page", "main", "metrics_page", "pages"]
+__all__ = ["coming_from_page", "configuration_page", "main", "metrics_page", "pages"]
 
 NOTE = "<!-- Written by docs/tools/generate.py; edit the source named below instead. -->\n\n"
 
@@ -57,10 +60,83 @@ The x axis is the number of optimizer steps. Exit conditions, early stopping and
 
 """
 
+_COMING_FROM = """\
+# Coming from TRL or verl
+
+Every name of TRL {trl} (`GRPOConfig`, `RLOOConfig`, `SFTConfig`, `DPOConfig`, `KTOConfig`, `RewardConfig`,
+`DistillationConfig`, `ModelConfig`, the fields of transformers' `TrainingArguments` among them) and of verl's
+`ppo_trainer` ({verl}), with what it is here. Error messages on unknown keys and `posttrain convert` read the same
+table: `rl_core/settings/trl_names.py`, `rl_core/settings/verl_names.py`. "Same" means the same quantity; where the
+meaning differs, the last column says how. Losses were compared number by number:
+[losses against TRL](benchmarks/losses.md).
+
+```bash
+posttrain convert grpo.yaml --out mine.yaml       # a file of TRL or verl; --trainer where its names fit several
+posttrain validate mine.yaml
+```
+
+The converted file has the peer's name beside each value, its defaults where ours differ, and at the end, in comments,
+what was not taken over and why.
+
+## Counting
+
+The largest difference is what a batch is. Here one **iteration** samples `prompts_per_iteration` (P) prompts with
+`group_size` (G) rollouts each and takes `epochs` x `minibatches` optimizer steps on them. P and G count over all processes;
+memory is bounded by `micro_batch_tokens` alone, which changes no result but for rounding.
+
+| | TRL `GRPOConfig` | verl | here |
+|---|---|---|---|
+| rollouts per prompt | `num_generations` | `actor_rollout_ref.rollout.n` | `group_size` |
+| prompts per round | `generation_batch_size` / `num_generations` | `data.train_batch_size` | `prompts_per_iteration` |
+| optimizer steps per round | `steps_per_generation` / `gradient_accumulation_steps` x `num_iterations` | `data.train_batch_size` / `ppo_mini_batch_size` x `ppo_epochs` | `minibatches` x `epochs` |
+| size of a forward pass | `per_device_train_batch_size` (rows) | `ppo_micro_batch_size_per_gpu` (rows), `ppo_max_token_len_per_gpu` (tokens) | `micro_batch_tokens` (padded tokens) |
+| length of training | `num_train_epochs`, `max_steps` | `trainer.total_epochs` | `iterations` (rounds, not epochs over a data set) |
+
+In TRL batch sizes count completions, in verl prompts.
+
+## Metrics
+
+| TRL metric | here |
+|---|---|
+| `reward`, `reward_std` | `reward/mean`, `reward/std` |
+| `rewards/NAME/mean` | `reward/NAME` |
+| `frac_reward_zero_std` | `train/zero_advantage_rate` (samples, not groups) |
+| `completions/mean_length` | `train/completion_tokens`, `train/action_tokens` |
+| `completions/clipped_ratio` | `train/truncation_rate` |
+| `kl` (to the reference) | `policy/ref_kl`; `policy/update_kl` is the KL of one update |
+| `entropy` | `policy/entropy` |
+| `clip_ratio/low_mean`, `clip_ratio/high_mean` | `policy/clip_fraction_low`, `policy/clip_fraction_high` |
+| `sampling/sampling_logp_difference/max` | `policy/sampler_difference_max` |
+| `tools/call_frequency`, `tools/failure_frequency` | `tool/calls` (per rollout), `tool/misuse_rate` (per turn) |
+
+## TRL
+
+Where a row holds for several trainers, the setting is that of the trainer's stage: `policy` for GRPO and RLOO, `sft`, `preference` for DPO and KTO, `reward_model`,
+`distill`. A row without trainers holds for all of them.
+
+"""
+_VERL_NOTE = (
+    "Dotted as in verl's file; `*` stands for any part, and the first row that fits counts. A reference to another key "
+    "(`${data.max_response_length}`) is resolved by `posttrain convert`."
+)
+_OTHER_TRAINERS = """\
+| TRL, beside the names | here | difference |
+|---|---|---|
+| `tools`, `chat_template_kwargs` (columns) | `tools` is the same column; `model.chat_template_kwargs` | variables of the template hold for the whole run |
+| `ORPOTrainer` | `preference.loss: orpo`, `beta` | TRL's cross-entropy is over prompt and completion, a mean over the batch's tokens; ours over the completion, a mean per pair, as in the paper |
+| `CPOTrainer` with `loss_type: simpo` | `preference.loss: simpo` | same loss |
+| `margin` column of the reward trainer | `margin` in the rows | same term; negative ones are refused |
+| a reward function `f(prompts, completions, **columns)` | a function of `Trajectory` objects | columns are `trajectory.row` |
+"""
+
 
 def pages() -> dict[Path, str]:
     """Path of each generated page -> its text."""
-    return {DOCS / "configuration.md": configuration_page(), DOCS / "metrics.md": metrics_page()}
+    return {
+        DOCS / "configuration.md": configuration_page(),
+        DOCS / "metrics.md": metrics_page(),
+        DOCS / "coming-from.md": coming_from_page(),
+    }
 
 
 def configuration_page() -> str:
@@ -78,6 +154,31 @@ def configuration_page() -> str:
 def metrics_page() -> str:
     """Markdown of the metric reference."""
     return "\n".join([NOTE + _METRICS.rstrip("\n") + "\n", *(_group(group) for group in GROUPS)])
+
+
+def coming_from_page() -> str:
+    """Markdown of the names of TRL and verl."""
+    trl = ["| TRL | here | difference, or why there is no equal | trainers |", "|---|---|---|---|"]
+    trl += [_peer_row(row, row.paths(None), ", ".join(row.trainers)) for row in trl_names()]
+    verl = ["| verl | here | difference, or why there is no equal |", "|---|---|---|"]
+    verl += [_peer_row(row, row.paths(None)) for row in verl_names()]
+    head = _COMING_FROM.format(trl=TRL_VERSION, verl=VERL_VERSION)
+    parts = (
+        NOTE + head.rstrip("\n"),
+        "\n".join(trl),
+        _OTHER_TRAINERS.rstrip("\n"),
+        "## verl",
+        _VERL_NOTE,
+        "\n".join(verl),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _peer_row(row: PeerName, paths: Sequence[str], *more: str) -> str:
+    names = ", ".join(f"`{name}`" for name in row.names)
+    here = ", ".join(f"`{path.removeprefix('stages.<stage>.').removeprefix('stages.')}`" for path in paths) or "none"
+    cells = (names, here, row.note, *more)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _blocks(place: str, cls: type[Settings]) -> Iterator[tuple[str, type[Settings]]]:

@@ -59,6 +59,7 @@ def examine(output: Path, tracking_uri: str | None = None) -> list[Finding]:
         _disk(output),
         _mlflow(tracking_uri, output),
         _prefect(),
+        _sandbox(),
         *_dead_runs(output),
     ]
 
@@ -252,6 +253,27 @@ def _prefect() -> Finding:
         advice = "start it (`prefect server start`), or unset PREFECT_API_URL"
         return Finding("prefect api", "bad", f"{url}: {problem}", advice)
     return Finding("prefect api", "ok", url)
+
+
+def _sandbox() -> Finding:
+    """Confinement of child processes that run model-written code and external scorers, by a trial."""
+    from rl_core.environments.sandbox import PARTS
+    from rl_core.environments.subprocess_host import ChildFailed, missing_parts
+
+    try:
+        missing = missing_parts()
+    except ChildFailed as error:
+        return Finding("sandbox", "bad", f"no child process starts: {error}", "see docs/security.md")
+    holds = ", ".join(part for part in PARTS if part not in missing)
+    if not missing:
+        return Finding("sandbox", "ok", f"of model-written code: {holds}")
+    lacking = "; ".join(f"not {part}: {reason}" for part, reason in missing.items())
+    return Finding(
+        "sandbox",
+        "note",
+        f"of model-written code: {holds or 'nothing'}; {lacking}",
+        "docs/security.md says what that leaves open",
+    )
 
 
 def _dead_runs(output: Path) -> Iterator[Finding]:

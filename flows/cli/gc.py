@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_core.errors import DataError, FolderBusy, nearest
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import remove_folder
 from rl_core.storage.locks import FolderLock
 from tasks.lifecycle.dead_runs import recorded_runs
@@ -59,12 +60,15 @@ def _said(name: str, plan: RetentionPlan) -> list[str]:
 
 def _remove(tracking: Tracking, plan: RetentionPlan) -> list[str]:
     """Delete from the store first: a folder without its run is harmless, a run without its folder is misleading."""
+    fault("gc.planned")
     problems = remove_from_store(tracking.store, plan.runs, plan.versions, plan.models, plan.traces)
+    fault("gc.store")
     for path in plan.paths:
         if path.is_dir():
             remove_folder(path)
         else:
             path.unlink(missing_ok=True)
+        fault("gc.path")
     return [f"  {problem}" for problem in problems]
 
 

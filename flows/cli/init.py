@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import os
 from pathlib import Path
 
 from rl_core.errors import SettingsError
@@ -21,13 +22,15 @@ def init(folder: Path) -> str:
     Raises: SettingsError for an invalid name, or if one of the files exists already.
     """
     name = folder.resolve().name
+    if len(name) > 64:
+        raise SettingsError(f"{name[:64]}...: is too long a name; at most 64 letters, digits and underscores")
     if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
         raise SettingsError(
             f"{folder}: '{name}' cannot be imported by Python; use letters, digits and underscores, as in my_task"
         )
     if folder.exists() and not folder.is_dir():
         raise SettingsError(f"{folder}: is a file; name a new folder")
-    there = [file for file in FILES if (folder / file).exists()]
+    there = [file for file in FILES if os.path.lexists(folder / file)]
     if there:
         raise SettingsError(f"{folder}: has {', '.join(there)} already, which would be overwritten; name a new folder")
     make_folder(folder)

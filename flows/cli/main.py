@@ -23,9 +23,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from flows.cli.parser import build_parser
 from flows.cli.user_code_path import find_own_code
+from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, stop_after, unwind_on_sigterm
 from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
+from rl_core.storage.single_files import REMEDIES
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -34,7 +36,7 @@ __all__ = ["command", "main"]
 
 ELSEWHERE = "use a writable folder (--output, or output: in the configuration), or fix this one"
 ROOM = "make room, as with `posttrain gc`; the same command resumes from the last checkpoint"
-FIRST_ROWS = 1000  # rows of each data file that `validate` reads
+LONGEST_LINE = 2000  # characters of a line of a message; names and values in it may be of any length
 # File system errors that a user can fix; any other OSError is a bug and shown with its traceback.
 REFUSALS = {
     errno.EACCES: ELSEWHERE,
@@ -91,6 +93,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except PosttrainError as error:
         return _failed(arguments, _with_advice(f"{type(error).__name__}: {error}"), 1)
     except OSError as error:
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) and error.filename is not None:  # of an argument
+            return _failed(arguments, f"{os.fsdecode(error.filename)[:200]}: {os.strerror(error.errno)}", 2)
         if error.errno not in REFUSALS or (error.filename is None and error.errno not in FULL):
             raise
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
@@ -105,13 +109,16 @@ def _with_advice(message: str) -> str:
     """A message that says that the disk is full, or a file too large, with what to do."""
     said = {**{number: os.strerror(number) for number in FULL}, 0: "database or disk is full"}
     found = next((number for number, words in said.items() if words in message), None)
-    return message if found is None else f"{message}; {REFUSALS.get(found, ROOM)}"
+    if found is None:
+        return message
+    return f"{message.replace(f'; {REMEDIES.get(found)}', '')}; {REFUSALS.get(found, ROOM)}"
 
 
 def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
     if arguments.debug:
         traceback.print_exc()
-    print(f"posttrain: {message}", file=sys.stderr)
+    lines = (line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]} ..." for line in message.splitlines())
+    print(f"posttrain: {visible(chr(10).join(lines))}", file=sys.stderr)
     return code
 
 
@@ -125,7 +132,7 @@ def _load(arguments: argparse.Namespace, import_code: bool = True) -> PipelineSe
 
 
 def _warn(text: str) -> None:
-    print(f"posttrain: warning: {text}", file=sys.stderr)
+    print(f"posttrain: warning: {visible(text)}", file=sys.stderr)
 
 
 def _optional(arguments: argparse.Namespace, import_code: bool = False) -> PipelineSettings | None:
@@ -144,6 +151,13 @@ def _prepare(settings: PipelineSettings) -> None:
     connect(Path(settings.output))
 
 
+def _refuse_bad_rows(settings: PipelineSettings) -> None:
+    """Before any server starts, and before a run of the refused data is recorded anywhere."""
+    from tasks.config.data_checks import refuse_bad_rows
+
+    refuse_bad_rows(settings)
+
+
 def _connect_mlflow(output: str | Path) -> Path:
     """Use the MLflow server of `posttrain up` if it runs; returns the folder."""
     from flows.operations.connect import connect
@@ -160,10 +174,52 @@ def init(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def convert(arguments: argparse.Namespace) -> int:
+    """Print or write a configuration of TRL or verl as ours."""
+    from tasks.config.convert import convert
+    from tasks.config.yaml_loader import read_yaml
+
+    text = convert(read_yaml(arguments.file).data, arguments.file, arguments.trainer)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    try:
+        with Path(arguments.out).open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise SettingsError(f"{arguments.out}: is there already; name a new file") from None
+    print(f"{arguments.out}: written; check it: posttrain validate {arguments.out}")
+    return 0
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Print a report on a data file."""
+    from flows.cli.data import describe_file
+
+    options: dict[str, Any] = {}
+    if arguments.model is not None:
+        from rl_core.data.chat import ChatRenderer
+        from rl_core.models import causal_lm
+        from rl_core.settings import ModelSettings
+
+        settings = ModelSettings(path=arguments.model)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
+        options = {"renderer": renderer, "context": causal_lm.context_length(arguments.model, settings)}
+    heldout = Path(arguments.heldout) if arguments.heldout else None
+    print(
+        describe_file(
+            Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows,
+            near=arguments.near, **options,
+        )
+    )  # fmt: skip
+    return 0
+
+
 def run(arguments: argparse.Namespace) -> int:
     """Run the pipeline of a configuration."""
     stop_after(arguments.stop_after)
     settings = _load(arguments)
+    _refuse_bad_rows(settings)
     _prepare(settings)
     from flows.post_training import run_pipeline
 
@@ -177,6 +233,7 @@ def run(arguments: argparse.Namespace) -> int:
 def retrain(arguments: argparse.Namespace) -> int:
     """Retrain on new data, from the champion, with promotion through the gate."""
     settings = _load(arguments)
+    _refuse_bad_rows(settings)
     _prepare(settings)
     from flows.retrain import run_retraining
 
@@ -194,18 +251,22 @@ def validate(arguments: argparse.Namespace) -> int:
     """Check a configuration and print a summary of its pipeline."""
     settings = _load(arguments, import_code=arguments.import_code)
     from tasks.config import named_code, resolve, settings_digest
+    from tasks.config.data_checks import checked_files
 
     if arguments.show:
         import yaml
 
         print(yaml.safe_dump(resolve(settings), sort_keys=False, allow_unicode=True), end="")
         return 0
-    data = _check_rows(settings)
+    data = checked_files(settings)
     code = ", ".join(named_code(settings))
     if code and not arguments.import_code:
         from tasks.pipeline.user_code import user_code_digests
 
-        user_code_digests(named_code(settings))  # each is found, none is run
+        try:
+            user_code_digests(named_code(settings))  # each is found, none is run
+        except SettingsError as error:
+            raise SettingsError(f"{arguments.config}: {error}") from error
     print(
         f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
     )
@@ -220,23 +281,6 @@ def validate(arguments: argparse.Namespace) -> int:
         print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
     print(f"  writes to {Path(settings.output).absolute() / settings.name}")
     return 0
-
-
-def _check_rows(settings: PipelineSettings) -> list[str]:
-    """One line per data file; raises for bad rows among its first FIRST_ROWS, which `run` would refuse as well."""
-    from rl_core.data.files import data_files
-    from rl_core.data.records import check_first_rows
-
-    data, lines = settings.stages.prepare_data, []
-    uses = settings.stages.preference_uses
-    if data is None:
-        return []
-    for kind, place in (("demonstrations", data.demonstrations), ("preferences", data.preferences)):
-        for path in data_files(Path(place)) if place else []:
-            rows = check_first_rows(kind, path, FIRST_ROWS, data.on_bad_row, uses if kind == "preferences" else ())
-            checked = f"first {rows} rows" if rows == FIRST_ROWS else f"all {rows} rows"
-            lines.append(f"{path} ({kind}, {checked} checked)")
-    return lines
 
 
 def _model_line(settings: PipelineSettings) -> str:
@@ -278,6 +322,7 @@ def stage(arguments: argparse.Namespace) -> int:
             f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; "
             f"add it with --set stages.{arguments.name}={{}}"
         )
+    _refuse_bad_rows(settings)
     _prepare(settings)
     from flows.single_stage import run_stage
 
@@ -324,7 +369,7 @@ def analyze(arguments: argparse.Namespace) -> int:
         return _analyze_models(settings, models, Path(arguments.out), arguments.quiet)
     if settings:
         _connect_mlflow(settings.output)
-    from flows.single_stage import analyze as analyze_paths
+    from flows.cli.analyze_files import analyze as analyze_paths
 
     report = analyze_paths([Path(path) for path in arguments.paths], settings, Path(arguments.out))
     print(f"report: {report}")
@@ -513,6 +558,11 @@ def runs(arguments: argparse.Namespace) -> int:
 
 def doctor(arguments: argparse.Namespace) -> int:
     """Check this machine for missing requirements, repair dead runs, or explain a model's fast paths."""
+    if arguments.faults:
+        from rl_core.storage.fault_points import listing
+
+        print(listing())
+        return 0
     settings = _optional(arguments)
     from flows.cli.doctor import examine, report
 
@@ -550,15 +600,15 @@ def _exported(records: Sequence[dict[str, Any]], form: str) -> str:
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     """Rows with equal keys as an aligned text table."""
     head = list(rows[0])
-    cells = [head, *([str(row.get(name, "")) for name in head] for row in rows)]
+    cells = [head, *([visible(str(row.get(name, ""))) for name in head] for row in rows)]
     widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
     return "\n".join(lines)
 
 
 _ALL = (
-    init, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up, down, status,
-    ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
+    init, convert, data, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up,
+    down, status, ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
 )  # fmt: skip
 TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {

@@ -10,6 +10,8 @@ from tasks.stage_registry import names, training_stages
 
 __all__ = ["build_parser"]
 
+TRAINERS = ("grpo", "rloo", "sft", "dpo", "kto", "reward", "distillation")  # of TRL
+
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
 optimisation, evaluation, analysis, promotion. A pipeline is one YAML file.
@@ -38,7 +40,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for add in (_add_init, _add_run, _add_retrain, _add_validate, _add_stage, _add_why, _add_profile):
+    for add in (_add_init, _add_convert, _add_data):
+        add(commands)
+    for add in (_add_run, _add_retrain, _add_validate, _add_stage, _add_why, _add_profile):
         add(commands)
     for add in (_add_evaluate, _add_analyze, _add_promote):
         add(commands)
@@ -112,6 +116,41 @@ def _add_init(commands: Any) -> None:
     about = "write a commented starter config, environment and reward"
     parser = _add(commands, "init", about, ["init my_task"])
     parser.add_argument("folder", metavar="FOLDER", help="a new folder; its name becomes that of the pipeline")
+
+
+def _add_convert(commands: Any) -> None:
+    examples = ["convert grpo.yaml --out mine.yaml", "convert sft.yaml --trainer sft", "convert ppo_trainer.yaml"]
+    about = "write a configuration of TRL or verl as ours, with comments on what has no equal"
+    parser = _add(commands, "convert", about, examples)
+    parser.add_argument("file", metavar="FILE", help="YAML or JSON: names of a TRL config class, or verl's blocks")
+    parser.add_argument("--trainer", choices=TRAINERS, default="", help="of TRL (default: by the names in the file)")
+    parser.add_argument("--out", metavar="FILE", help="write it into a new file (default: print it)")
+
+
+def _add_data(commands: Any) -> None:
+    examples = [
+        "data rows.jsonl",
+        "data pairs.csv --model Qwen/Qwen2.5-0.5B-Instruct",
+        "data rows.jsonl --heldout h.jsonl",
+    ]
+    about = "show a data file: format, counts, lengths, duplicates, contradictions, examples with loss tokens marked"
+    parser = _add(commands, "data", about, examples)
+    parser.add_argument("file", metavar="FILE", help="JSONL, CSV or Parquet, or a folder of them")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="folder or hub name whose tokenizer and chat template are used"
+    )
+    parser.add_argument("--heldout", metavar="FILE", help="report rows that this file has as well")
+    parser.add_argument(
+        "--as", dest="kind", choices=("demonstrations", "preferences"), default="", help="default: by columns"
+    )
+    parser.add_argument("--max-rows", type=_positive, default=20_000, metavar="N", help="of each file (default: 20000)")
+    parser.add_argument(
+        "--near",
+        type=float,
+        default=0.8,
+        metavar="S",
+        help="similarity of near copies, from 0 (off) to 1 (default: 0.8)",
+    )
 
 
 def _add_run(commands: Any) -> None:
@@ -448,6 +487,7 @@ def _add_doctor(commands: Any) -> None:
     about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
     parser = _add(commands, "doctor", about, examples)
     parser.add_argument("--repair", action="store_true", help="mark killed runs as dead and offer to resume them")
+    parser.add_argument("--faults", action="store_true", help="list the points at which POSTTRAIN_FAULT breaks a run")
     parser.add_argument(
         "--model",
         metavar="MODEL",

@@ -44,8 +44,8 @@ def _is_id(record: RunRecord, text: str) -> bool:
     return len(text) >= 6 and record.run_id.startswith(text)
 
 
-def settings_of(record: RunRecord, output: Path) -> PipelineSettings:
-    """Settings of a run; warns if the code has changed since.
+def settings_of(record: RunRecord, output: Path, *, warn: bool = True) -> PipelineSettings:
+    """Settings of a run. `warn`: if the code has changed since, which a resumed run has to know.
 
     Raises: SettingsError if they were not recorded, or refer to something that no longer exists.
     """
@@ -61,7 +61,7 @@ def settings_of(record: RunRecord, output: Path) -> PipelineSettings:
     settings = from_dict(record.settings)
     if Path(settings.output).resolve() != output.resolve():  # started from another working directory, or moved since
         settings = dataclasses.replace(settings, output=str(output.resolve()))
-    if record.code_version and record.code_version != code_version():
+    if warn and record.code_version and record.code_version != code_version():
         logger.warning(
             "the code has changed since '%s' began (%s, now %s): finished stages run anew, and the unfinished one "
             "resumes with --allow-drift alone",

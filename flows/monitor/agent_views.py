@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 from flows.monitor.charts import NONE, Drawn, chart, family, line, marks, number, overlay, percent, table
 from flows.monitor.choice import Choice, Runs
-from flows.monitor.episodes import episode_files, has_misuse, read_episodes, reward_parts, tool_table
+from flows.monitor.episodes import episode_files, has_misuse, read_episodes, replay_name, reward_parts, tool_table
 from flows.monitor.runs import RunView, StageView
 
 __all__ = ["OUTCOMES", "curriculum", "rewards", "tools", "trajectories"]
@@ -255,14 +256,14 @@ def trajectories(run: RunView, pairs: Runs, choice: Choice) -> list[dict[str, An
     if len(rows) > MAX_EPISODES:
         note += f"; the newest {MAX_EPISODES} of them are listed"
     has_image = (run.config.get("environment") or {}).get("name") == "pixel_grid"
-    shown = [_episode(run, row, has_image) for row in rows[:MAX_EPISODES]]
+    shown = [_episode(run, row, has_image, files[source]) for row in rows[:MAX_EPISODES]]
     return [
         {"kind": "note", "id": "count", "tone": "small", "lines": [note + "."]},
         {"kind": "episodes", "id": "episodes", "source": source, "rows": shown},
     ]
 
 
-def _episode(run: RunView, row: Mapping[str, Any], has_image: bool) -> dict[str, Any]:
+def _episode(run: RunView, row: Mapping[str, Any], has_image: bool, path: Path) -> dict[str, Any]:
     level, seed = str(row.get("level", "")), row.get("seed", 0)
     turns = [turn for turn in row["turns"] if isinstance(turn, dict)]
     number_of = f"{len(turns)} turn{'s' if len(turns) != 1 else ''}"
@@ -275,6 +276,7 @@ def _episode(run: RunView, row: Mapping[str, Any], has_image: bool) -> dict[str,
         ["its answer", "none" if answer is None else str(answer)],
         ["reward", f"{number(row.get('reward'))}" + (f" ({parts})" if parts else "")],
         ["ended by", str(row.get("stop_reason", "")).replace("_", " ")],
+        ["play it again", f"posttrain replay {replay_name(path, row)}"],
         [
             "tokens",
             f"{row.get('num_action_tokens', 0)} written, {row.get('num_completion_tokens', 0)} with what came back",

@@ -15,7 +15,7 @@ import numpy as np
 from flows.monitor.runs import RunView
 from flows.monitor.tail import last_rows
 
-__all__ = ["Images", "episode_files", "read_episodes", "reward_parts", "tool_table"]
+__all__ = ["Images", "episode_files", "read_episodes", "replay_name", "reward_parts", "tool_table"]
 
 RECENT_BYTES = 1 << 20  # read of a file's end: about a thousand trajectories
 REWARD_BYTES = 512 << 10
@@ -40,6 +40,13 @@ def episode_files(run: RunView) -> dict[str, Path]:
             match = _TRAJECTORIES.fullmatch(path.name)
             others[f"{stage.label}: held-out episodes of {match[1] if match else path.stem}"] = path
     return training | others
+
+
+def replay_name(path: Path, row: Mapping[str, Any]) -> str:
+    """Name of an episode for `posttrain replay`: stage, iteration or evaluated model, level, seed, sample."""
+    match = _TRAJECTORIES.fullmatch(path.name)
+    of = match[1] if match else row.get("iteration", "")
+    return f"{path.parent.parent.name}/{of}/{row.get('level', '')}/{row.get('seed', 0)}/{row.get('sample', 0)}"
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.storage.checked_lines import intact
+from rl_core.storage.own_files import plain_file
 
 __all__ = ["Tail", "last_rows", "read_json"]
 
@@ -41,7 +42,7 @@ class Tail:
     def read(self, limit: int = READ_BYTES) -> list[dict[str, Any]]:
         """Objects of the lines completed since the last call, at most about `limit` bytes."""
         try:
-            with self.path.open("rb") as file:
+            with open(self.path, "rb", opener=plain_file) as file:
                 found = os.fstat(file.fileno())
                 if found.st_size < self.offset or (self._inode and found.st_ino != self._inode):
                     self.offset, self.restarts = 0, self.restarts + 1
@@ -80,7 +81,7 @@ class Tail:
 def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:
     """Complete JSON objects in the last `limit` bytes of a file, oldest first; [] if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=plain_file) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - limit))
             block = file.read(limit)
@@ -102,7 +103,8 @@ def last_rows(path: Path, limit: int = 1 << 20) -> list[dict[str, Any]]:
 def read_json(path: Path) -> dict[str, Any]:
     """JSON object from a file; {} if absent or incomplete."""
     try:
-        value = json.loads(path.read_bytes())
+        with open(path, "rb", opener=plain_file) as file:
+            value = json.loads(file.read())
     except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 # Shown first, if logged; shares are drawn on the full axis.
 _HEADLINES = (
-    "train/success_rate", "eval/success_rate", "reward/mean", "train/accuracy", "train/loss", "eval/loss", "policy/kl",
+    "train/success_rate", "eval/success_rate", "reward/mean", "train/accuracy", "train/loss", "eval/loss",
+    "policy/update_kl",
     "policy/entropy", "train/grad_norm",
 )  # fmt: skip
 _SHARES = ("success_rate", "accuracy", "misuse_rate")

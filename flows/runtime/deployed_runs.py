@@ -20,8 +20,8 @@ CHANGEABLE = (
 # ... but for what runs code, or names files and models of this machine: that is for whoever runs `posttrain up`.
 HELD = (
     "model.path", "model.trust_remote_code", "model.chat_template", "environment.options.path",
-    "environment.options.taskset", "environment.options.pass_variables", "stages.prepare_data.demonstrations",
-    "stages.prepare_data.preferences",
+    "environment.options.taskset", "environment.options.pass_variables", "environment.options.network",
+    "stages.prepare_data.demonstrations", "stages.prepare_data.preferences",
 )  # fmt: skip
 CODE = "code"  # import paths of environments and rewards, wherever they are
 VARIABLE = "POSTTRAIN_RUNS_MAY_CHANGE"  # of the worker: more keys, with commas between

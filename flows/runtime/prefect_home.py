@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
@@ -18,11 +20,13 @@ from unittest.mock import patch
 
 from flows.runtime import prefect_access
 from rl_core.errors import BackendError
-from rl_core.storage.single_files import make_folder
+from rl_core.storage.faults import fault
+from rl_core.storage.single_files import REMEDIES, make_folder
 
 __all__ = ["PREFECT_PORT", "prefect_environment", "prefect_defaults", "prepare_prefect", "start_embedded_server"]
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+LEAST_BYTES = 5_000_000  # of Prefect's database and its log
 PREFECT_PORT = 4200  # where `posttrain ui` serves the page
 
 
@@ -142,6 +146,8 @@ def start_embedded_server() -> None:
         return
     from prefect.server.api.server import SubprocessASGIServer
 
+    _refuse_full_disk(settings.home)
+    fault("prefect.starting")
     in_own_session = own_session()
     server = SubprocessASGIServer()
 
@@ -153,6 +159,7 @@ def start_embedded_server() -> None:
     try:
         with patch("prefect.server.api.server.subprocess.Popen", checked):
             server.start()
+            fault("prefect.started")
     except KeyboardInterrupt:  # or SIGTERM
         server.stop()
         raise
@@ -164,3 +171,12 @@ def start_embedded_server() -> None:
             "again, give it longer with PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS=600, or use a server that "
             "runs already: PREFECT_API_URL=http://127.0.0.1:4200/api"
         ) from error
+
+
+def _refuse_full_disk(home: Path) -> None:
+    """Refuse at once where the server could not write its database, for which it would be waited in vain."""
+    if home.is_dir() and (free := shutil.disk_usage(home).free) < LEAST_BYTES:
+        raise BackendError(
+            f"{home}: {os.strerror(errno.ENOSPC)} for Prefect's database: {free / 1e6:.1f} MB are free, it needs "
+            f"{LEAST_BYTES / 1e6:.0f}; {REMEDIES[errno.ENOSPC]}"
+        )

@@ -18,12 +18,14 @@ from typing import Self
 
 from rl_core.errors import CheckFailed
 from rl_core.storage.faults import POINTS, VARIABLE
+from rl_core.storage.single_files import open_log
 from tasks.tracking import read_metrics
 
 __all__ = ["Command", "Interruption", "Trial", "run_killed", "run_sliced", "run_whole"]
 
 STOP_S = 30.0  # after SIGTERM; then it is killed
 POLL_S = 0.2
+LOG_BYTES = 1 << 30
 STALLED = 3  # slices in a row without progress
 
 Report = Callable[[str], None]
@@ -43,7 +45,7 @@ class Command:
         sets = [argument for override in (*self.overrides, f"output={output}") for argument in ("--set", override)]
         # -P: the working directory comes last on the path, as with the command `posttrain`
         arguments = [sys.executable, "-P", "-m", "flows.cli.main", "run", self.config, "--quiet", *sets]
-        with log.open("ab") as file:
+        with open_log(log, append_up_to=LOG_BYTES) as file:
             return subprocess.Popen(
                 arguments, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True,
                 env={**self.environment, **more},
@@ -134,10 +136,13 @@ def run_sliced(command: Command, folder: Path, slice_s: float, limit_s: float, r
         stalled = 0 if done > seen else stalled + 1
         seen = done
         if stalled >= STALLED:
+            known = [cut.restart_seconds for cut in trial.interruptions if cut.restart_seconds is not None]
+            start = (
+                f"starting takes about {sum(known) / len(known):.0f} s" if known else "starting takes longer than that"
+            )
             raise CheckFailed(
-                f"{STALLED} slices of {slice_s:g} s in a row ended without progress: starting takes about "
-                f"{_mean([i.restart_seconds for i in trial.interruptions]):.0f} s, and a checkpoint comes every "
-                "`checkpoint_every` iterations. Take longer slices, or save more often"
+                f"{STALLED} slices of {slice_s:g} s in a row ended without progress: {start}, and a checkpoint comes "
+                "every `checkpoint_every` iterations. Take longer slices, or save more often"
             )
         if trial.seconds > limit_s:
             raise CheckFailed(f"the run in slices takes longer than {limit_s:.0f} s")
@@ -288,8 +293,3 @@ def _tail(log: Path) -> str:
     lines = log.read_text(errors="replace").splitlines()
     said = [line for line in lines if line.startswith("posttrain:")]
     return "\n".join(f"  {line}" for line in (said[-1:] or lines[-15:]))
-
-
-def _mean(values: Sequence[float | None]) -> float:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else 0.0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +16,7 @@ from flows.verification.findings import ENVIRONMENT, ResumeFinding, explain
 from flows.verification.suspects import suspects_in
 from flows.verification.trials import Command, Trial, run_killed, run_sliced, run_whole
 from rl_core.errors import CheckFailed
+from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, named_code
 
 __all__ = ["EQUAL", "Plan", "REFUSED", "verify"]
@@ -42,8 +43,8 @@ def verify(config: str, overrides: Sequence[str], settings: PipelineSettings, pl
     Returns: exit code: 0 equal, 1 they differ, 2 not verified.
     """
     output = Path(settings.output).resolve()
-    output.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix="verify-", dir=output))
+    unused = (output / f"verify-{number}" for number in itertools.count(1))
+    folder = make_folder(next(path for path in unused if not path.exists()))
     report = _Report()
     command = Command(config, [*overrides, *_own_overrides(settings)], settings.name)
     began, limit_s = time.monotonic(), plan.minutes * 60

@@ -73,7 +73,8 @@ _TRAINING = MetricGroup(
         Metric("train/failed_rate", "share",
                "Episodes whose environment raised, hung or broke its protocol; they are left out of everything else.",
                "Above 0: `posttrain replay` shows the first; above `sampling.max_failed_share` the stage stops."),
-        Metric("train/failed_episodes", "episodes", "Such episodes since the beginning of the training."),
+        Metric("train/failed_episodes", "episodes",
+               "Episodes since the beginning whose environment failed, or on which a reward function did."),
         Metric("train/advantages_mean", "reward", "Mean advantage before whitening."),
         Metric("train/advantages_std", "reward", "Standard deviation of the advantages before whitening.",
                "Near 0: the rewards do not tell rollouts apart."),
@@ -261,10 +262,10 @@ _POLICY = MetricGroup(
                "rate."),
         Metric("policy/router_aux_loss", "-", "Load-balancing loss of a mixture's routers (`router_aux_loss_coef`)."),
         Metric("policy/entropy_coef", "-", "Weight of the entropy bonus."),
-        Metric("policy/kl", "nats/token",
+        Metric("policy/update_kl", "nats/token",
                "KL(old || current) of the update, k3 estimator. Exactly 0 with one step per rollout, since then old "
                "and current are the same.", "Grows over iterations: steps are too large; use `kl_max`."),
-        Metric("policy/kl_k1", "nats/token", "The same with the k1 estimator; may be negative."),
+        Metric("policy/update_kl_k1", "nats/token", "The same with the k1 estimator; may be negative."),
         Metric("policy/kl_after_max", "nats/token",
                "KL(old || policy) measured after the step, its maximum (`kl_max`)."),
         Metric("policy/refused_steps", "0 or 1", "1 if a step exceeded `kl_max` and was rolled back.",
@@ -351,6 +352,9 @@ _TOOL = MetricGroup(
         Metric("tool/misuse_rate", "share",
                "Turns that parse as neither call nor answer, name no tool, or make one fail.",
                "Rises during training."),
+        Metric("tool/hung_calls", "calls",
+               "Calls of tools, rewards and steps that are past their time limit and still run, in this process.",
+               "Above 0: something waits without a timeout of its own; at 32 timed tools answer with an error."),
     ),
 )
 

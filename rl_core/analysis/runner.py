@@ -24,6 +24,7 @@ from rl_core.analysis.training_figure import PREFIXES, WANTED
 from rl_core.analysis.trajectories import read_trajectory_at, read_with_offsets, turning_point
 from rl_core.errors import DataError
 from rl_core.settings import AnalysisSettings
+from rl_core.storage.faults import fault
 from rl_core.storage.single_files import make_folder, write_text_atomic
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def analyze(
         write_csv(out / "analysis.csv", analysis),
         *(path for path, _ in drawn),
     ]
+    fault("analysis.written")
     return AnalysisResult(metrics_of(analysis), files, summary_rows(analysis), comparisons, analysis.notes)
 
 

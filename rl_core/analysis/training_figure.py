@@ -23,7 +23,7 @@ PANELS = (
     ("Held-out loss", "loss", ("eval/loss",)),
     ("Held-out accuracy", "share of pairs or tokens", ("eval/accuracy",)),
     ("KL to the starting policy", "nats per token", ("policy/ref_kl",)),
-    ("KL of one update", "nats per token", ("policy/kl",)),
+    ("KL of one update", "nats per token", ("policy/update_kl",)),
     ("Entropy", "nats per token", ("policy/entropy",)),
     ("Sampled tokens", "tokens per episode", ("train/action_tokens",)),
     ("Misuse of tools", "share of turns", ("tool/misuse_rate",)),

@@ -146,6 +146,8 @@ def turning_point(a: Trajectory, b: Trajectory) -> int | None:
 
 def _open(path: Path) -> Any:
     try:
+        if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe would be waited for
+            raise DataError(f"{path}: is no regular file (a pipe, a socket or a device)")
         return path.open("rb")
     except FileNotFoundError:
         raise DataError(f"{path}: no such file; trajectories.jsonl is written by the evaluation stage") from None

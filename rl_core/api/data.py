@@ -13,7 +13,8 @@ from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
 from rl_core.data.prompt_files import PromptRows, read_prompt_rows
 from rl_core.data.records import Records, Row, RowSource, misfit, read_demonstrations, read_preferences, read_prompts
-from rl_core.data.splits import opening_text, overlap_report, prompt_key, split_by_prompt
+from rl_core.data.splits import opening_text, overlap_report, prompt_key, prompt_text, split_by_prompt
+from rl_core.data.token_rows import TokenRows
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import DataError, SettingsError
@@ -29,6 +30,7 @@ __all__ = [
     "pairs_of_rows",
     "preference_length",
     "preference_pairs",
+    "row_sides",
 ]
 
 logger = logging.getLogger(__name__)
@@ -41,8 +43,8 @@ Use = Literal["dpo", "ipo", "simpo", "orpo", "kto", "reward_model"]
 class Split(Generic[T]):
     """Rows to train on and rows held out, and the digests of what they were read from."""
 
-    train: list[T]
-    heldout: list[T]
+    train: Sequence[T]
+    heldout: Sequence[T]
     digest: str
 
 
@@ -133,7 +135,7 @@ def conversations(
         data, heldout, read, lambda row: opening_text(row["messages"]), seed,
         otherwise=lambda row: str(row["messages"][:-1]),
     )  # fmt: skip
-    train, rest = ([s for row in part for s in sequences(row)] for part in (parts.train, parts.heldout))
+    train, rest = (TokenRows(s for row in part for s in sequences(row)) for part in (parts.train, parts.heldout))
     return Split(train, rest, parts.digest)
 
 
@@ -149,14 +151,14 @@ def preference_pairs(
     def read(source: RowSource) -> Records:
         return read_preferences(source, token_length=lambda row: preference_length(row, renderer), context=context)
 
-    parts = _split(data, heldout, read, lambda row: str(row["prompt"]), seed)
+    parts = _split(data, heldout, read, lambda row: prompt_text(row["prompt"]), seed)
     train, rest = pairs_of_rows(parts.train, parts.heldout, renderer, use, seed)
     return Split(train, rest, parts.digest)
 
 
 def preference_length(row: Row, renderer: ChatRenderer) -> int:
     """Tokens of the longest sequence of a preference row or a labelled completion."""
-    return max(len(side.ids) for side, _ in _sides(row, renderer))
+    return max(len(side.ids) for side, _ in row_sides(row, renderer))
 
 
 def pairs_of_rows(
@@ -175,27 +177,61 @@ def pairs_of_rows(
     if use != "kto":
         parts = [[pair_of(row, renderer) for row in rows] for rows in (train, heldout)]
         return parts[0], parts[1]
-    labelled = [[side for row in rows for side in _sides(row, renderer)] for rows in (train, heldout)]
+    labelled = [[side for row in rows for side in row_sides(row, renderer)] for rows in (train, heldout)]
     return mismatched_pairs(labelled[0], seed), mismatched_pairs(labelled[1], seed, labelled[0])
 
 
 def pair_of(row: Row, renderer: ChatRenderer) -> Pair:
     """A preference row as token ids."""
-    (chosen, _), (rejected, _) = _sides(row, renderer)
+    (chosen, _), (rejected, _) = row_sides(row, renderer)
     return Pair(chosen, rejected, row.get("margin", 0.0))
 
 
-def _sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
+def row_sides(row: Row, renderer: ChatRenderer) -> list[tuple[PairSide, bool]]:
     """Token ids of each completion of a row, with its label; chosen = True."""
-    prompt_ids = renderer.prompt_ids([Message(role="user", content=row["prompt"])])
+    renderer = renderer.with_tools(row.get("tools"))
+    prompt = row["prompt"]
+    opening = [Message(role="user", content=prompt)] if isinstance(prompt, str) else prompt
+    prompt_ids = renderer.prompt_ids(opening)
 
-    def side(answer: str) -> PairSide:
-        completion_ids = renderer.action_ids(answer)
-        return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
+    def side(answer: str | list[Message]) -> PairSide:
+        if isinstance(answer, str):
+            completion_ids = renderer.action_ids(answer)
+            return PairSide(prompt_ids, completion_ids, [True] * len(completion_ids))
+        return PairSide(prompt_ids, *_turns(renderer, answer))
 
-    if "label" in row:
-        return [(side(row["completion"]), row["label"])]
-    return [(side(row["chosen"]), True), (side(row["rejected"]), False)]
+    names = {"completion": row["label"]} if "label" in row else {"chosen": True, "rejected": False}
+    sides = [(_cut(side(row[name]), row.get("max_tokens")), label) for name, label in names.items()]
+    if len(sides) == 2 and sides[0][0].completion_ids == sides[1][0].completion_ids:
+        raise DataError(f"chosen and rejected are the same in the tokens that are read ({len(sides[0][0].ids)})")
+    return sides
+
+
+def _cut(side: PairSide, max_tokens: int | None) -> PairSide:
+    """The first tokens of prompt and completion. Raises: DataError if none that carries loss is among them."""
+    if max_tokens is None or len(side.ids) <= max_tokens:
+        return side
+    room = max(0, max_tokens - len(side.prompt_ids))
+    if not any(side.loss_mask[:room]):
+        raise DataError(f"nothing that carries loss is among the first {max_tokens} tokens")
+    return PairSide(side.prompt_ids, side.completion_ids[:room], side.loss_mask[:room])
+
+
+def _turns(renderer: ChatRenderer, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    """Token ids and loss mask of messages after a prompt, from one of the assistant to one of the assistant."""
+    ids: list[int] = []
+    mask: list[bool] = []
+    waiting: list[Message] = []
+    for message in messages:
+        if message["role"] != "assistant":
+            waiting.append(message)
+            continue
+        before = renderer.observation_ids(waiting) if waiting else []
+        action = renderer.action_ids(renderer.assistant_text(message))
+        ids += [*before, *action]
+        mask += [False] * len(before) + [message.get("weight", 1) != 0] * len(action)
+        waiting = []
+    return ids, mask
 
 
 def _split(

@@ -42,7 +42,7 @@ def sft(
     """Supervised fine-tuning on demonstrations; the loss is on the assistant's messages alone.
 
     Args:
-        data: rows {"messages": [...]} or {"prompt", "completion"}: a JSONL or Parquet file, or a list.
+        data: rows {"messages": [...]} or {"prompt", "completion"}: a JSONL, CSV or Parquet file, or a list.
         heldout: share of the prompts that is held out, 0 for none; or rows of their own, as `data`.
         others: as in `policy_gradient`.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.
@@ -85,7 +85,7 @@ def dpo(
     """Preference optimisation by DPO or another loss; the reference, where the loss has one, is `model`.
 
     Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. For `kto` also rows
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL, CSV or Parquet file, or a list. For `kto` also rows
             {"prompt", "completion", "label"}, true = desirable.
         loss: in place of `settings.loss`.
         others: as in `sft`.
@@ -131,7 +131,7 @@ def reward_model(
     """A Bradley-Terry reward model on preference pairs: `model` with a new scalar head, every weight trained.
 
     Args:
-        data: rows {"prompt", "chosen", "rejected"}: a JSONL or Parquet file, or a list. A `margin` (at least 0) is
+        data: rows {"prompt", "chosen", "rejected"}: a JSONL, CSV or Parquet file, or a list. A `margin` (at least 0) is
             subtracted from the difference of the scores before the sigmoid.
         others: as in `sft`. A model that is loaded already is copied, not changed.
     Raises: SettingsError, CheckpointError; RecordsError listing the rows that cannot be used.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +29,7 @@ from rl_core.settings import (
     SFTSettings,
 )
 from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.folders import set_aside
 from rl_core.storage.single_files import make_folder
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
@@ -143,9 +143,8 @@ class Training(Generic[T]):
             raise SettingsError("fresh: this training has begun in this process; make a new one to begin anew")
         if self.output is None or not (self.output / CHECKPOINTS).exists():
             return
-        aside = self.output / f"{CHECKPOINTS}.aside-{time.time_ns()}"
         with CheckpointStore(self.output / CHECKPOINTS):  # no other process trains there
-            (self.output / CHECKPOINTS).rename(aside)
+            aside = set_aside(self.output / CHECKPOINTS, f"{CHECKPOINTS}.aside")
         logger.warning("%s begins anew; its checkpoints are kept in %s", self.name, aside)
 
     def save(self, folder: str | Path) -> Path:

@@ -8,31 +8,11 @@
  */
 
 #include <math.h>
-#include <sched.h>
 
 #include "decode_ops.h"
 #include "vectors.h"
 
 #define OF_TWO(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-
-#define TURNS 2000 /* of a wait before it yields: some ten microseconds */
-
-/* Beside other programs a thread that spins for long keeps the one that it waits for off the processor. */
-void meet(const Member *who) {
-    if (who->members == 1) return;
-    Meeting *at = who->meeting;
-    int round = __atomic_load_n(&at->round, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&at->arrived, 1, __ATOMIC_ACQ_REL) == who->members) {
-        __atomic_store_n(&at->arrived, 0, __ATOMIC_RELAXED);
-        __atomic_store_n(&at->round, round + 1, __ATOMIC_RELEASE);
-        return;
-    }
-    for (int turn = 0; __atomic_load_n(&at->round, __ATOMIC_ACQUIRE) == round;)
-        if (++turn > TURNS) sched_yield();
-#ifdef __x86_64__
-        else __builtin_ia32_pause();
-#endif
-}
 
 /* The totals of W vectors, each in its place: pairs of vectors are folded into one until one is left. */
 INLINE vf totals(vf *v) {
@@ -184,10 +164,9 @@ void attend_part(const Step *s, const float *heads, float *keys, float *values, 
 /* Rotary embedding, the new keys and values into their slots, attention: `heads` [tokens, (Q + 2 K) D] -> [rows, Q D].
  * `keys` and `values` are [slots, K, length, D]. At most 8 query heads share a key head; D <= 256. */
 void attend(const Step *s, const float *heads, float *keys, float *values, float *out) {
-    Meeting meeting = {0};
 #pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
     {
-        Member who = {omp_get_thread_num(), omp_get_num_threads(), &meeting};
+        Member who = {omp_get_thread_num(), omp_get_num_threads()};
         attend_part(s, heads, keys, values, out, &who);
     }
 }

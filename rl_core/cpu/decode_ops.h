@@ -9,19 +9,18 @@
 #define omp_get_num_threads() 1
 #endif
 
-/* Where the threads of a parallel region meet; all zero at first. */
-typedef struct {
-    int arrived, round;
-} __attribute__((aligned(64))) Meeting;
-
-/* One of the threads that compute something together: each of them calls the same functions. */
+/* One of the threads of a parallel region that compute something together, each of them calling the same functions; or
+ * the only member, which computes something else than the other threads. */
 typedef struct {
     int number, members;
-    Meeting *meeting;
 } Member;
 
 /* Until all members are here. */
-void meet(const Member *who);
+static inline void meet(const Member *who) {
+    if (who->members > 1) {
+#pragma omp barrier
+    }
+}
 
 /* Where a member's own ones of `count` things begin; they end where those of the next one begin. */
 static inline int64_t share_of(int64_t count, int number, const Member *who) { return count * number / who->members; }

@@ -3,9 +3,9 @@
  * N new tokens, the first `count` of which are asked for logits; H hidden, E = (Q + 2 K) D, I width of the MLP, V
  * vocabulary. Norms' weights are multiplied into the packed weights after them.
  *
- * One parallel region for all of it: threads that wait between regions cost more than small steps take. Threads share
- * out rows, and each goes through the whole step by itself; where rows are few, or reading the weights takes longest,
- * they share out each product's columns, and meet after it.
+ * One parallel region for all of it: waiting between regions costs more than small steps take. Threads share out rows,
+ * and each takes its own through several steps by itself, so that beside other programs none waits for another; where
+ * rows are few, or reading the weights takes longest, they share out each product's columns, and meet after it.
  */
 
 #include <math.h>
@@ -100,43 +100,26 @@ static void decode(const DecodeModel *m, Step *s, const int64_t *tokens, int64_t
 #undef MULTIPLY
 }
 
-static inline int takes_own_rows(const DecodeModel *m, int64_t rows, int members) { return rows >= m->least_own * members; }
-
-/* The step of a member that takes rows [first, ...) of all by itself. */
-static Step own_rows(const Step *s, int64_t first, int64_t rows, int number) {
-    Step own = *s;
-    own.tokens = own.rows = rows;
-    own.slots += first;
-    own.positions += first;
-    own.scores += number * (s->Q / s->K) * s->length;
-    return own;
+static inline int takes_own_rows(const DecodeModel *m, int64_t rows, int members) {
+    return rows >= m->least_own * members;
 }
 
 /* logits [count, V] of new tokens of which the first `count` are the newest of their slots, the others come before them. */
 void decode_step(const DecodeModel *m, const Step *s, const int64_t *tokens, int64_t count, float *room, int8_t *copies,
                  float *logits) {
-    Meeting meeting = {0};
 #pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
     {
-        Member who = {omp_get_thread_num(), omp_get_num_threads(), &meeting}, alone = {0, 1, NULL};
-        int8_t *copied = copies + who.number * m->copies;
+        Member who = {omp_get_thread_num(), omp_get_num_threads()};
         Step own = *s;
-        if (s->tokens == count && takes_own_rows(m, count, who.members)) {
-            int64_t first = share_of(count, who.number, &who), rows = share_of(count, who.number + 1, &who) - first;
-            own = own_rows(s, first, rows, who.number);
-            decode(m, &own, tokens + first, rows, room + first * numbers_of_row(m, s), copied, logits + first * m->V,
-                   &alone);
-        } else {
-            decode(m, &own, tokens, count, room, copied, logits, &who);
-        }
+        decode(m, &own, tokens, count, room, copies + who.number * m->copies, logits, &who);
     }
 }
 
-/* The next token of row `n` of the logits; 1 where its turn is over, or something is not finite. */
+/* The next token of slot `n`; 1 where its turn is over, or something is not finite. */
 static int take_token(const DecodeModel *m, const Sampling *a, int64_t n, const float *logits, float *room) {
     int64_t token, at = n * a->most;
     float logprob;
-    draw_row(logits + n * m->V, m->V, a->uniforms[at + a->sampled[n]], a->temperature, room, &token, &logprob);
+    draw_row(logits, m->V, a->uniforms[at + a->sampled[n]], a->temperature, room, &token, &logprob);
     a->chosen[at + a->acted[n]] = a->tokens[n] = token;
     a->logprobs[at + a->acted[n]] = logprob;
     a->positions[n]++;
@@ -145,32 +128,40 @@ static int take_token(const DecodeModel *m, const Sampling *a, int64_t n, const 
     return a->is_end[token] || a->positions[n] + 1 >= a->limits[n] || !isfinite(logprob);
 }
 
-/* At most `most` tokens for each of the first s->tokens slots, until one's turn is over: all get as many. `room` as for
- * `decode`, `drawing` for 2 V + 32 numbers and each thread. */
-void decode_steps(const DecodeModel *m, const Step *s, const Sampling *a, int64_t most, float *room, int8_t *copies,
-                  float *logits, float *drawing) {
-    Meeting meeting = {0};
-    int64_t count = s->tokens, last = most - 1; /* the step in which a turn ended */
+/* `steps` tokens for each of the first s->tokens slots, fewer where a turn is over before; threads that take rows by
+ * themselves meet at the end alone. `room` as for `decode`, `drawing` for 2 V + 32 numbers and each thread; `lists` for 3
+ * times the slots and each thread, `is_over` for the slots. */
+void decode_steps(const DecodeModel *m, const Step *s, const Sampling *a, int64_t steps, float *room, int8_t *copies,
+                  float *logits, float *drawing, int64_t *lists, uint8_t *is_over) {
+    int64_t count = s->tokens;
 #pragma omp parallel num_threads((int)s->threads) if (s->threads > 1)
     {
-        Member who = {omp_get_thread_num(), omp_get_num_threads(), &meeting}, alone = {0, 1, NULL};
-        int64_t first = share_of(count, who.number, &who), end = share_of(count, who.number + 1, &who);
+        Member who = {omp_get_thread_num(), omp_get_num_threads()};
         int8_t *copied = copies + who.number * m->copies;
         float *drawn = drawing + who.number * (2 * m->V + 32);
-        int is_alone = takes_own_rows(m, count, who.members);
-        Step own = is_alone ? own_rows(s, first, end - first, who.number) : *s;
-        for (int64_t step = 0; step <= __atomic_load_n(&last, __ATOMIC_RELAXED); step++) {
-            int has_ended = 0;
-            if (is_alone) {
-                decode(m, &own, a->tokens + first, end - first, room + first * numbers_of_row(m, s), copied,
-                       logits + first * m->V, &alone);
-            } else {
-                decode(m, &own, a->tokens, count, room, copied, logits, &who);
-                meet(&who);
-            }
-            for (int64_t n = first; n < end; n++) has_ended |= take_token(m, a, n, logits, drawn);
-            if (has_ended) __atomic_store_n(&last, step, __ATOMIC_RELAXED); /* only one step can be this one */
+        int64_t *slots = lists + who.number * 3 * count, *tokens = slots + count, *positions = tokens + count;
+        int64_t first = 0, rows = count;
+        Step own = *s;
+        own.slots = slots, own.positions = positions;
+        if (takes_own_rows(m, count, who.members)) {
+            first = share_of(count, who.number, &who), rows = share_of(count, who.number + 1, &who) - first;
+            own.scores += who.number * (s->Q / s->K) * s->length;
+            who = (Member){0, 1};
+        }
+        for (int64_t i = 0; i < rows; i++) slots[i] = first + i;
+        for (int64_t step = 0; step < steps && rows; step++) {
+            float *found = logits + first * m->V;
+            for (int64_t i = 0; i < rows; i++) tokens[i] = a->tokens[slots[i]], positions[i] = a->positions[slots[i]];
+            own.tokens = own.rows = rows;
+            decode(m, &own, tokens, rows, room + first * numbers_of_row(m, s), copied, found, &who);
             meet(&who);
+            for (int64_t i = share_of(rows, who.number, &who); i < share_of(rows, who.number + 1, &who); i++)
+                is_over[slots[i]] = (uint8_t)take_token(m, a, slots[i], found + i * m->V, drawn);
+            meet(&who);
+            int64_t left = 0;
+            for (int64_t i = 0; i < rows; i++)
+                if (!is_over[slots[i]]) slots[left++] = slots[i];
+            rows = left;
         }
     }
 }

@@ -149,7 +149,7 @@ class FusedStep:
         self._one, self._some = code.decode_step, code.decode_steps
         place, number = ctypes.c_void_p, ctypes.c_int64
         self._one.argtypes = (place, place, place, number, place, place, place)
-        self._some.argtypes = (place, place, place, number, place, place, place, place)
+        self._some.argtypes = (place, place, place, number, *(place,) * 6)
         self._one.restype = self._some.restype = None
         self._kept = (layers, head, embedding_VH, cache)  # what the compiled code points to
         self._layers = (_Layer * len(layers))()
@@ -187,13 +187,16 @@ class FusedStep:
         )  # fmt: skip
         return logits_nV
 
-    def sample(self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, temperature: float, most: int) -> None:
-        """Sample tokens for the first slots, at most `most`, until a turn ends or a log-probability is not finite.
+    def sample(
+        self, step: DecodeStep, states: SlotStates, is_end_V: np.ndarray, temperature: float, steps: int
+    ) -> None:
+        """Sample `steps` tokens for each of the first slots, fewer where its turn ends before.
 
-        All slots get as many. A turn ends by a token of `is_end_V` (bool), or where no further one is within the limit.
+        A turn ends by a token of `is_end_V` (bool), where no further one is within the limit, or by a log-probability
+        that is not finite.
 
         Args:
-            step: `positions_N` are those of `states`, `slots_N` 0, 1, ...
+            step: of as many tokens as slots.
         """
         fields, model = step.fields, self._model
         sampling = _Sampling(
@@ -202,9 +205,12 @@ class FusedStep:
         )  # fmt: skip
         logits_nV = self._room.new_empty(fields.tokens, model.V)
         drawing = self._room.new_empty(fields.threads, 2 * (model.V + WIDTH))
+        lists = torch.empty(fields.threads, 3, fields.tokens, dtype=torch.int64)
+        is_over = torch.empty(fields.tokens, dtype=torch.uint8)
         self._some(
-            ctypes.addressof(model), ctypes.addressof(fields), ctypes.addressof(sampling), most,
-            self._place_for(fields), self._gemm.place_for(fields.threads), logits_nV.data_ptr(), drawing.data_ptr(),
+            ctypes.addressof(model), ctypes.addressof(fields), ctypes.addressof(sampling), steps,
+            self._place_for(fields), self._gemm.place_for(fields.threads),
+            *(room.data_ptr() for room in (logits_nV, drawing, lists, is_over)),
         )  # fmt: skip
 
     def _place_for(self, fields: _Step) -> int:

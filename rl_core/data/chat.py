@@ -26,6 +26,7 @@ from rl_core.data.reasoning import split_thought
 from rl_core.data.template_probe import MARK, TemplateFacts, control_pattern, examine
 from rl_core.errors import DataError
 from rl_core.settings import ModelSettings
+from rl_core.time_limits import CallTimeout, call_within
 from rl_core.types import Message
 
 if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # for annotations only; importing transformers takes seconds
 __all__ = ["PLAIN_TEMPLATE", "ChatRenderer"]
 
 _CACHED = 16384  # cached renderings; observations of small environments repeat often
+EXAMINE_S = 3.0  # processor time for the examination of a template, which takes some hundredths
 _SHOWN = 40  # characters of a text in a message
 
 _Key = tuple[tuple[str, str, str], ...]  # role, content, other fields as JSON ("" = none)
@@ -58,7 +60,13 @@ class ChatRenderer:
             raise DataError("the tokenizer has no end-of-sequence token (eos_token), so actions cannot end; set one")
         self.template = ChatTemplate(tokenizer, settings, tools)
         self.settings = self.template.settings
-        self.facts: TemplateFacts = examine(self.template)
+        try:
+            self.facts: TemplateFacts = call_within(EXAMINE_S, "chat template", examine, self.template, of_cpu=True)
+        except CallTimeout as error:
+            raise DataError(
+                f"the tokenizer's chat template takes longer than {EXAMINE_S:g} s for a few short messages; give "
+                "another one with model.chat_template"
+            ) from error
         self._control = control_pattern(self.facts.control)
         self._markers = control_pattern(self.facts.markers)
         special = set(tokenizer.all_special_tokens)
@@ -174,6 +182,17 @@ class ChatRenderer:
             mask += [False] * len(before) + [message.get("weight", 1) != 0] * len(action)
             waiting = []
         return ids, mask
+
+    def plain_text(self, text: str) -> tuple[list[int], list[bool]]:
+        """Token ids of text without turns, as the tokenizer writes it, its EOS at the end; all but the first have loss.
+
+        Raises: DataError if fewer than two tokens are left.
+        """
+        eos = str(self.tokenizer.eos_token)
+        ids = cast(list[int], self.tokenizer(text if text.endswith(eos) else text + eos)["input_ids"])
+        if len(ids) < 2:
+            raise DataError("text: has no token to predict")
+        return ids, [False] + [True] * (len(ids) - 1)
 
     # -- chat template -------------------------------------------------------------------------------------------------
 

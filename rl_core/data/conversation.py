@@ -19,19 +19,36 @@ def training_sequences(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     loss_on: Literal["all", "last"] = "all",
+    max_tokens: int | None = None,
 ) -> list[TrainingSequence]:
     """Sequences of one conversation, each turn with loss in exactly one of them.
 
     One sequence that keeps every turn as it was written (`history_thoughts: keep`), as a rollout does. With `template`,
     each turn stands after the history as the template renders it for that turn; consecutive turns share a sequence for
     as long as that history begins with the tokens before it; a template that drops thoughts starts a new one.
+    A message of the role "text" alone is plain text: every token after the first carries loss.
     Args:
         tools: JSON schemas handed to the template.
         loss_on: assistant turns with loss, all or the last one; a message with `weight` 0 has none either way.
-    Raises: DataError where no turn carries loss, or the template refuses the messages; SettingsError for tools that it
-        does not take.
+        max_tokens: tokens of a sequence that are kept, from its start; a sequence without loss among them is left out.
+    Raises: DataError where no turn carries loss, none of it is left, or the template refuses the messages;
+        SettingsError for tools that it does not take.
     """
     renderer = renderer.with_tools(tools)
+    found = _whole_sequences(renderer, messages, loss_on)
+    if max_tokens is None:
+        return found
+    cut = [(ids[:max_tokens], mask[:max_tokens]) for ids, mask in found]
+    if not any(any(mask) for _, mask in cut):
+        raise DataError(f"nothing that carries loss is among the first {max_tokens} tokens")
+    return [(ids, mask) for ids, mask in cut if any(mask)]
+
+
+def _whole_sequences(
+    renderer: ChatRenderer, messages: Sequence[Message], loss_on: Literal["all", "last"]
+) -> list[TrainingSequence]:
+    if len(messages) == 1 and messages[0]["role"] == "text":
+        return [renderer.plain_text(messages[0]["content"])]
     if loss_on == "last":
         messages = [*map(_without_loss, messages[:-1]), messages[-1]]
     if all(message.get("weight", 1) == 0 for message in messages if message["role"] == "assistant"):

@@ -1,7 +1,8 @@
-"""Row readers for JSON Lines and Parquet, with specific errors for other file types and for bad rows."""
+"""Row readers for JSON Lines, CSV and Parquet, with specific errors for other file types and for bad rows."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import math
@@ -12,13 +13,20 @@ from typing import Any
 
 from rl_core.errors import DataError
 
-__all__ = ["DATA_SUFFIXES", "BadRow", "data_files", "describe", "file_digest", "read_rows", "read_text"]
+__all__ = [
+    "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json", "read_rows",
+    "read_text", "refuse_unstorable",
+]  # fmt: skip
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
-DATA_SUFFIXES = (".jsonl", *PARQUET_SUFFIXES)
+MAX_LINE = 64 * 2**20  # bytes; a longer line is no row, and refusing it bounds memory
+CSV_SUFFIXES = (".csv", ".tsv")
+DATA_SUFFIXES = (".jsonl", *CSV_SUFFIXES, *PARQUET_SUFFIXES)
 _BOM = b"\xef\xbb\xbf"
 _BLANK = b" \t\r\n"  # JSON white space; U+2028 and the like are text
 _HEAD = 4096
+MAX_DEPTH = 64  # levels of lists and objects within a row
+_SHOWN = 80  # characters of a place in a message
 
 _MAGIC = {  # first bytes of common file types with a wrong extension
     b"version https://git-lfs": "is a Git LFS pointer, not the data; fetch the data with `git lfs pull`",
@@ -80,11 +88,7 @@ def read_text(row: Mapping[str, Any], name: str, place: str = "", may_be_empty: 
         raise BadRow(place, f"must be text, found {describe(value)}")
     if not may_be_empty and not value.strip():
         raise BadRow(place, "is empty")
-    try:
-        value.encode("utf-8")
-    except UnicodeEncodeError as error:
-        found = f"\\u{ord(value[error.start]):04x}"
-        raise BadRow(place, f"holds half of a surrogate pair ({found} at character {error.start + 1})") from None
+    _refuse_surrogate(value, place)
     return value
 
 
@@ -107,6 +111,8 @@ def read_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int
         if not head.startswith(b"PAR1"):
             raise DataError(f"{path}: is not Parquet despite its name (it does not start with PAR1)")
         return _parquet_rows(path, columns)
+    if path.suffix.lower() in CSV_SUFFIXES:
+        return _csv_rows(path)
     _inspect_json(path, head)
     return _json_rows(path)
 
@@ -115,7 +121,7 @@ def _inspect(path: Path) -> bytes:
     """First bytes of a readable file. Raises: DataError, also for a known file type with a wrong extension."""
     try:
         if path.is_dir():
-            raise DataError(f"{path}: is a folder; name one JSONL or Parquet file in it")
+            raise DataError(f"{path}: is a folder; name one JSONL, CSV or Parquet file in it")
         if path.exists() and not path.is_file():
             raise DataError(f"{path}: is not a regular file")
         with path.open("rb") as file:
@@ -147,7 +153,7 @@ def _inspect_json(path: Path, head: bytes) -> None:
             line = 1 + head[: head.find(b"[")].count(b"\n")
             raise DataError(
                 f"{path}:{line}: here one JSON array begins; JSON Lines needs one object per line, without brackets "
-                "and commas"
+                f"and commas: jq -c '.[]' {path.name} > {path.stem}.jsonl"
             )
     if first_line == b"{":
         raise DataError(f"{path}: is one JSON document over many lines; JSON Lines needs one object per line")
@@ -155,7 +161,9 @@ def _inspect_json(path: Path, head: bytes) -> None:
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     with path.open("rb") as file:  # in binary mode lines end only at \n
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
+            if len(line) == MAX_LINE and not line.endswith(b"\n"):
+                raise DataError(f"{path}:{number}: the line is longer than {MAX_LINE // 2**20} MiB, so it is no row")
             line = (line.removeprefix(_BOM) if number == 1 else line).strip(_BLANK)
             if not line:
                 continue
@@ -165,21 +173,83 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
                 yield number, bad
 
 
+_LISTS = (
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "chosen",
+    "rejected",
+    "tools",
+    "history",
+)  # JSON in a cell
+_VALUES = ("label", "margin", "seed")  # numbers and truth values, which a CSV file has as text
+_LONGEST_CELL = 2**27  # characters
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
+    """Rows of a CSV file with a header, numbered by the line on which each begins; empty cells are left out."""
+    line, before = 1, csv.field_size_limit(_LONGEST_CELL)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+            names = next(reader, [])
+            if not names or len(set(names)) < len(names) or not all(names):
+                raise DataError(f"{path}:1: the header needs a name for each column, each once; found {names}")
+            line = reader.line_num + 1
+            for cells in reader:
+                if cells:
+                    yield line, _csv_row(names, cells)
+                line = reader.line_num + 1
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: is not UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{path}:{line}: is not CSV: {error}") from None
+    finally:
+        csv.field_size_limit(before)
+
+
+def _csv_row(names: list[str], cells: list[str]) -> dict[str, Any] | BadRow:
+    if len(cells) != len(names):
+        return BadRow("", f"has {len(cells)} cells, the header {len(names)} columns; quote texts that hold commas")
+    row: dict[str, Any] = {}
+    for name, cell in zip(names, cells, strict=True):
+        if not cell:
+            continue
+        row[name] = cell
+        is_list = name in _LISTS and cell.lstrip().startswith(("[", "{"))
+        if is_list or name in _VALUES:
+            try:
+                row[name] = json.loads(cell.lower() if name in _VALUES else cell)
+            except ValueError:
+                if name in ("messages", "conversations", "tools", *_VALUES):
+                    return BadRow(name, f"must be JSON in its cell (json.dumps, not str), found {describe(cell)}")
+    return row
+
+
 def _parse(line: bytes) -> dict[str, Any]:
     """One line parsed as an object. Raises: BadRow."""
     try:
-        value = json.loads(line.decode("utf-8"), object_pairs_hook=_object)
-        _refuse_nonfinite(value, "")
+        text = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRow("", f"is not UTF-8: byte {error.start} of the line is 0x{line[error.start]:02x}") from None
-    except json.JSONDecodeError as error:
-        raise BadRow("", f"is not JSON: {error.msg} at character {error.pos + 1}") from None
-    except RecursionError:
-        raise BadRow("", "is nested too deeply") from None
-    except ValueError as error:  # an integer of thousands of digits
-        raise BadRow("", f"is not readable as JSON: {error}") from None
+    value = read_json(text)
     if not isinstance(value, dict):
         raise BadRow("", f"must be an object, found {describe(value)}")
+    return value
+
+
+def read_json(text: str, place: str = "") -> Any:
+    """The JSON value of a text, of `place` in a row, fit to be stored again. Raises: BadRow."""
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+        refuse_unstorable(value, place, surrogates="\\u" in text)
+    except json.JSONDecodeError as error:
+        raise BadRow(place, f"is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise BadRow(place, "is nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise BadRow(place, f"is not readable as JSON: {error}") from None
     return value
 
 
@@ -191,16 +261,35 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _refuse_nonfinite(value: object, place: str) -> None:
-    """Raise for NaN and Infinity (and 1e999), which Python accepts but JSON does not have."""
+def refuse_unstorable(value: object, place: str, depth: int = MAX_DEPTH, surrogates: bool = True) -> None:
+    """Raise for values that Python takes and JSON or UTF-8 has not, and for nesting that ends recursive writers.
+
+    NaN and Infinity (and 1e999); halves of surrogate pairs, unless the caller knows that there are none.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(place, f"{value} is not a valid JSON number")
-    if isinstance(value, dict):
+    if isinstance(value, str) and surrogates:
+        _refuse_surrogate(value, place)
+    if not isinstance(value, Mapping | list):
+        return
+    if depth == 0:
+        raise BadRow(place[:_SHOWN], f"is nested too deeply, more than {MAX_DEPTH} levels")
+    if isinstance(value, Mapping):
         for name, item in value.items():
-            _refuse_nonfinite(item, f"{place}.{name}" if place else name)
-    elif isinstance(value, list):
+            if surrogates:
+                _refuse_surrogate(str(name), place)
+            refuse_unstorable(item, f"{place}.{name}" if place else str(name), depth - 1, surrogates)
+    else:
         for index, item in enumerate(value):
-            _refuse_nonfinite(item, f"{place}[{index}]")
+            refuse_unstorable(item, f"{place}[{index}]", depth - 1, surrogates)
+
+
+def _refuse_surrogate(text: str, place: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(text[error.start]):04x}"
+        raise BadRow(place, f"holds half of a surrogate pair ({found} at character {error.start + 1})") from None
 
 
 def _parquet_rows(path: Path, columns: Collection[str] | None) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from rl_core.data.files import BadRow, describe, read_text
+from rl_core.data.files import BadRow, describe, read_json, read_text, refuse_unstorable
 
 __all__ = ["checked_messages", "checked_tools"]
 
@@ -44,7 +43,7 @@ def checked_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
 
     Raises: BadRow naming the field.
     """
-    value = _from_json(found, name) if isinstance(found, str) else found
+    value = read_json(found, name) if isinstance(found, str) else found
     if not isinstance(value, list):
         raise BadRow(name, f"must be a list of tool schemas, found {describe(found)}")
     tools = []
@@ -52,6 +51,7 @@ def checked_tools(found: object, name: str = "tools") -> list[dict[str, Any]]:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRow(f"{name}[{index}]", "must be {'type': 'function', 'function': {'name': ..., ...}}")
+        refuse_unstorable(tool, f"{name}[{index}]")
         tools.append({"type": "function", **(tool if isinstance(found, str) else _without_nulls(tool))})
     return tools
 
@@ -126,7 +126,7 @@ def _weight(fields: Mapping[str, Any], place: str) -> int:
 
 
 def _calls(found: object, place: str) -> list[dict[str, Any]]:
-    value = _from_json(found, place) if isinstance(found, str) else found
+    value = read_json(found, place) if isinstance(found, str) else found
     if not isinstance(value, list):
         raise BadRow(place, f"must be a list of calls, found {describe(found)}")
     calls = []
@@ -142,22 +142,16 @@ def _calls(found: object, place: str) -> list[dict[str, Any]]:
         name = read_text(function, "name", f"{where}.function.name")
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments, is_text = _from_json(arguments, f"{where}.function.arguments"), True
+            arguments, is_text = read_json(arguments, f"{where}.function.arguments"), True
         if not isinstance(arguments, Mapping):
             raise BadRow(
                 f"{where}.function.arguments", f"must be an object or its JSON text, found {describe(arguments)}"
             )
+        refuse_unstorable(arguments, f"{where}.function.arguments")
         arguments = arguments if is_text else _without_nulls(arguments)  # JSON text says what it means
         kept = {"type": "function", "function": {"name": name, "arguments": arguments}}
         calls.append(kept | ({"id": str(call["id"])} if call.get("id") is not None else {}))
     return calls
-
-
-def _from_json(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise BadRow(place, f"is not JSON: {error}") from None
 
 
 def _without_nulls(value: Any) -> Any:

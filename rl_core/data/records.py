@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text
+from rl_core.data.formats import Kind, as_demonstration, as_preference, columns_to_read, format_of, unknown_columns
 from rl_core.data.messages import checked_messages, checked_tools
 from rl_core.data.repeats import Repeats, find_repeats
 from rl_core.errors import DataError, RecordsError, SettingsError
+from rl_core.storage.faults import fault
 
 __all__ = [
     "RowProblem",
@@ -34,8 +36,8 @@ Row = dict[str, Any]
 RowSource = str | Path | Sequence[Any]  # a JSONL or Parquet file, or rows in memory
 
 _OPTIONAL = ("level", "kind", "seed")
-_DEMONSTRATION_COLUMNS = ("messages", "tools", "prompt", "completion", *_OPTIONAL)
-_PREFERENCE_COLUMNS = ("prompt", "chosen", "rejected", "margin", "completion", "label", *_OPTIONAL)
+_DEMONSTRATION_COLUMNS = columns_to_read("demonstrations")
+_PREFERENCE_COLUMNS = columns_to_read("preferences")
 _LISTED = 10  # bad rows listed in a message
 
 _logger = logging.getLogger(__name__)
@@ -79,8 +81,9 @@ def read_demonstrations(
 ) -> Records:
     """Rows {"messages": [{"role", "content"}, ...]} or {"prompt", "completion"}, all converted to "messages".
 
+    Other formats are recognised by their columns (`data.formats`); plain `text` is one message of the role "text".
     Messages may have OpenAI's further fields (`data.messages.checked_messages`); any other one is refused. Optional
-    columns `tools` (schemas), `level` and `kind` (text) and `seed` (integer) are kept; others are ignored.
+    columns `tools` (schemas), `level` and `kind` (text) and `seed` (integer) are kept; a warning names others.
     Args:
         on_bad_row: "stop" raises after the whole file was checked; "skip" drops, counts and logs bad rows.
         max_rows: rows read at most.
@@ -98,8 +101,9 @@ def read_preferences(
     token_length: Callable[[Row], int] | None = None,
     context: int | None = None,
 ) -> Records:
-    """Rows {"prompt", "chosen", "rejected"}, all text; chosen and rejected must differ. Or labelled completions.
+    """Rows {"prompt", "chosen", "rejected"}, text or messages; chosen and rejected differ. Or labelled completions.
 
+    Other formats are recognised by their columns (`data.formats`).
     A pair may have a `margin` (a number, at least 0) by which a reward model is to tell its sides apart. A labelled
     completion is {"prompt", "completion", "label"}, true = desirable (the loss `kto`).
     Arguments, optional columns and errors are those of `read_demonstrations`.
@@ -181,6 +185,7 @@ def _read(
     context: int | None,
 ) -> Records:
     records = _checked(source, columns, schema, on_bad_row, max_rows, token_length, context)
+    fault("data.read")
     records.digest = _digest(source, records.rows)
     if schema in (_demonstration, _preference):
         records.repeats = find_repeats(records.rows)
@@ -203,6 +208,8 @@ def _checked(
         raise SettingsError(f"on_bad_row: '{on_bad_row}' must be 'stop' or 'skip'")
     name = str(source) if isinstance(source, str | Path) else "data"
     records = Records(rows=[], num_rows=0, num_skipped=0, problems=[], digest="")
+    kind = _KINDS.get(schema)
+    unread: set[str] = set()
     for file, line, raw in _raw_rows(source, columns):
         if max_rows is not None and records.num_rows >= max_rows:
             break
@@ -211,6 +218,8 @@ def _checked(
             if isinstance(raw, BadRow):
                 raise raw
             row = schema(raw)
+            if kind is not None and (form := format_of(raw, kind)) is not None:
+                unread |= unknown_columns(raw, form, kind)
             if token_length is not None and context is not None:
                 _check_length(row, token_length, context)
         except BadRow as bad:
@@ -220,6 +229,8 @@ def _checked(
         records.lines.append(line)
     if not records.num_rows:
         raise DataError(f"{name}: holds no row")
+    if unread:
+        _logger.warning("%s: columns that are not read: %s", name, ", ".join(sorted(unread)))
     records.num_skipped = len(records.problems)
     report(name, records.problems, records.num_rows, on_bad_row)
     return records
@@ -281,25 +292,23 @@ def _optional(row: Row) -> Row:
     if seed is not None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise BadRow("seed", f"must be an integer, found {describe(seed)}")
+        if not -(2**63) <= seed < 2**63:
+            raise BadRow("seed", "does not fit into 64 bits")
         kept["seed"] = seed
     return kept
 
 
 def _demonstration(row: Row) -> Row:
-    if row.get("messages") is None and ("prompt" in row or "completion" in row):
-        messages = [
-            {"role": "user", "content": read_text(row, "prompt")},
-            {"role": "assistant", "content": read_text(row, "completion")},
-        ]
-    else:
-        messages = _messages(row)
+    row = as_demonstration(row)
+    messages = _messages(row)
     tools = checked_tools(row["tools"]) if row.get("tools") else []
     return {"messages": messages, **({"tools": tools} if tools else {}), **_optional(row)}
 
 
 def _messages(row: Row) -> list[dict[str, Any]]:
-    if "messages" not in row:
-        raise BadRow("messages", "is missing, and so are prompt and completion")
+    found = row["messages"]
+    if isinstance(found, list) and len(found) == 1 and isinstance(found[0], Mapping) and found[0].get("role") == "text":
+        return [{"role": "text", "content": read_text(found[0], "content", "text")}]
     messages = checked_messages(row["messages"], "messages")
     if messages[-1]["role"] != "assistant":
         raise BadRow(
@@ -320,11 +329,20 @@ def _prompt(row: Row) -> Row:
 
 
 def _labelled(row: Row) -> Row:
-    kept: Row = {name: read_text(row, name) for name in ("prompt", "completion")}
+    kept: Row = {name: _said(row, name) for name in ("prompt", "completion")}
     label = row.get("label")
     if not isinstance(label, bool):
         raise BadRow("label", "is missing" if label is None else f"must be true or false, found {describe(label)}")
-    return {**kept, "label": label, **_optional(row)}
+    return {**kept, "label": label, **_tools(row), **_optional(row)}
+
+
+def _said(row: Row, name: str) -> str | list[dict[str, Any]]:
+    """Text, or messages that `as_preference` has checked."""
+    return row[name] if isinstance(row.get(name), list) and row[name] else read_text(row, name)
+
+
+def _tools(row: Row) -> Row:
+    return {"tools": checked_tools(row["tools"])} if row.get("tools") else {}
 
 
 def _margin(row: Row) -> Row:
@@ -333,15 +351,23 @@ def _margin(row: Row) -> Row:
         return {}
     if isinstance(margin, bool) or not isinstance(margin, int | float):
         raise BadRow("margin", f"must be a number, found {describe(margin)}")
-    if not 0 <= margin < math.inf:
-        raise BadRow("margin", f"must be finite and at least 0, found {margin}")
+    if not 0 <= margin <= sys.float_info.max:
+        raise BadRow("margin", f"must be finite and at least 0, found {str(margin)[:40]}")
     return {"margin": float(margin)}
 
 
 def _preference(row: Row) -> Row:
+    row = as_preference(row)
     if row.get("chosen") is None and row.get("rejected") is None and ("completion" in row or "label" in row):
         return _labelled(row)
-    kept: Row = {name: read_text(row, name) for name in ("prompt", "chosen", "rejected")}
-    if kept["chosen"].strip() == kept["rejected"].strip():
+    kept: Row = {name: _said(row, name) for name in ("prompt", "chosen", "rejected")}
+    if _bare(kept["chosen"]) == _bare(kept["rejected"]):
         raise BadRow("chosen", "is equal to rejected, so there is no preference")
-    return kept | _margin(row) | _optional(row)
+    return kept | _margin(row) | _tools(row) | _optional(row)
+
+
+def _bare(side: str | list[dict[str, Any]]) -> Any:
+    return side.strip() if isinstance(side, str) else side
+
+
+_KINDS: dict[Callable[[Row], Row], Kind] = {_demonstration: "demonstrations", _preference: "preferences"}

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from rl_core.errors import DataError
 
-__all__ = ["duplicate_report", "opening_text", "overlap_report", "prompt_key", "split_by_prompt"]
+__all__ = ["duplicate_report", "opening_text", "overlap_report", "prompt_key", "prompt_text", "split_by_prompt"]
 
 T = TypeVar("T")
 
@@ -24,6 +24,11 @@ def opening_text(messages: Sequence[Mapping[str, str]]) -> str:
     """Prompt of a conversation: its text before the first assistant message."""
     opening = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
     return "\n".join(message["content"] for message in opening)
+
+
+def prompt_text(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """Text that tells prompts apart: of a conversation its text before the first assistant message."""
+    return prompt if isinstance(prompt, str) else opening_text(prompt)
 
 
 def split_by_prompt(

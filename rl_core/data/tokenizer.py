@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from rl_core.errors import DataError
+from rl_core.storage.faults import fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -56,6 +57,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    fault("data.tokenizer")
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,

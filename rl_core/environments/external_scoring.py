@@ -45,7 +45,7 @@ def judge(episode: Episode, answer: str, score: Callable[[], float], success_at:
         value, trouble = float(score()), ""
     except ChildTimeout as error:
         value, trouble = 0.0, f"scoring was given up: {error}"
-    except (ChildFailed, TypeError, ValueError) as error:
+    except (ChildFailed, TypeError, ValueError, LookupError, ArithmeticError) as error:
         value, trouble = 0.0, f"scoring failed: {error}"
     if not math.isfinite(value):
         value, trouble = 0.0, f"scoring gave {value}"

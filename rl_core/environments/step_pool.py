@@ -6,17 +6,17 @@ do not depend on the order in which steps finish.
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
 from collections.abc import Callable, Collection
-from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
 from rl_core.environments.environment import Step
 from rl_core.errors import EnvironmentFault
+from rl_core.time_limits import MAX_HUNG, give_up, hung_calls
 from rl_core.timing import span
 
 __all__ = ["Call", "NewContext", "Observation", "PendingTurn", "StepPool", "Turnover", "resolve", "wait_for_any"]
@@ -33,30 +33,39 @@ class Call:
         self.future: Future[Any] = Future()
         self._pool, self._what, self._timeout_s, self._function, self._args = pool, what, timeout_s, function, args
         self._began: float | None = None
+        self.thread: threading.Thread | None = None  # that runs it
         self.is_abandoned = False  # True = it exceeded its time limit, and its thread is no longer the pool's
+        self._is_finished = False
+        self._lock = threading.Lock()  # it finishes or is abandoned, not both
 
     def run(self) -> None:
         """Execute the call on a pool thread."""
+        self.thread = threading.current_thread()
         self._began = time.monotonic()
+        value, error = None, None
         try:
             value = self._function(*self._args)
-        except BaseException as error:  # re-raised by `result`
-            with contextlib.suppress(InvalidStateError):
-                self.future.set_exception(error)
+        except BaseException as raised:  # re-raised by `result`
+            error = raised
+        with self._lock:
+            if self.is_abandoned:
+                return
+            self._is_finished = True
+        if error is not None:
+            self.future.set_exception(error)
         else:
-            with contextlib.suppress(InvalidStateError):
-                self.future.set_result(value)
+            self.future.set_result(value)
 
     def done(self) -> bool:
         """True once the call has finished, or exceeded its time limit: `result` then raises EnvironmentFault."""
         if not self.future.done() and self._left() <= 0:
-            self._pool.abandon(self)
-            with contextlib.suppress(InvalidStateError):  # it returned just now
-                self.future.set_exception(
-                    EnvironmentFault(
-                        f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
-                    )
-                )
+            with self._lock:
+                is_late = not self._is_finished and not self.is_abandoned
+                self.is_abandoned = self.is_abandoned or is_late
+            if is_late:
+                self._pool.abandon(self)
+                fault = f"{self._what} has not returned within {self._timeout_s:g} s (sampling.step_timeout_s)"
+                self.future.set_exception(EnvironmentFault(fault))
         return self.future.done()
 
     def result(self) -> Any:
@@ -86,7 +95,8 @@ class StepPool:
     """Threads for the environment steps of one collection; a context manager.
 
     Daemon threads, because Python cannot kill a thread: a step that never returns is abandoned and delays neither its
-    error, nor queued calls, for which a new thread takes its place, nor process exit.
+    error, nor queued calls, for which a new thread takes its place, nor process exit. One that runs Python is made to
+    end; with MAX_HUNG that do not, further steps fail at once (`rl_core.time_limits`).
     """
 
     def __init__(self, max_concurrent: int, timeout_s: float) -> None:
@@ -113,6 +123,9 @@ class StepPool:
     def submit(self, what: str, function: Callable[..., Any], *args: Any) -> Call:
         """Queue `function` for a thread; `what` names the call in errors."""
         call = Call(self, what, self._timeout_s, function, args)
+        if (count := hung_calls()) >= MAX_HUNG:
+            call.future.set_exception(EnvironmentFault(f"{what} was not begun: {count} earlier calls still hang"))
+            return call
         self._calls.put(call)
         if not self._idle.acquire(blocking=False) and self._num_threads < self._max_concurrent:
             self._add_thread()
@@ -125,11 +138,10 @@ class StepPool:
                 call.done()
 
     def abandon(self, call: Call) -> None:
-        """Give up the thread of a call that is overdue."""
-        if call.is_abandoned:
-            return
-        call.is_abandoned = True
+        """Give up the thread of a call that is overdue, and make it end where it can be."""
         self._num_threads -= 1
+        if call.thread is not None:
+            give_up(call.thread)
         if not self._calls.empty():
             self._add_thread()
 

@@ -1,34 +1,42 @@
 """Subprocess pool for code that executes model output or may never return.
 
-Unlike a thread, a process can be killed. Children stay alive between requests, since their imports take seconds. They
-are limited in time and memory and see only a few environment variables, but are no sandbox: they run as the same user,
-with its files and its network.
+Unlike a thread, a process can be killed. Children stay alive between requests, since their imports take seconds; each
+request runs in a copy of its child (`subprocess_main.py`), confined by `sandbox.py` as far as this machine grants it.
+docs/security.md says what that does not stop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import os
 import queue
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import PosttrainError
 
-__all__ = ["ChildFailed", "ChildPool", "ChildTimeout"]
+__all__ = ["ChildFailed", "ChildPool", "ChildTimeout", "missing_parts"]
 
+logger = logging.getLogger(__name__)
+
+_MAIN = Path(__file__).with_name("subprocess_main.py")
 _START_S = 600.0  # importing a large package from a cold disk, downloading what it needs
-# Environment variables passed to a child: no tokens, keys or server addresses.
-_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "HF_HOME", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")
+_MAX_REPLY = 65 * 2**20  # bytes; the child itself sends at most 64 MiB
+_LOOK_S = 0.5  # between looks at the memory of a child and what it has started
+# Environment variables passed to a child: no tokens, keys, server addresses or folders.
+_VARIABLES = ("PATH", "LANG", "LC_ALL")
 
 
 class ChildFailed(PosttrainError):
@@ -51,6 +59,10 @@ class ChildPool:
         timeout_s: float,
         memory_gib: float | None = None,
         variables: Iterable[str] = (),
+        values: Mapping[str, str] | None = None,
+        network: bool = False,
+        readable: Iterable[Path] = (),
+        writable: Iterable[Path] = (),
     ) -> None:
         """Children start on demand, with the first requests.
 
@@ -58,12 +70,23 @@ class ChildPool:
             script: a Python file with `start(setup)`, called once in each child, and `handle(request)`.
             count: maximum number of children, hence of concurrent requests.
             timeout_s: time limit of one request, not counting the start of a child.
-            memory_gib: address space of a child; None = no limit.
+            memory_gib: address space of each of a child's processes, and memory of all together; None = no limit.
             variables: names of additional environment variables passed to children.
+            values: additional environment variables with their values.
+            network: leave children the network.
+            readable: files and folders that children may read, beside the system's and the import path; writable: may
+                write too.
         """
-        self._script, self._timeout_s = script, timeout_s
-        self._options = {"setup": setup, "memory_gib": memory_gib, "last_resort_s": timeout_s + 30.0}
-        self._variables = (*_VARIABLES, *variables)
+        self._script, self._timeout_s, self._memory_gib = script, timeout_s, memory_gib
+        self._options = {"setup": setup, "timeout_s": timeout_s}
+        self._sandbox = {
+            "memory_gib": memory_gib,
+            "network": network,
+            "readable": [str(script), str(_MAIN.parent), *map(str, readable)],
+            "writable": [str(path) for path in writable],
+        }
+        self._variables, self._values = (*_VARIABLES, *variables), dict(values or {})
+        self.missing: dict[str, str] = {}  # parts of the sandbox that the newest child has not, with the reason
         # Last in, first out: starts as few children as possible.
         self._places: queue.LifoQueue[_Child | None] = queue.LifoQueue()
         for _ in range(count):
@@ -96,8 +119,8 @@ class ChildPool:
     def _start(self) -> _Child:
         variables = {name: os.environ[name] for name in self._variables if name in os.environ}
         variables |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-P", str(Path(__file__).with_name("subprocess_main.py")), str(self._script)]
-        child = _Child([*command, json.dumps(self._options)], variables)
+        variables |= self._values
+        child = _Child(self._script, {**self._options, "sandbox": self._sandbox}, variables, self._memory_gib)
         try:
             reply = child.receive(_START_S)
             if "error" in reply:
@@ -105,24 +128,50 @@ class ChildPool:
         except ChildFailed:
             child.kill()
             raise
+        self.missing = reply["value"]["missing"]
+        for part, reason in self.missing.items():
+            _warn_once(part, reason)
         self._alive.append(child)
         return child
 
 
-class _Child:
-    """One process in its own process group, so that its descendants are killed with it."""
+@functools.lru_cache(maxsize=64)
+def _warn_once(part: str, reason: str) -> None:
+    logger.warning("the sandbox of child processes is incomplete, %s: %s (docs/security.md)", part, reason)
 
-    def __init__(self, command: list[str], variables: dict[str, str]) -> None:
+
+def missing_parts() -> dict[str, str]:
+    """Parts of the sandbox (`sandbox.PARTS`) that this machine does not grant, with the reason; found by a trial.
+
+    Raises: ChildFailed where no child starts.
+    """
+    with tempfile.TemporaryDirectory(prefix="posttrain-") as folder:
+        script = Path(folder, "trial.py")
+        script.write_text("def start(setup): pass\n\n\ndef handle(request): return request\n")
+        pool = ChildPool(script, setup={}, count=1, timeout_s=60.0, memory_gib=4.0)
+        pool.ask({})
+        return pool.missing
+
+
+class _Child:
+    """One process in its own process group and working folder, both of which end with it."""
+
+    def __init__(
+        self, script: Path, options: dict[str, Any], variables: dict[str, str], memory_gib: float | None
+    ) -> None:
+        self._folder = tempfile.mkdtemp(prefix="posttrain-sandbox-")
+        options = {**options, "sandbox": {**options["sandbox"], "folder": self._folder}}
         self._process = subprocess.Popen(
-            command,
+            [sys.executable, "-P", str(_MAIN), str(script), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            cwd=tempfile.gettempdir(),
+            cwd=self._folder,
             env=variables,
             start_new_session=True,
         )
-        self._buffer = b""
+        self._memory_bytes = None if memory_gib is None else memory_gib * 2**30
+        self._buffer = bytearray()
 
     def ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Send a request and block for its reply."""
@@ -139,18 +188,36 @@ class _Child:
         assert self._process.stdout is not None
         channel = self._process.stdout.fileno()
         end = time.monotonic() + timeout_s
-        while b"\n" not in self._buffer:
-            readable, _, _ = select.select([channel], [], [], max(0.0, end - time.monotonic()))
+        searched = 0
+        while (place := self._buffer.find(b"\n", searched)) < 0:
+            searched = len(self._buffer)
+            left = end - time.monotonic()
+            readable, _, _ = select.select([channel], [], [], max(0.0, min(left, _LOOK_S)))
             if not readable:
-                raise ChildTimeout(f"no answer within {timeout_s:g} s")
+                if left <= 0:
+                    raise ChildTimeout(f"no answer within {timeout_s:g} s")
+                self._check_memory()
+                continue
             part = os.read(channel, 2**16)
             if not part:
                 self._process.wait()
                 raise ChildFailed(f"a child process died (exit status {self._process.returncode})")
             self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        reply: dict[str, Any] = json.loads(line)
+            if len(self._buffer) > _MAX_REPLY:
+                raise ChildFailed(f"a child process sent more than {_MAX_REPLY} bytes")
+        line, self._buffer = bytes(self._buffer[:place]), self._buffer[place + 1 :]
+        try:
+            reply: dict[str, Any] = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ChildFailed(f"a child process sent no JSON: {error}") from error
+        if not isinstance(reply, dict) or ("value" not in reply and not isinstance(reply.get("error"), str)):
+            raise ChildFailed("a child process sent a reply of another form; the code in it may have changed it")
         return reply
+
+    def _check_memory(self) -> None:
+        """Raise ChildFailed if the child and what it started hold more memory than it may; Linux alone says."""
+        if self._memory_bytes is not None and (found := _memory_of(self._process.pid)) > self._memory_bytes:
+            raise ChildFailed(f"its processes hold {found / 2**30:.1f} GiB together, above memory_gib")
 
     def kill(self) -> None:
         """Kill the process group."""
@@ -161,6 +228,24 @@ class _Child:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _memory_of(pid: int) -> int:
+    """Bytes of memory that a process and its descendants have for themselves."""
+    parents: dict[int, int] = {}
+    held: dict[int, int] = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            number = int(status.parent.name)
+            parents[number] = int(fields["PPid"])
+            held[number] = 1024 * int(fields.get("RssAnon", "0 kB").split()[0])
+    members, newer = {pid}, {pid}
+    while newer:
+        newer = {number for number, parent in parents.items() if parent in newer} - members
+        members |= newer
+    return sum(held.get(number, 0) for number in members)
 
 
 def _kill_all(children: list[_Child]) -> None:

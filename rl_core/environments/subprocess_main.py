@@ -2,28 +2,27 @@
 
     python -P subprocess_main.py <file that defines start(setup) and handle(request)> <setup and limits as JSON>
 
-Standard library only, without imports from this package, so that it starts quickly and loads no model.
+The child is confined (`sandbox.py`) before the file is loaded. Each request runs in a process of its own, a copy of the
+one that has imported everything: what it changes, starts or leaves behind ends with it. Standard library only, without
+imports from this package, so that it starts quickly and loads no model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
 import runpy
+import select
+import signal
+import struct
 import sys
+from pathlib import Path
 from typing import Any
 
-
-def _limit_memory(gib: float | None) -> None:
-    if gib is None:
-        return
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (int(gib * 2**30), int(gib * 2**30)))
-    except (ImportError, ValueError, OSError):  # not available on every system; the time limit still applies
-        pass
+MAX_REPLY = 64 * 2**20  # bytes
+_LOOK_S = 0.02  # between looks whether a request's process has died
 
 
 def _answer(handle: Any, request: Any) -> dict[str, Any]:
@@ -33,34 +32,87 @@ def _answer(handle: Any, request: Any) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
+def _encoded(reply: dict[str, Any]) -> bytes:
+    try:
+        data = json.dumps(reply).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        data = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]}).encode()
+    if len(data) > MAX_REPLY:
+        return json.dumps({"error": f"a reply of {len(data)} bytes; at most {MAX_REPLY} are taken"}).encode()
+    return data
+
+
+def _reply_of(handle: Any, request: Any, options: dict[str, Any], limit_cpu: Any) -> bytes:
+    """Reply to one request, from a process of its own, with whatever that one left behind ended."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reading)
+        limit_cpu(options["timeout_s"])
+        with open(os.devnull, "w") as nowhere:  # should the parent have been killed, this ends the request
+            faulthandler.dump_traceback_later(options["timeout_s"] + 30.0, exit=True, file=nowhere)
+            data = _encoded(_answer(handle, request))
+            with contextlib.suppress(OSError), open(writing, "wb") as file:
+                file.write(struct.pack("<Q", len(data)) + data)
+        os._exit(0)
+    os.close(writing)
+    try:
+        return _received(reading, pid)
+    finally:
+        os.close(reading)
+        _end_all(pid)
+
+
+def _received(reading: int, pid: int) -> bytes:
+    found = bytearray()
+    status = None
+    while len(found) < 8 or len(found) < 8 + struct.unpack("<Q", found[:8])[0]:
+        readable = select.select([reading], [], [], _LOOK_S)[0]
+        part = os.read(reading, 2**16) if readable else b""
+        found += part
+        if len(found) >= 8 and struct.unpack("<Q", found[:8])[0] > MAX_REPLY:
+            return _encoded({"error": "a reply that is too long"})
+        if part:
+            continue
+        if status is not None or readable:  # nothing was left to read when it had died, or it closed the pipe
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1] if status is None else status)
+            cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+            return _encoded({"error": f"a child process died ({cause})"})
+        found_pid, found_status = os.waitpid(pid, os.WNOHANG)
+        status = found_status if found_pid else None
+    return bytes(found[8:])
+
+
+def _end_all(pid: int) -> None:
+    """End a request's process, and in a PID namespace everything that it started."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(-1 if os.getpid() == 1 else pid, signal.SIGKILL)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, 0 if os.getpid() == 1 else os.WNOHANG)[0]:
+            pass
+
+
 def main(script: str, options: dict[str, Any]) -> None:
     """Serve requests until standard input ends."""
-    channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # output printed by a scorer must not be parsed as a reply
-    _limit_memory(options["memory_gib"])
 
-    def send(reply: dict[str, Any]) -> None:
-        try:
-            line = json.dumps(reply)
-        except (TypeError, ValueError) as error:
-            line = json.dumps({"error": f"{type(error).__name__}: {error}"})
-        channel.write(line + "\n")
+    def send(data: bytes) -> None:
+        channel.write(data + b"\n")
         channel.flush()
 
+    sandbox = runpy.run_path(str(Path(__file__).with_name("sandbox.py")))
     try:
+        missing = sandbox["enter"](**options["sandbox"])
         names = runpy.run_path(script)
         names["start"](options["setup"])  # imports and loads data; not counted against the first request
         handle = names["handle"]
     except Exception as error:
-        send({"error": f"{type(error).__name__}: {error}"})
+        send(_encoded({"error": f"{type(error).__name__}: {error}"[:2000]}))
         return
-    send({"value": "ready"})
-    with open(os.devnull, "w") as nowhere:
-        for line in sys.stdin:
-            # The parent kills a child on timeout; this ends the child if the parent itself was killed.
-            faulthandler.dump_traceback_later(options["last_resort_s"], exit=True, file=nowhere)
-            send(_answer(handle, json.loads(line)))
-            faulthandler.cancel_dump_traceback_later()
+    send(_encoded({"value": {"missing": missing}}))
+    for line in sys.stdin.buffer:
+        send(_reply_of(handle, json.loads(line), options, sandbox["limit_cpu"]))
 
 
 if __name__ == "__main__":

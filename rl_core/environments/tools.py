@@ -17,10 +17,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,26 +28,21 @@ from rl_core.data.model_text import printable
 from rl_core.data.reasoning import after_thought
 from rl_core.environments.tool_schema import JSON_TYPES, Kind, check_value, function_parameters, schema_of
 from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse, nearest
+from rl_core.time_limits import CallTimeout, TooManyHung, call_within
 from rl_core.types import ToolCall
 
 __all__ = ["CallFormat", "Tool", "ToolMisuse", "Toolset"]
-
-logger = logging.getLogger(__name__)
 
 CallFormat = Literal["line", "hermes"]
 
 PYTHON_TAG, TOOL_CALLS, ARGS = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"  # of Llama 3.1 and Mistral
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 MAX_CALLS = 16  # of one turn
-MAX_HUNG_CALLS = 32  # threads cannot be killed: with this many hung, timed tools return an error
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]{0,63}")
 _INTEGER = re.compile(r"[+-]?[0-9]{1,18}")  # int() alone would also accept '1_000' and non-ASCII digits
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", str: "text"}
-
-_hung: list[threading.Thread] = []
-_hung_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,21 +261,12 @@ class Toolset:
         return printable(output), False
 
     def _call_in_thread(self, tool: Tool, arguments: dict[str, Any], timeout_s: float) -> tuple[str, bool]:
-        with _hung_lock:
-            _hung[:] = [thread for thread in _hung if thread.is_alive()]
-            if len(_hung) >= MAX_HUNG_CALLS:
-                return f"error: {tool.name} is out of service; {len(_hung)} earlier calls still hang", True
-        results: list[tuple[str, bool]] = []
-        # Daemon, so that a call that never returns does not block process exit.
-        thread = threading.Thread(target=lambda: results.append(self._call(tool, arguments)), daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if results:
-            return results[0]
-        with _hung_lock:
-            _hung.append(thread)
-        logger.warning("tool %s did not answer within %g s; its thread is abandoned", tool.name, timeout_s)
-        return f"error: {tool.name} did not answer within {timeout_s:g} seconds", True
+        try:
+            return call_within(timeout_s, f"tool {tool.name}", self._call, tool, arguments)
+        except TooManyHung as error:
+            return f"error: {str(error).removeprefix('tool ')}", True
+        except CallTimeout:
+            return f"error: {tool.name} did not answer within {timeout_s:g} seconds", True
 
 
 def _hermes_values(text: str, most: int) -> list[Any]:

@@ -9,6 +9,7 @@ sets with tools, containers or a simulated user need the package's own harness a
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,6 +76,8 @@ class Verifiers(Environment):
         workers: int = 2,
         timeout_s: float = 60.0,
         pass_variables: list[str] | None = None,
+        network: bool = False,
+        memory_gib: float = 16.0,
     ) -> None:
         """Task set, split and subprocess limits.
 
@@ -87,22 +90,33 @@ class Verifiers(Environment):
             workers: maximum number of subprocesses.
             timeout_s: time limit for scoring one reply; on timeout it earns 0.
             pass_variables: names of environment variables needed by the rewards, such as a judge's API key.
+            network: let the subprocesses use the network (a judge, a data set to download) and write into the cache of
+                Hugging Face, which they can read in any case.
+            memory_gib: memory of a subprocess and all that it starts.
         Raises: SettingsError if the package is missing or an option is out of range.
         """
         super().__init__(data)
         if not 0 < heldout < 1:
             raise SettingsError(f"options.heldout: {heldout} must be between 0 and 1")
-        if max_tasks < 2 or workers < 1 or not timeout_s > 0:
-            raise SettingsError("options: max_tasks must be at least 2, workers at least 1 and timeout_s above 0")
+        if max_tasks < 2 or workers < 1 or not timeout_s > 0 or not memory_gib > 0:
+            raise SettingsError(
+                "options: max_tasks must be at least 2, workers at least 1, timeout_s and memory_gib above 0"
+            )
         require("verifiers", self.name)
         self.success_at, self._heldout = success_at, heldout
-        self._taskset = taskset
+        self._taskset, self._network = taskset, network
+        cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
         self._children = ChildPool(
             _SCRIPT,
             setup={"taskset": taskset, "config": config or {}, "max_tasks": max_tasks},
             count=workers,
             timeout_s=timeout_s,
+            memory_gib=memory_gib,
             variables=pass_variables or (),
+            values={"HF_HOME": str(cache), **({} if network else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"})},
+            network=network,
+            readable=[cache],
+            writable=[cache] if network else [],
         )
         self._splits: dict[str, list[tuple[int, dict[str, Any]]]] | None = None  # (index in the task set, row)
         self._lock = threading.Lock()
@@ -157,7 +171,8 @@ class Verifiers(Environment):
         try:
             rows = self._children.ask({"do": "rows"})
         except ChildFailed as error:
-            raise SettingsError(f"options.taskset: '{name}' cannot be used: {error}") from error
+            hint = "" if self._network else "; if it needs the network: options.network: true"
+            raise SettingsError(f"options.taskset: '{name}' cannot be used: {error}{hint}") from error
         splits: dict[str, list[tuple[int, dict[str, Any]]]] = {"train": [], "heldout": []}
         for index, row in enumerate(rows):
             split = "heldout" if is_heldout(digest(row["messages"]), self._heldout) else "train"

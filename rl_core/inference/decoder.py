@@ -257,13 +257,13 @@ class Decoder:
 
     @torch.inference_mode()
     def sample_steps(
-        self, states: SlotStates, count: int, is_end_V: np.ndarray, sampling: SamplingSettings, most: int
+        self, states: SlotStates, count: int, is_end_V: np.ndarray, sampling: SamplingSettings, steps: int
     ) -> None:
-        """`step` and `draw` in the first `count` slots until a turn ends, `most` times at most (`FusedStep.sample`)."""
+        """`step` and `draw` for the first `count` slots, `steps` times, for each until its turn ends."""
         assert self._fused is not None and self._cache is not None
         positions_n = torch.from_numpy(states.positions)[:count]
         step = DecodeStep(positions_n, self._positions[:count], self._cos, self._sin, self._cache, self.query_heads)
-        self._fused.sample(step, states, is_end_V, sampling.temperature, most)
+        self._fused.sample(step, states, is_end_V, sampling.temperature, steps)
 
     def draw(
         self, logits_nV: torch.Tensor, uniforms_n: torch.Tensor, sampling: SamplingSettings

@@ -46,7 +46,7 @@ from rl_core.settings import SamplingSettings
 __all__ = ["Engine", "RolloutBackend", "RolloutSequence", "make_backend"]
 
 _PREFILL_TOKENS = 8192  # padded tokens of one prefill pass
-_MOST_STEPS = 32  # of one call, so that signals are heeded within a second or so
+_STEPS = 8  # tokens of one call of compiled code: a slot is empty so long, at most, before it is refilled
 _LOOKAHEAD_TOKENS = 1024  # a refill prefills prompts of waiting sequences with it, up to this many tokens
 _ADVICE = "lower sampling.max_completion_tokens, or use a smaller model"  # where one sequence does not fit
 
@@ -143,7 +143,7 @@ class _Run:
             tokens=self._pending, positions=self._length, limits=self._limit, sampled=self._sampled, acted=self._acted,
             uniforms=self._uniforms, chosen=self._tokens, logprobs=self._logprobs,
         )  # fmt: skip
-        # Nothing to be done between a token and the next, until a turn ends
+        # Nothing is to be done between a token and the next of a turn
         self._steps_alone = decoder.samples_steps(sampling) and sampling.repetition_penalty == 1 and not sampling.stop
         self._seen: torch.Tensor | None = None  # bool [slots, V]: tokens of each sequence, where repeating them costs
         if sampling.repetition_penalty != 1:
@@ -300,7 +300,8 @@ class _Run:
     # -- one token for every slot --------------------------------------------------------------------------------------
 
     def _step(self) -> tuple[bool, list[int]]:
-        """Sample in every active slot: one token, or as many until the first turn ends; fewer slots where memory ends.
+        """Sample in every active slot: one token, or several where its turn does not end before; fewer slots where
+        memory ends.
 
         Returns: True = some slots are no longer active (sequences ended, or wait); the slots that ended, in order.
         """
@@ -331,7 +332,7 @@ class _Run:
         to_append = {slot: ids for slot, ids in self._to_append.items() if slot < n}
         if self._steps_alone and not to_append:
             is_awaited = bool(self._waiting_on_env) and self._sampling.rejoin == "ready"
-            self._decoder.sample_steps(self._states, n, self._is_eos, self._sampling, 1 if is_awaited else _MOST_STEPS)
+            self._decoder.sample_steps(self._states, n, self._is_eos, self._sampling, 1 if is_awaited else _STEPS)
         else:
             self._take_one(n, to_append)
 

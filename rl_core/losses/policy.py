@@ -45,8 +45,8 @@ def clipped_policy_loss(
         dual_clip: above 1; None = off.
         loss_weights_BT: float [B, T], see `aggregation.token_weights`; None = the token mean, 1 / num_loss_tokens.
     Returns: scalar loss; {"loss", "clip_fraction" and its parts _low, _high and, with dual_clip, _dual, "ratio_mean",
-        "ratio_max", "kl" (k3) and "kl_k1" of KL(old || current), nats per token}. A token counts as clipped if a clip
-        zeroes its gradient.
+        "ratio_max", "update_kl" (k3) and "update_kl_k1" of KL(old || current), nats per token}. A token counts as
+        clipped if a clip zeroes its gradient.
     Raises: DataError on shapes, non-finite values, an empty step, or limits out of range.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7; DAPO, arXiv:2503.14476 (clip_eps_high); Ye et al. 2019,
         arXiv:1912.09729, eq. 5 (dual clip).
@@ -93,7 +93,8 @@ def cispo_loss(
     """CISPO: L = -stopgrad(min(r, 1 + clip_eps_high)) A logprobs; no token loses its gradient.
 
     Args, Raises: as `clipped_policy_loss`.
-    Returns: scalar loss; {"loss", "clip_fraction" (truncated weights), "ratio_mean", "ratio_max", "kl", "kl_k1"}.
+    Returns: scalar loss; {"loss", "clip_fraction" (truncated weights), "ratio_mean", "ratio_max", "update_kl",
+        "update_kl_k1"}.
     Source: MiniMax 2025, arXiv:2506.13585, eq. 4 and 5.
     """
     if clip_eps_high <= 0:
@@ -183,7 +184,8 @@ def sapo_loss(
     Args:
         tau_positive, tau_negative: tau where A > 0, and elsewhere; above 0.
         others, Raises: as `clipped_policy_loss`.
-    Returns: scalar loss; {"loss", "gate_mean" (mean of 4 p (1 - p)), "ratio_mean", "ratio_max", "kl", "kl_k1"}.
+    Returns: scalar loss; {"loss", "gate_mean" (mean of 4 p (1 - p)), "ratio_mean", "ratio_max", "update_kl",
+        "update_kl_k1"}.
     Source: Gao et al. 2025, "Soft Adaptive Policy Optimization", arXiv:2511.20347, section 3.
     """
     if tau_positive <= 0 or tau_negative <= 0:
@@ -246,6 +248,6 @@ def _ratio_metrics(
     return {
         "ratio_mean": masked_sum(ratio_BT, loss_mask_BT) / count,
         "ratio_max": masked_max(ratio_BT, loss_mask_BT),
-        "kl": masked_sum(kl_k3(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
-        "kl_k1": masked_sum(kl_k1(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
+        "update_kl": masked_sum(kl_k3(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
+        "update_kl_k1": masked_sum(kl_k1(old_logprobs_BT, logprobs_BT), loss_mask_BT) / count,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +25,7 @@ from rl_core.models import lora
 from rl_core.models.rotary import fix_frequencies, longest_of_config
 from rl_core.settings import ModelSettings
 from rl_core.settings.presets import PRESETS
+from rl_core.storage.faults import fault
 from rl_core.storage.replaced_folders import replace_folder
 from rl_core.storage.verified_reading import verified
 
@@ -42,6 +44,10 @@ __all__ = [
     "save",
     "use_own_template",
 ]
+
+
+MAX_CONFIG_BYTES = 16 * 2**20  # real ones have a few KiB
+MAX_LAYERS = 10_000  # each costs milliseconds before any weight is read
 
 
 def device_of(settings: ModelSettings) -> torch.device:
@@ -210,6 +216,7 @@ def load_pretrained(
             model, report = auto_class.from_pretrained(
                 place,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
                 dtype=dtype_of(settings),
                 use_safetensors=True,
                 trust_remote_code=settings.trust_remote_code,
@@ -217,6 +224,12 @@ def load_pretrained(
             )
         except Exception as error:
             raise _unreadable(place, "model", error) from error
+    if report["mismatched_keys"]:
+        name, found, needed = sorted(report["mismatched_keys"])[0]
+        raise ModelError(
+            f"the weights in '{place}' do not fit {type(model).__name__}: {name} is {list(found)} in the file, the "
+            f"config asks for {list(needed)}"
+        )
     absent = sorted(set(map(str, report["missing_keys"])) - set(may_miss))
     if absent:
         raise ModelError(
@@ -239,6 +252,7 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str
     else:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    fault("model.saved")
 
 
 def publish(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path) -> None:
@@ -261,6 +275,7 @@ def _checked_place(path: str | Path) -> str:
     if local.is_dir():
         if not (local / "config.json").is_file():
             raise ModelError(f"'{place}' is a folder without a config.json, so it is no model folder")
+        _check_config(local / "config.json")
         return str(local)
     if isinstance(path, Path) or place.startswith((".", "/", "~")) or place.count("/") > 1 or local.exists():
         raise ModelError(f"no model folder '{place}'" + (" (it is a file)" if local.exists() else ""))
@@ -269,6 +284,22 @@ def _checked_place(path: str | Path) -> str:
     except Exception as error:
         raise _unreadable(place, "config.json", error) from error
     return place
+
+
+def _check_config(path: Path) -> None:
+    """ModelError for a config that transformers would work on for hours, or read gigabytes of."""
+    if path.stat().st_size > MAX_CONFIG_BYTES:
+        raise ModelError(f"'{path}' is larger than {MAX_CONFIG_BYTES // 2**20} MiB, so it is no model's config")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"the config '{path}' cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"the config '{path}' holds no object")
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name, value in part.items():
+            if "layer" in name and isinstance(value, int) and value > MAX_LAYERS:
+                raise ModelError(f"the config '{path}' asks for {name} {value}; at most {MAX_LAYERS} are built")
 
 
 def _check_weights(folder: Path) -> None:

@@ -26,6 +26,7 @@ from rl_core.rewards.tool_use import ToolUseReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
 from rl_core.rewards.verifier import VerifierReward
 from rl_core.settings import RewardSettings
+from rl_core.storage.faults import fault
 from rl_core.types import Rollout, RolloutGroup
 
 __all__ = ["COMPONENTS", "WEIGHTED", "RewardFunction", "RewardOrchestrator"]
@@ -151,6 +152,7 @@ class RewardOrchestrator:
             totals.append(None if masked[index] else sum(taken.values(), math.fsum(adds.values())))
         for rollout, total in zip(rollouts, _fill_masked(groups, totals), strict=True):
             rollout.trajectory.reward = total
+        fault("rewards.scored")
         metrics = self._metrics(raw, weighted, totals)
         return metrics | {f"reward/{name}": statistics.fmean(values.values()) for name, values in penalised.items()}
 
@@ -284,9 +286,11 @@ class RewardOrchestrator:
                 trajectory = rollouts[index].trajectory
                 failed.setdefault(index, FailedEpisode(trajectory, [], f"reward '{name}'", *failure))
         episodes = [failed[index] for index in sorted(failed)]
+        level = logging.INFO if self.failures.total else logging.WARNING  # the metrics count the later ones
         self.failures.close(episodes, len(rollouts))
         if episodes:
-            logger.warning(
+            logger.log(
+                level,
                 "%d of %d samples could not be scored and are masked; the first: %s: %s",
                 len(episodes), len(rollouts), episodes[0].place, episodes[0].what,
             )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
+from rl_core.storage.faults import fault
 from rl_core.storage.single_files import append_bytes, truncate_file, write_text_unsynced
 from rl_core.types import Rollout
 
@@ -33,6 +34,7 @@ class RewardRecord:
             self._opened = True
         lines = b"".join(sealed(_row(iteration, rollout), allow_nan=True) for rollout in rollouts)
         append_bytes(self.path, lines, synced=True)  # a checkpoint that follows says that they were written
+        fault("rewards.recorded")
 
     def _drop_from(self, iteration: int) -> None:
         """Cut the file before the first line of that iteration, or before a last line torn by a crash.
@@ -49,6 +51,7 @@ class RewardRecord:
                 break
             place = line.end
         truncate_file(self.path, place)
+        fault("rewards.cut")
 
 
 def _number(value: object) -> float:

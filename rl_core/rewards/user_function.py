@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextvars
 import math
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import Any
@@ -16,6 +14,7 @@ from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component, SampleFailure
 from rl_core.rewards.signature import Signature
 from rl_core.settings import RewardSettings
+from rl_core.time_limits import CallTimeout, TooManyHung, call_within
 from rl_core.types import Rollout
 
 __all__ = ["RewardFunction", "UserReward", "import_function"]
@@ -33,11 +32,10 @@ class UserReward(Component):
     Its arguments: `rewards.signature`. A None that a function of TRL's gives means there that it does not apply: it
     adds nothing, and is counted in the metric `skipped`.
 
-    It runs in a thread of its own, abandoned after `timeout_s`. Python cannot kill a thread: one that hangs keeps its
-    memory and processor time until the process ends, which it does not delay. Where a call fails, the samples are tried
-    one at a time; those that fail alone are in `failed`, and the others are scored together, so that a function may
-    still compare its samples. As soon as `too_many` failed (which bounds the number of abandoned threads), the rest is
-    left untried and without a value.
+    It runs in a thread of its own, which is made to end after `timeout_s` (`rl_core.time_limits`: one that waits in C
+    goes on until that returns; with MAX_HUNG of them the stage ends). Where a call fails, the samples are tried one at
+    a time; those that fail alone are in `failed`, and the others are scored together, so that a function may still
+    compare its samples. As soon as `too_many` failed, the rest is left untried and without a value.
     A wrong number of values, or a failure of no sample in particular, is an error.
     """
 
@@ -80,30 +78,19 @@ class UserReward(Component):
 
     def _call(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """Return value of the function. Raises: _Failure when it raises, hangs, or returns no list."""
-        outcome: list[tuple[list[Any] | None, BaseException | None]] = []
-        context = contextvars.copy_context()
-
-        def work() -> None:
-            try:
-                outcome.append((context.run(_as_list, self.signature.call, rollouts), None))
-            except (Exception, SystemExit) as error:  # SystemExit: a reward must not end the run
-                outcome.append((None, error))
-
-        if self.options.timeout_s is None:
-            work()
-        else:
-            thread = threading.Thread(target=work, daemon=True, name=f"reward {self.name}")
-            thread.start()
-            thread.join(self.options.timeout_s)
-        if not outcome:
-            raise _Failure(f"did not return within {self.options.timeout_s:g} s (reward_options.timeout_s)")
-        values, error = outcome[0]
-        if isinstance(error, _Failure):
-            raise error
-        if error is not None:
+        seconds, name = self.options.timeout_s, f"reward {self.name}"
+        try:
+            if seconds is None:
+                return _as_list(self.signature.call, rollouts)
+            return call_within(seconds, name, _as_list, self.signature.call, rollouts)
+        except _Failure:
+            raise
+        except TooManyHung as error:
+            raise RewardError(str(error)) from error
+        except CallTimeout as error:
+            raise _Failure(f"did not return within {seconds:g} s (reward_options.timeout_s)") from error
+        except (Exception, SystemExit) as error:  # SystemExit: a reward must not end the run
             raise _Failure(f"raised {type(error).__name__}: {error}") from error
-        assert values is not None
-        return values
 
     def _checked(self, values: Sequence[Any], indices: Sequence[int]) -> list[float | None]:
         """The values of the samples `indices` as numbers; None for those that are none, which are noted."""

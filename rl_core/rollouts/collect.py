@@ -21,6 +21,7 @@ from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
 from rl_core.settings import SamplingSettings
+from rl_core.storage.faults import fault
 from rl_core.timing import span
 from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
@@ -120,8 +121,9 @@ def collect(
     of_all = {index: group for share, _ in shares for index, group in share.items()}
     all_failed = [episode for _, episodes in shares for episode in episodes]
     all_failed.sort(key=lambda episode: (episode.trajectory.level, episode.trajectory.seed, episode.trajectory.sample))
+    fault("rollouts.played")
     if all_failed:
-        _log_failures(all_failed, planned)
+        _log_failures(all_failed, planned, logging.INFO if failures.total else logging.WARNING)
     failures.close(all_failed, planned)
     return [of_all[index] for index in range(len(requests))]
 
@@ -140,9 +142,11 @@ class _Failed:
         self.failures.check(self.episodes, self.planned)
 
 
-def _log_failures(failed: Sequence[FailedEpisode], planned: int) -> None:
+def _log_failures(failed: Sequence[FailedEpisode], planned: int, level: int) -> None:
+    """Log them: as a warning the first time; after that the metrics count them."""
     first = failed[0]
-    logger.warning(
+    logger.log(
+        level,
         "%d of %d episodes failed and are left out; the first: %s: %s",
         len(failed), planned, first.place, first.what,
     )  # fmt: skip

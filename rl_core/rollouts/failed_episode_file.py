@@ -10,7 +10,7 @@ from typing import Self
 from rl_core.environments.failed_episodes import FailedEpisode
 from rl_core.errors import DataError
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
-from rl_core.storage.own_files import own_file
+from rl_core.storage.single_files import append_bytes, truncate_file
 from rl_core.types import Rollout
 
 __all__ = ["KEPT_EPISODES", "EpisodeName", "FailedEpisodeFile", "read_failed_episodes"]
@@ -77,8 +77,7 @@ class FailedEpisodeFile:
             return None
         played = episode.trajectory
         name = EpisodeName(self.stage, of, played.level, played.seed, played.sample)
-        with open(self.path, "ab", opener=own_file) as file:
-            file.write(sealed({"episode": str(name), **episode.to_json()}, allow_nan=True))
+        append_bytes(self.path, sealed({"episode": str(name), **episode.to_json()}, allow_nan=True), synced=True)
         self._kept += 1
         return name
 
@@ -92,8 +91,7 @@ class FailedEpisodeFile:
             if line.record is not None and (iteration is None or found is None or found >= iteration):
                 break
             place, count = line.end, count + 1
-        with open(self.path, "r+b", opener=own_file) as file:
-            file.truncate(place)
+        truncate_file(self.path, place)
         return count
 
 

@@ -199,4 +199,6 @@ def _same(one: Any, other: Any) -> bool:
 
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+    # A policy may write control characters: none reaches a terminal.
+    text = "".join(character if character.isprintable() else repr(character)[1:-1] for character in text[: _SHOWN + 1])
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

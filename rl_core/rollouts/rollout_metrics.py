@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
+from rl_core.time_limits import hung_calls
 from rl_core.types import RolloutGroup
 
 __all__ = ["mean_metrics", "rollout_metrics"]
@@ -15,8 +16,8 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
     """Success, length, truncation and tool use of one iteration, all as means over its rollouts.
 
     completion_tokens counts sampled and observed tokens, action_tokens the sampled ones; tool/misuse_rate is the share
-    of turns that misused a tool; policy/mean_logprob is per sampled token, in nats, under the distribution that it was
-    drawn from, softmax(logits / temperature).
+    of turns that misused a tool; tool/hung_calls counts late calls of this process that still run; policy/mean_logprob
+    is per sampled token, in nats, under the distribution that it was drawn from, softmax(logits / temperature).
     `with_success` False leaves success rates out, where the environment knows none.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
@@ -33,6 +34,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
         "train/truncation_rate": _mean(rollout.is_truncated for rollout in rollouts),
         "tool/calls": sum(len(turn.calls) for turn in turns) / len(played),
         "tool/misuse_rate": _mean(turn.is_error for turn in turns),
+        "tool/hung_calls": float(hung_calls()),
         "policy/mean_logprob": math.fsum(t.mean_logprob * t.num_action_tokens for t in played) / max(action_tokens, 1),
     }
     if not with_success:

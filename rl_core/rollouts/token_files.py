@@ -11,6 +11,7 @@ from itertools import groupby, islice
 from pathlib import Path
 
 from rl_core.analysis.trajectories import read_trajectories
+from rl_core.data.files import MAX_LINE
 from rl_core.errors import DataError
 from rl_core.storage.single_files import replacing
 from rl_core.types import Rollout
@@ -72,13 +73,19 @@ def read_rollouts(trajectories: Path, limit: int) -> list[Rollout]:
 
 
 def _rows(path: Path) -> Iterator[tuple[list[int], list[int], list[bool], list[int]]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), b""), start=1):
             try:
                 row = json.loads(line)
-                mask: list[bool] = []
-                for index, length in enumerate(row["runs"]):
-                    mask += [index % 2 == 0] * length
-                yield row["prompt"], row["completion"], mask, row.get("contexts", [])
-            except (ValueError, KeyError, TypeError) as error:
+                prompt, completion, runs = (row[name] for name in ("prompt", "completion", "runs"))
+                contexts = row.get("contexts", [])
+                if not all(map(_are_counts, (prompt, completion, runs, contexts))) or sum(runs) != len(completion):
+                    raise ValueError("expected lists of ids, and runs that add up to the completion")
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise DataError(f"{path}:{number}: this is no line of a tokens file ({error})") from None
+            mask = [sampled for index, length in enumerate(runs) for sampled in [index % 2 == 0] * length]
+            yield prompt, completion, mask, contexts
+
+
+def _are_counts(values: object) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**31 for value in values)

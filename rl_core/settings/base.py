@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings.defaults import ModelDefault
+from rl_core.settings.peer_names import peer_hint
 from rl_core.settings.values import fits, words
 
 __all__ = ["Settings", "setting"]
@@ -38,6 +39,15 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)
 
 
+# Stage of the settings that a user of the library makes by hand; for hints alone.
+_STAGES = {
+    "PolicySettings": "policy",
+    "SFTSettings": "sft",
+    "PreferenceSettings": "preference",
+    "RewardModelSettings": "reward_model",
+    "DistillationSettings": "distill",
+}
+
 _CHECKS = {
     "gt": (lambda value, limit: value > limit, "greater than"),
     "ge": (lambda value, limit: value >= limit, "at least"),
@@ -58,7 +68,9 @@ class Settings:
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
-                raise SettingsError(f"{name}: {cls.__name__} has no such setting; {nearest(name, known)}")
+                stage = _STAGES.get(cls.__name__)
+                hint = peer_hint(name, stage, inside=f"stages.{stage}.") or nearest(name, known)
+                raise SettingsError(f"{name}: {cls.__name__} has no such setting; {hint}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

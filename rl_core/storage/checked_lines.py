@@ -56,7 +56,7 @@ def intact(line: bytes) -> bool:
 
 def read_checked(path: Path, offset: int = 0, end: int | None = None) -> Iterator[Line]:
     """Complete lines from byte `offset` (a line's beginning) to `end`; a torn last one is left out."""
-    if not path.exists():
+    if not path.is_file():  # a pipe would be waited for
         return
     with path.open("rb") as file:
         has_checksums = offset > 0 and _checksum(file.readline()) is not None
@@ -80,7 +80,7 @@ def copy_intact(source: Path, target: Path) -> list[Line]:
         report_damage(source, line)
     if source == target and not damaged:
         return []
-    with source.open("rb") as whole, replacing(target, binary=True) as kept:
+    with source.open("rb") as whole, replacing(target, binary=True, point="lines.copied") as kept:
         bad = {line.start for line in damaged}
         place = 0
         for text in whole:

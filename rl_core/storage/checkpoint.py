@@ -159,6 +159,7 @@ class CheckpointStore:
                 fault("publish.file")
                 return digests
 
+            fault("checkpoint.encoded")
             final = self.path(version)
             publish_folder(final, write, extra)
             write_text_atomic(self.folder / POINTER, final.name + "\n", point="pointer.written")
@@ -193,6 +194,8 @@ class CheckpointStore:
                 else:
                     found = version
                     break
+            if found is not None:
+                fault("checkpoint.loaded")
             self._repair_pointer(found)
             return state
 
@@ -219,6 +222,7 @@ class CheckpointStore:
     def _set_aside(self, version: int, error: CorruptError) -> None:
         path = self.path(version)
         aside = set_aside(path, f"{_ASIDE}{path.name}")
+        fault("checkpoint.aside")
         logger.warning("checkpoint %d is damaged and was set aside as %s: %s", version, aside.name, error)
 
     def _repair_pointer(self, found: int | None) -> None:

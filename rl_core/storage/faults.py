@@ -1,27 +1,20 @@
-"""Named fault points in the write and step paths, so that tests can break a run at an exact place.
+"""Named fault points in every write and stage, so that a run can be broken at an exact place.
 
-    POSTTRAIN_FAULT=point:hit:action[,point:hit:action...]
+    POSTTRAIN_FAULT=point[@RANK]:hit:action[,point:hit:action...]
 
-`hit` counts from 1: the fault fires the n-th time that the point is reached in this process. Actions: `kill` (SIGKILL
-to this process), `raise` (InjectedFault, an OSError "no space left"), `sleep` or `sleep=SECONDS` (3600 by default:
-long enough to be killed in). Unset, a point costs one comparison.
+The points are listed in `fault_points.py` and by `posttrain doctor --faults`. `hit` counts from 1: the fault fires the
+n-th time that the point is reached in one process. Actions:
 
-    point              reached
-    publish.begin      the temporary folder exists, nothing is in it
-    publish.file       after each file of a checkpoint is written, before its fsync
-    publish.written    all files are written and synced, no manifest yet
-    publish.manifest   manifest written and synced, folder not renamed
-    publish.renamed    folder has its final name, parent not synced
-    publish.done       parent synced: the folder is acknowledged
-    pointer.written    new pointer written beside the old one, not renamed
-    pointer.done       pointer replaced and parent synced
-    prune.renamed      an old folder has its trash name, not yet deleted
-    loop.step          before an iteration's step()
-    loop.stepped       after it, before its metrics are logged
-    loop.logged        after the metrics are logged
-    loop.evaluated     after an evaluation is logged
-    loop.saved         after a checkpoint is saved
-    loop.finished      after the last checkpoint, before the best model is restored
+    kill            SIGKILL to this process
+    exit[=CODE]     the process ends at once, nothing is unwound; 1 by default
+    term            SIGTERM to this process, which goes on until its handler acts
+    raise[=ERRNO]   InjectedFault, an OSError: ENOSPC by default, or EIO, EFBIG, EDQUOT, EROFS, ...
+    sleep[=SECONDS] 3600 by default: long enough to be killed in
+
+Processes that a run starts inherit the variable and count for themselves. `point@0` fires in the process of rank 0 of
+a stage in several processes alone, `point@main` in none of them. Unset, a point costs one comparison.
+
+    POSTTRAIN_FAULT_LOG=FILE    every point that is reached is appended to FILE: pid, time and name, a line each
 """
 
 from __future__ import annotations
@@ -29,50 +22,37 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_core.errors import SettingsError, nearest
+from rl_core.storage.fault_points import POINTS
 
-__all__ = ["POINTS", "VARIABLE", "InjectedFault", "configure", "fault"]
+__all__ = ["LOG", "POINTS", "VARIABLE", "InjectedFault", "configure", "fault", "log_to"]
 
 VARIABLE = "POSTTRAIN_FAULT"
-
-POINTS = frozenset(
-    {
-        "publish.begin",
-        "publish.file",
-        "publish.written",
-        "publish.manifest",
-        "publish.renamed",
-        "publish.done",
-        "pointer.written",
-        "pointer.done",
-        "prune.renamed",
-        "loop.step",
-        "loop.stepped",
-        "loop.logged",
-        "loop.evaluated",
-        "loop.saved",
-        "loop.finished",
-    }
-)
+LOG = "POSTTRAIN_FAULT_LOG"
+_ACTIONS = "kill, exit[=CODE], term, raise[=ERRNO], sleep[=SECONDS]"
 
 
 class InjectedFault(OSError):
-    """Error of the action `raise`; it looks like a full disk."""
+    """Error of the action `raise`; it looks like one of the disk."""
 
 
 @dataclass(slots=True)
 class _Plan:
     hit: int  # fires when the point is reached for the hit-th time
     action: str
-    seconds: float
+    value: float  # seconds, exit code or error number
     seen: int = 0
 
 
-_plans: dict[str, _Plan] | None = None
+_plans: dict[str, _Plan] = {}
+_log: str | None = None
+_is_watched = False  # a plan or a log is there
+_guard = threading.Lock()  # threads share the counts
 
 
 def configure(text: str | None) -> None:
@@ -80,48 +60,93 @@ def configure(text: str | None) -> None:
 
     Raises: SettingsError for an unknown point or action, or a hit below 1.
     """
-    global _plans
-    _plans = dict(_parse(entry) for entry in text.split(",")) if text else None
+    global _plans, _is_watched
+    entries = [_parse(entry) for entry in text.split(",")] if text else []
+    _plans = {point: plan for point, rank, plan in entries if rank in ("", os.environ.get("RANK", "main"))}
+    _is_watched = bool(_plans) or _log is not None
 
 
-def _parse(entry: str) -> tuple[str, _Plan]:
+def log_to(path: str | os.PathLike[str] | None) -> None:
+    """Append every point that this process reaches to a file; None = no more."""
+    global _log, _is_watched
+    _log = os.fspath(path) if path else None
+    _is_watched = bool(_plans) or _log is not None
+
+
+def _parse(entry: str) -> tuple[str, str, _Plan]:
     parts = entry.strip().split(":")
     if len(parts) != 3:
         raise SettingsError(f"{VARIABLE}: '{entry}' must read point:hit:action")
-    point, hit, action = parts
-    name, _, seconds = action.partition("=")
+    place, hit, action = parts
+    point, _, rank = place.partition("@")
     if point not in POINTS:
         raise SettingsError(f"{VARIABLE}: unknown point '{point}'; {nearest(point, POINTS)}")
+    if rank and rank != "main" and not rank.isdecimal():
+        raise SettingsError(f"{VARIABLE}: '{place}' must end with @main or the number of a process, as @0")
     if not hit.isdecimal() or int(hit) < 1:
         raise SettingsError(f"{VARIABLE}: hit '{hit}' of {point} must be a whole number from 1")
-    if name not in ("kill", "raise", "sleep") or (seconds and name != "sleep"):
-        raise SettingsError(f"{VARIABLE}: unknown action '{action}' of {point}; known: kill, raise, sleep[=SECONDS]")
+    name, _, value = action.partition("=")
+    return point, rank, _Plan(int(hit), name, _value(point, action, name, value))
+
+
+def _value(point: str, action: str, name: str, value: str) -> float:
+    """Number behind the action's name."""
+    if name not in ("kill", "exit", "term", "raise", "sleep") or (value and name in ("kill", "term")):
+        raise SettingsError(f"{VARIABLE}: unknown action '{action}' of {point}; known: {_ACTIONS}")
+    if name == "raise":
+        number = getattr(errno, value or "ENOSPC", None)
+        if not isinstance(number, int):
+            known = ("ENOSPC", "EIO", "EFBIG", "EDQUOT", "EROFS", "EACCES")
+            raise SettingsError(f"{VARIABLE}: '{value}' is no error number; {nearest(value, known)}")
+        return number
+    if name == "exit" and value and not (value.isdecimal() and int(value) < 256):
+        raise SettingsError(f"{VARIABLE}: '{value}' is not an exit code, 0 to 255")
     try:
-        return point, _Plan(int(hit), name, float(seconds or 3600))
+        return float(value or {"sleep": 3600, "exit": 1}.get(name, 0))
     except ValueError:
-        raise SettingsError(f"{VARIABLE}: '{seconds}' is not a number of seconds") from None
+        raise SettingsError(f"{VARIABLE}: '{value}' is not a number of seconds") from None
 
 
 def fault(point: str) -> None:
     """Fault point; returns at once unless this hit is the one that the plan names."""
-    if _plans is None:
-        return
+    if _is_watched:
+        _reach(point)
+
+
+def _reach(point: str) -> None:
+    if _log is not None:
+        _append(_log, point)
     plan = _plans.get(point)
     if plan is None:
         return
-    plan.seen += 1
-    if plan.seen != plan.hit:
-        return
+    with _guard:
+        plan.seen += 1
+        if plan.seen != plan.hit:
+            return
     if plan.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif plan.action == "exit":
+        os._exit(int(plan.value))
+    elif plan.action == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif plan.action == "sleep":
-        time.sleep(plan.seconds)
+        time.sleep(plan.value)
     else:
-        raise InjectedFault(errno.ENOSPC, f"injected fault at {point}, hit {plan.hit}")
+        number = int(plan.value)
+        raise InjectedFault(number, f"injected fault at {point}, hit {plan.hit}: {os.strerror(number)}")
+
+
+def _append(path: str, point: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(descriptor, f"{os.getpid()} {time.time():.6f} {point}\n".encode())
+    finally:
+        os.close(descriptor)
 
 
 def _from_environment(environment: Mapping[str, str]) -> None:
     configure(environment.get(VARIABLE))
+    log_to(environment.get(LOG) or None)
 
 
 _from_environment(os.environ)

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -39,6 +40,7 @@ __all__ = [
     "digest_bytes",
     "digest_file",
     "digest_folder",
+    "move_folder",
     "publish_folder",
     "put_bytes",
     "read_manifest",
@@ -225,6 +227,19 @@ def _publish(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
+def _regular(path: Path) -> int:
+    """Size of a regular file; CorruptError for a pipe, which would be waited for, or a device, which never ends."""
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise CorruptError(f"{path}: is no regular file")
+    return found.st_size
+
+
+def _bytes(path: Path) -> bytes:
+    _regular(path)
+    return path.read_bytes()
+
+
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
     rest = {key: value for key, value in manifest.items() if key != "manifest_digest"}
     return digest_bytes(json.dumps(rest, sort_keys=True).encode())
@@ -249,7 +264,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     """
     path = Path(folder) / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes(), parse_constant=_no_constant)
+        manifest = json.loads(_bytes(path), parse_constant=_no_constant)
         if manifest["format_version"] != FORMAT_VERSION:
             raise CorruptError(f"{path}: format {manifest['format_version']!r}, this version reads {FORMAT_VERSION}")
         if manifest["manifest_digest"] != _manifest_digest(manifest):
@@ -276,11 +291,12 @@ def read_verified(folder: Path | str, name: str, manifest: Mapping[str, Any]) ->
     if entry is None:
         raise CorruptError(f"{path}: not in the manifest")
     try:
-        data = path.read_bytes()
+        size = _regular(path)
+        if size != entry["size"]:
+            raise CorruptError(f"{path}: {size} bytes, the manifest says {entry['size']}")
+        data = _bytes(path)
     except OSError as error:
         raise _unreadable(path, error) from error
-    if len(data) != entry["size"]:
-        raise CorruptError(f"{path}: {len(data)} bytes, the manifest says {entry['size']}")
     if digest_bytes(data) != entry["sha256"]:
         raise CorruptError(f"{path}: SHA-256 differs from the manifest")
     return data
@@ -298,7 +314,7 @@ def verify_folder(path: Path | str) -> dict[str, Any]:
         if name not in present:
             raise CorruptError(f"{folder / name}: missing")
         try:
-            size = present[name].stat().st_size
+            size = _regular(present[name])
             digest = digest_file(present[name]) if size == entry["size"] else ""
         except OSError as error:
             raise _unreadable(folder / name, error) from error
@@ -331,6 +347,20 @@ def set_aside(path: Path, name: str) -> Path:
     return aside
 
 
+def move_folder(path: Path, final: Path) -> None:
+    """Rename a folder to a name in the same folder that is free; on the disk when this returns.
+
+    Raises: CheckpointError if the name is taken, or the disk refuses.
+    """
+    if final.exists() or final.is_symlink():
+        raise CheckpointError(f"{final}: exists already")
+    try:
+        os.rename(path, final)
+        sync(final.parent)
+    except OSError as error:
+        raise refused(path, error, "renamed") from error
+
+
 def remove_folder(path: Path | str) -> None:
     """Delete a folder: renamed first, so that a reader sees all of it or nothing, after a crash too.
 
@@ -347,6 +377,7 @@ def remove_folder(path: Path | str) -> None:
         raise refused(path, error, "removed") from error
     fault("prune.renamed")
     shutil.rmtree(trash, ignore_errors=True)
+    fault("prune.done")
 
 
 def _alive(pid: int) -> bool:
@@ -382,6 +413,7 @@ def clear_leftovers(parent: Path | str, *, locked: bool = False) -> list[str]:
     for path in sorted(Path(parent).iterdir()):
         if _is_leftover(path, locked):
             _remove(path)
+            fault("leftover.removed")
             removed.append(path.name)
     return removed
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rl_core.errors import CheckpointError, FolderBusy
+from rl_core.storage.faults import fault
 from rl_core.storage.network_folders import locks_reach_other_machines
 from rl_core.storage.own_files import own_file
 from rl_core.storage.single_files import create_once, make_folder, refused
@@ -65,6 +66,7 @@ class FolderLock:
                 self._claim(self.path.with_name(f"{self.path.name}.holder"))
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()} on {platform.node()}\n".encode(), 0)
+            fault("lock.taken")
         except OSError as error:  # full disk: nobody could say who holds it
             self._unclaim()
             os.close(descriptor)

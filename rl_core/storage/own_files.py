@@ -11,7 +11,7 @@ import stat
 
 from rl_core.errors import CheckpointError
 
-__all__ = ["own_file"]
+__all__ = ["own_file", "plain_file"]
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -42,6 +42,18 @@ def own_file(path: str | os.PathLike[str], flags: int, mode: int = 0o644) -> int
     except BaseException:
         os.close(descriptor)
         raise
+    return descriptor
+
+
+def plain_file(path: str | os.PathLike[str], flags: int) -> int:
+    """Descriptor of a regular file for reading; the `opener` of the built-in `open`.
+
+    Raises: OSError, also for a pipe, which would be waited for, and a device, which may never end.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file", os.fspath(path))
     return descriptor
 
 

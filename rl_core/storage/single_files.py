@@ -62,6 +62,7 @@ REMEDIES = {
     errno.EACCES: _ELSEWHERE,
     errno.EPERM: _ELSEWHERE,
     errno.ENOTDIR: _ELSEWHERE,
+    errno.EEXIST: "remove it, or use another folder",
     errno.EIO: "the disk fails: see the kernel's log, and use another one",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ESTALE: "mount the network folder again",
@@ -123,7 +124,7 @@ def make_folder(path: Path | str) -> Path:
             folder.mkdir(exist_ok=True)  # another process may be faster
             sync(folder.parent)
     except OSError as error:
-        raise refused(path, error, "made") from error
+        raise refused(error.filename or path, error, "made") from error
     return path
 
 
@@ -160,8 +161,7 @@ def replacing(
                 file.flush()
                 if synced:
                     os.fsync(file.fileno())
-            if point:
-                fault(point)
+            fault(point or ("text.written" if synced else "live.written"))
             os.replace(temporary, path)
             if synced:
                 sync(path.parent)
@@ -172,6 +172,8 @@ def replacing(
             if isinstance(error, OSError) and (error.filename is None or os.fspath(error.filename) in ours):
                 raise refused(path, error) from error
             raise
+    if synced:
+        fault("text.done")
 
 
 def _is_replaceable(path: Path) -> bool:
@@ -222,6 +224,7 @@ def create_once(path: Path | str, text: str, *, mode: int = 0o644) -> bool:
         try:
             try:
                 sync(temporary)
+                fault("once.written")
                 os.link(temporary, path)
             finally:
                 os.unlink(temporary)

@@ -170,10 +170,9 @@ class PreferenceTrainer(SupervisedTrainer[_ReferencedPair, _ComparedPairBatch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         super().load_state_dict(state)
-        sets = {"train": self._train, "heldout": self._heldout} if self.settings.needs_reference else {}
-        for name, examples in sets.items():
-            rows = [(float(row[0]), float(row[1])) for row in state["references"][name].tolist()]
-            examples[:] = _referenced([example.pair for example in examples], rows, name)
+        if self.settings.needs_reference:
+            self._train = _with_references(self._train, state["references"], "train")
+            self._heldout = _with_references(self._heldout, state["references"], "heldout")
 
     def _masked_references(self, model: PreTrainedModel, pairs: Sequence[Pair], precision: Autocast) -> list[Reference]:
         """As `reference_logprobs`, with the masks that each pair is trained with."""
@@ -349,6 +348,13 @@ def _check_pair(pair: Pair, name: str, settings: PreferenceSettings) -> None:
             raise DataError(f"{name}.{which}: {count} completion tokens, but a loss mask of {len(side.loss_mask)}")
         if not any(side.loss_mask):
             raise DataError(f"{name}.{which}: no token carries loss")
+
+
+def _with_references(
+    examples: Sequence[_ReferencedPair], references: Mapping[str, torch.Tensor], name: str
+) -> list[_ReferencedPair]:
+    rows = [(float(row[0]), float(row[1])) for row in references[name].tolist()]
+    return _referenced([example.pair for example in examples], rows, name)
 
 
 def _referenced(pairs: Sequence[Pair], rows: Sequence[Reference], name: str) -> list[_ReferencedPair]:

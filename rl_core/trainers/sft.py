@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from transformers import PreTrainedModel
@@ -55,7 +55,7 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
         Raises: DataError naming a row that cannot be trained on.
         """
         check_router(model, settings.router_aux_loss_coef)
-        train = [_train_row(row, f"rows_train[{index}]") for index, row in enumerate(rows_train)]
+        train = _TrainRows(rows_train, "rows_train")
         heldout = [_train_row(row, f"rows_heldout[{index}]") for index, row in enumerate(rows_heldout)]
         super().__init__(model, pad_id, train, heldout, settings, seed, process_group)
         self._packing = settings.packing and sequence_packing(model).allowed
@@ -95,6 +95,27 @@ class SFTTrainer(SupervisedTrainer[TrainRow, TrainBatch]):
             return loss, {}
         balance = outputs.load_balancing_loss * (batch.attention_mask_BS.sum() / num_tokens)
         return loss + coef * balance, metrics | {"router_aux_loss": balance.detach()}
+
+
+class _TrainRows(Sequence[TrainRow]):
+    """Checked rows, converted where they are asked for: what holds them may be more compact than lists."""
+
+    def __init__(self, rows: Sequence[Row], name: str) -> None:
+        self._rows, self._name = rows, name
+        for index, row in enumerate(rows):
+            _train_row(row, f"{name}[{index}]")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> TrainRow: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[TrainRow]: ...
+    def __getitem__(self, index: int | slice) -> TrainRow | list[TrainRow]:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        return _train_row(self._rows[index], f"{self._name}[{index}]")
 
 
 def _train_row(row: Row, name: str) -> TrainRow:

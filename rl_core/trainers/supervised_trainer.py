@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from abc import ABC, abstractmethod
@@ -17,7 +18,9 @@ from rl_core.errors import DataError
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SFTSettings
 from rl_core.training.optimizer_step import LossFn, OptimizerStep, combine_metrics
 
-__all__ = ["SupervisedTrainer", "pair_micro_batches"]
+__all__ = ["SupervisedTrainer", "pair_micro_batches", "training_length"]
+
+logger = logging.getLogger(__name__)
 
 Example = TypeVar("Example")  # a row, or a pair of rows
 Batch = TypeVar("Batch")  # a dataclass with one entry per example in every tensor
@@ -53,15 +56,20 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
         self.model = model
         self.settings = settings
         self._pad_id = pad_id
-        self._train = list(train)
+        self._train = train
         self._heldout = list(heldout)
         self._device = next(model.parameters()).device
         self.order = DataOrder(len(train), settings.batch_size, seed)
-        steps = math.ceil(settings.epochs * self.order.batches_per_epoch)
-        self.total_steps = min(steps, settings.max_steps or steps)  # iterations for the loop
+        self.total_steps, self.bound = training_length(settings, self.order.batches_per_epoch)  # iterations of the loop
+        if self.bound:
+            logger.info("%s", self.bound)
         self.optimizer_step = OptimizerStep(
             model, settings, self.total_steps, max_nonfinite=settings.max_nonfinite, process_group=process_group
         )
+
+    def bound_note(self, steps: int) -> str:
+        """`; ` and the limit that ended a training of so many steps; "" where only one was set, or neither ended it."""
+        return f"; {self.bound}" if self.bound and steps >= self.total_steps else ""
 
     @abstractmethod
     def _num_tokens(self, example: Example) -> int:
@@ -128,6 +136,20 @@ class SupervisedTrainer(ABC, Generic[Example, Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Inverse of `state_dict`."""
         self.order.load_state_dict(state["order"])
+
+
+def training_length(
+    settings: SFTSettings | RewardModelSettings | PreferenceSettings, batches_per_epoch: int
+) -> tuple[int, str]:
+    """Optimizer steps of a training, and a sentence on which of `epochs` and `max_steps` binds, where both are set."""
+    steps = math.ceil(settings.epochs * batches_per_epoch)
+    if settings.max_steps is None:
+        return steps, ""
+    of_epochs = f"epochs: {settings.epochs:g} ({steps} steps)"
+    if settings.max_steps < steps:
+        seen = settings.max_steps / batches_per_epoch
+        return settings.max_steps, f"max_steps {settings.max_steps} ends it after {seen:.3g} epochs, not {of_epochs}"
+    return steps, f"{of_epochs} ends it, not max_steps {settings.max_steps}"
 
 
 def pair_micro_batches(widest: Sequence[int], max_tokens: int) -> list[tuple[list[int], int]]:

@@ -203,6 +203,7 @@ class _Loop:
         self._export()
         fault("loop.finished")
         self._leave_best()
+        fault("loop.left")
         return LoopOutcome(
             iterations=self.state.iteration,
             steps=self.trainer.optimizer_step.num_steps,
@@ -443,6 +444,7 @@ class _Loop:
             )
             if self.process_group.is_rank_zero:
                 restore_rng(state["rng"])
+        fault("loop.resumed")
         logger.info("resumed after iteration %d, step %d", self.state.iteration, self.trainer.optimizer_step.num_steps)
 
     def _load(self, state: Mapping[str, Any]) -> None:

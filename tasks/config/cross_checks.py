@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,11 +15,13 @@ from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
 from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
 from tasks.config.files import context_of
 from tasks.config.memory_checks import memory_problems
-from tasks.config.problems import Key, Problem, overlap
+from tasks.config.problems import Key, Problem, overlap, shown
 from tasks.config.settings import PipelineSettings
 from tasks.stage_registry import policy_stages
 
 __all__ = ["METRICS", "check_combinations", "find_waste", "named_code"]
+
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,7 @@ def check_combinations(
         *_stages(settings),
         *_sampling(settings),
         *_loops(settings),
+        *_import_paths(settings),
         *_environment(settings, import_code),
         *_rewards(settings, import_code),
         *(_Finding(problem, about) for problem, about in curriculum_problems(settings.stages.policy)),
@@ -193,6 +197,16 @@ def named_code(settings: PipelineSettings) -> tuple[str, ...]:
     policy = settings.stages.policy
     rewards = [name for name in policy.rewards if ":" in name] if policy is not None else []
     return (*of_environment(settings.environment.name, settings.environment.options), *rewards)
+
+
+def _import_paths(settings: PipelineSettings) -> Iterator[_Finding]:
+    """Names with a colon are import paths; looked at before anything is searched for or imported."""
+    policy = settings.stages.policy
+    named: list[tuple[Key, str]] = [(("environment", "name"), settings.environment.name)]
+    named += [((*POLICY, "rewards", name), name) for name in (policy.rewards if policy is not None else ())]
+    for key, name in named:
+        if ":" in name and not _IMPORT_PATH.fullmatch(name):
+            yield _finding(key, f"{shown(name)} is no import path; write package.module:name, with Python's names")
 
 
 def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:

@@ -24,10 +24,16 @@ METRICS: dict[str, tuple[float, float]] = {
     "train/turns": (0.0, math.inf),
     "tool/calls": (0.0, math.inf),
     "tool/misuse_rate": (0.0, 1.0),
+    "tool/hung_calls": (0.0, math.inf),
     "policy/mean_logprob": (-math.inf, 0.0),
     "reward/mean": (-math.inf, math.inf),
     "reward/std": (0.0, math.inf),
 }
+
+_UPDATE_KL = (
+    "the KL of one update is policy/update_kl, that to the reference policy/ref_kl; neither can be watched here"
+)
+_OTHER_NAMES = {"policy/kl": _UPDATE_KL, "policy/kl_k1": _UPDATE_KL, "kl": _UPDATE_KL, "train/kl": _UPDATE_KL}
 
 POLICY: Key = ("stages", "policy")
 
@@ -105,6 +111,8 @@ def _rollback(rollback: RollbackSettings, key: Key, iterations: int, metrics: Ra
 
 
 def _unknown(metric: str, key: Key, metrics: Ranges) -> Found:
+    if metric in _OTHER_NAMES:
+        return _found((*key, "metric"), f"no such metric '{metric}'; {_OTHER_NAMES[metric]}")
     known = [*metrics, *(name.removeprefix("train/") for name in metrics if name.startswith("train/"))]
     return _found((*key, "metric"), f"no such metric '{metric}'; {nearest(metric, known)}")
 

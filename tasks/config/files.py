@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -78,7 +79,7 @@ class _Finder:
 
     def candidates(self, name: str) -> list[Path]:
         """Candidates for a path of the config: from the current folder, then from the config's own."""
-        path = Path(name).expanduser()
+        path = _expanded(name)
         places = [path] if path.is_absolute() else [Path.cwd() / path, self.folder.absolute() / path]
         return list(dict.fromkeys(Path(os.path.normpath(place)) for place in places))
 
@@ -91,7 +92,7 @@ class _Finder:
         path = self.find(name)
         if path is None:
             tried = " and ".join(str(place) for place in self.candidates(name))
-            text = f"{name!r} is no file; looked at {tried}; {advice or 'it must be a JSONL or Parquet file'}"
+            text = f"{name!r} is no file; looked at {tried}; {advice or 'it must be a JSONL, CSV or Parquet file'}"
             self.problems.append(Problem(key, f"{text}, or name another place with --set {dotted(key)}=FILE"))
             return name
         if path.is_dir() and folder:
@@ -100,12 +101,34 @@ class _Finder:
                 kinds = ", ".join(suffixes)
                 self.problems.append(Problem(key, f"{path} is a folder without a data file in it ({kinds})"))
         elif path.is_dir():
-            self.problems.append(Problem(key, f"{path} is a folder; give the path of a JSONL or Parquet file in it"))
+            self.problems.append(
+                Problem(key, f"{path} is a folder; give the path of a JSONL, CSV or Parquet file in it")
+            )
+        elif not path.is_file():
+            self.problems.append(Problem(key, f"{path} is no regular file (a pipe, a socket or a device)"))
         elif not os.access(path, os.R_OK):
             self.problems.append(Problem(key, f"{path} cannot be read; change its permissions"))
         elif path.stat().st_size == 0:
             self.problems.append(Problem(key, f"{path} is empty; it must hold one JSON object a line"))
         return str(path)
+
+
+def _expanded(name: str) -> Path:
+    """The path with `~` put in; as it is where there is no such user."""
+    with contextlib.suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
+def _can_be_made(path: Path) -> bool:
+    """False = a name in it is longer than the file system takes."""
+    try:
+        path.lstat()
+    except OSError as error:
+        return error.errno != errno.ENAMETOOLONG
+    except ValueError:
+        return False
+    return True
 
 
 def _exists(path: Path) -> bool:
@@ -182,11 +205,11 @@ def _with_template_file(model: ModelSettings, finder: _Finder) -> ModelSettings:
 
 def _check_output(output: str, name: str, problems: list[Problem]) -> None:
     """The output folder, and what pipeline `name` writes in it, can be made and written; nothing is made here."""
-    path = Path(output).expanduser().absolute()
+    path = _expanded(output).absolute()
     nearest = next((place for place in (path, *path.parents) if _exists(place)), None)
     key = ("output",)
-    if nearest is None:
-        problems.append(Problem(key, f"{output!r} cannot be a folder; give another path"))
+    if nearest is None or not _can_be_made(path):
+        problems.append(Problem(key, f"{output[:200]!r} cannot be a folder; give another path"))
     elif not nearest.is_dir():
         problems.append(Problem(key, f"{nearest} is a file; give a folder"))
     else:

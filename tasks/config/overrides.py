@@ -11,6 +11,8 @@ from tasks.config.yaml_loader import parse_value
 
 __all__ = ["apply_overrides"]
 
+MAX_KEYS = 32  # in one another; settings are read recursively
+
 
 def apply_overrides(data: dict[str, Any], overrides: Iterable[str], places: KeyLocations) -> list[Problem]:
     """Set each "key.path=value" in `data`, in order, and note in `places` where the key now comes from.
@@ -25,6 +27,10 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str], places: KeyL
         path = name.strip().split(".")
         if not equals or not all(path):
             problems.append(Problem((), "must be key.path=value, as in stages.policy.learning_rate=3e-4", source))
+            continue
+        if len(path) > MAX_KEYS:
+            text = f"names {len(path)} keys, one in the other; that is too deep"
+            problems.append(Problem(tuple(path[:3]), text, "--set"))
             continue
         try:
             made = _set(data, path, parse_value(text))

@@ -19,6 +19,7 @@ import pydantic
 from rl_core.errors import SettingsError, nearest
 from rl_core.settings import Settings
 from rl_core.settings.defaults import is_open
+from rl_core.settings.peer_names import peer_hint, peer_hints_within
 from tasks.config.problems import Key, Problem, overlap, shown
 
 __all__ = ["model_of", "read"]
@@ -26,6 +27,7 @@ __all__ = ["model_of", "read"]
 S = TypeVar("S", bound=Settings)
 
 _LIMITS = {"gt": annotated_types.Gt, "ge": annotated_types.Ge, "lt": annotated_types.Lt, "le": annotated_types.Le}
+MAX_PROBLEMS = 30  # after these the reader stops: it is no configuration of ours
 _WORDS = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
 _STRICT = pydantic.ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
@@ -54,7 +56,12 @@ def _made(cls: type[Settings]) -> type[pydantic.BaseModel]:
 
 
 def _hints(cls: type[Settings]) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+    if cls not in _HINTS:
+        _HINTS[cls] = typing.get_type_hints(cls)
+    return _HINTS[cls]
+
+
+_HINTS: dict[Any, dict[str, Any]] = {}  # of each class, found once: looking them up takes milliseconds
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -125,8 +132,14 @@ def read(cls: type[S], values: Any) -> tuple[S | None, list[Problem]]:
             break
         except pydantic.ValidationError as error:
             errors = error.errors(include_url=False, include_context=True)
+        if any(item["type"] == "invalid_key" for item in errors):  # half of a surrogate pair, in a dict
+            return None, [*problems, Problem((), "a key is no text that a file can store; rename it")]
         known = {problem.key for problem in problems}  # what was dropped for its own problem is not missing
-        for problem in (_problem(cls, item) for item in errors):
+        for item in errors:
+            if len(problems) >= MAX_PROBLEMS:  # to suggest names for each of thousands takes minutes
+                problems.append(Problem((), f"and more; {len(errors)} values in all cannot be used"))
+                return None, problems
+            problem = _problem(cls, item)
             if problem.key not in known:
                 problems.append(problem)
                 known.add(problem.key)  # a number or a word: one error for each kind that it could have been
@@ -222,7 +235,7 @@ def _problem(cls: type[Settings], error: Any) -> Problem:
     key = _key(cls, error)
     kind, found = error["type"], error.get("input")
     if kind == "extra_forbidden":
-        return Problem(key, f"unknown key; {_suggestion(cls, key)}")
+        return Problem(key, f"unknown key; {_suggestion(cls, key, found)}")
     if kind == "missing":
         doc = _field(cls, key).metadata["doc"]
         return Problem(key, f"is missing; add it [{doc}]")
@@ -230,11 +243,19 @@ def _problem(cls: type[Settings], error: Any) -> Problem:
     return Problem(key, f"found {shown(found)}; expected {expected}{_hint(kind, found)}")
 
 
-def _suggestion(cls: type[Settings], key: Key) -> str:
-    """The nearest known key; else the blocks that have a key of this name; else all keys of this block."""
+def _suggestion(cls: type[Settings], key: Key, found: Any) -> str:
+    """The block below that has the key; what TRL's or verl's key is here; the nearest key; blocks elsewhere; all."""
     block = _plain_hint(_hint_at(cls, key[:-1]))
     names = [field.name for field in dataclasses.fields(block)]
-    name = str(key[-1])
+    name, prefix = str(key[-1]), ".".join(map(str, key[:-1]))
+    if isinstance(found, Mapping) and (peer := peer_hints_within(name, found)):
+        return peer
+    below = list(_blocks_with(block, name, prefix))
+    if below:
+        return f"it belongs to {', '.join(below)}"
+    stage = str(key[1]) if len(key) > 2 and key[0] == "stages" else None
+    if peer := peer_hint(name, stage):
+        return peer
     sentence = nearest(name, names)
     if sentence.startswith("known"):
         elsewhere = [where for where in _blocks_with(cls, name, "") if where]

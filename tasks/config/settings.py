@@ -54,8 +54,8 @@ _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databrick
 def _check_name(field: str, name: str) -> None:
     if not _NAME.fullmatch(name) or ".." in name:
         raise SettingsError(
-            f"{field}: {name!r} must be 1 to 64 of letters, digits, '.', '_' and '-', starting with a letter or digit "
-            "(it names folders and models, so no path separators and no '..')"
+            f"{field}: {name[:80]!r} must be 1 to 64 of letters, digits, '.', '_' and '-', starting with a letter or "
+            "digit (it names folders and models, so no path separators and no '..')"
         )
 
 
@@ -79,7 +79,10 @@ class TrackingSettings(Settings):
             raise SettingsError(f"experiment: {self.experiment!r} must be printable text")
         if self.uri is None:
             return
-        parts = urlsplit(self.uri)
+        try:
+            parts = urlsplit(self.uri)
+        except ValueError as error:
+            raise SettingsError(f"uri: {self.uri!r} is no address: {error}") from error
         if parts.scheme.split("+")[0] not in _STORES:
             raise SettingsError(
                 f"uri: {self.uri!r} is no store that MLflow takes; use http://host:port, sqlite:///absolute/path.db or "

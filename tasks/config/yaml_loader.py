@@ -6,8 +6,10 @@ where `1e-5` is text. Anchors, aliases and merge keys (`<<`) work as long as wha
 
 from __future__ import annotations
 
+import errno
 import math
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ __all__ = ["Document", "parse_value", "read_yaml"]
 MAX_BYTES = 256 * 1024  # a pipeline's file has a few KiB; PyYAML needs about a second for 256 KiB
 MAX_DEPTH = 32  # nested blocks
 _STARTER = " (`posttrain init FOLDER` writes one to start from)"
-MAX_NODES = 20_000  # values after the expansion of aliases
+MAX_NODES = 10_000  # values, before and after the expansion of aliases; a thousand take a tenth of a second
 
 _NULL = re.compile(r"~|null|Null|NULL|")
 _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
@@ -73,6 +75,14 @@ def parse_value(text: str) -> Any:
 
 
 def _read_text(path: Path, name: str) -> str:
+    try:
+        kind = path.stat().st_mode
+    except ValueError:  # a NUL in its name
+        raise SettingsError(f"{name!r}: no such file") from None
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # too long a name, a loop of links
+            raise SettingsError(f"{name[:200]}: cannot be read: {error.strerror}") from error
+        kind = 0
     if path.is_dir():
         raise SettingsError(f"{name}: is a folder; name a YAML file in it")
     if not path.exists():
@@ -83,6 +93,8 @@ def _read_text(path: Path, name: str) -> str:
         elif path.stem in config_names():
             near = f"; the shipped config is named without folder and suffix: {path.stem}{near}"
         raise SettingsError(f"{name}: no such file{near}")
+    if not stat.S_ISREG(kind):  # a pipe that nobody writes into would be waited for
+        raise SettingsError(f"{name}: is no regular file (a pipe, a socket or a device); name a YAML file")
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -132,9 +144,12 @@ def _at(name: str, mark: Any) -> str:
 
 
 def _check_events(text: str, name: str) -> None:
-    """Refuse tags, second documents and deep nesting before PyYAML recurses into them."""
-    depth = documents = 0
+    """Refuse tags, second documents, deep nesting and too many values before PyYAML goes into them."""
+    depth = documents = values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        values += isinstance(event, yaml.NodeEvent)
+        if values > MAX_NODES:
+            raise SettingsError(f"{_at(name, event.start_mark)}: holds more than {MAX_NODES} values")
         tag = getattr(event, "tag", None)
         if tag is not None:
             raise SettingsError(
@@ -202,7 +217,8 @@ class _Reader:
             if name in first:
                 self._problem(path, line, f"the key is given twice, first on line {first[name]}; keep one")
             first.setdefault(name, line)
-            self._check_text(name, path, line)
+            if not self._check_text(name, path, line):
+                continue
             self.document.lines[path] = line
             result[name] = self.value(value_node, path, depth + 1)
         return result
@@ -238,13 +254,15 @@ class _Reader:
             return 0.0
         return text
 
-    def _check_text(self, text: str, key: Key, line: int) -> None:
+    def _check_text(self, text: str, key: Key, line: int) -> bool:
+        """False, and a problem, for text that no file can store."""
         for character in text:
             if character == "\0" or "\ud800" <= character <= "\udfff":
                 self._problem(
                     key, line, f"holds the character U+{ord(character):04X}, which no file can store; remove it"
                 )
-                return
+                return False
+        return True
 
     def _problem(self, key: Key, line: int, text: str) -> None:
         self.document.problems.append(Problem(key, text, f"{self.name}:{line}"))

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import FolderBusy, PosttrainError, SettingsError
+from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
 from tasks.tracking import ModelVersion, Tracking
@@ -142,7 +143,9 @@ def ask(tracking: Tracking, request: ApprovalRequest) -> ApprovalRequest:
         "gate.decision": "awaiting approval",
     }
     tracking.tag_version(request.name, request.version, tags)
+    fault("approval.tagged")
     tracking.set_challenger(request.name, request.version)
+    fault("approval.asked")
     logger.info("promotion: %s", request.outcome)
     return request
 
@@ -182,7 +185,12 @@ def answer(
             before = f"version {now.champion}" if now.champion else "none"
             why = f"{what} champion now, and the comparison was with {before}; it has to be compared anew"
             return _settle(tracking, now, SUPERSEDED, by, why)
-        return _settle(tracking, now, APPROVED, by, note)
+        done = _settle(tracking, now, APPROVED, by, note)
+        version = tracking.registry.version(now.name, now.version)
+        tags = {key: value for key, value in version.tags.items() if key.startswith(("approval.", "gate."))}
+        if (journal := tracking.journal_move(version, "champion", tags)) is not None:
+            tracking.replay(journal)
+        return done
 
 
 def expire(tracking: Tracking, name: str) -> list[ApprovalRequest]:
@@ -214,6 +222,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
         "gate.decision": _DECISIONS[state],
     }
     tracking.tag_version(request.name, request.version, tags)
+    fault("approval.settled")
     logger.info("promotion: %s", done.outcome)
     for run_id in filter(None, (request.run_id, request.stage_run_id)):
         try:
@@ -224,6 +233,7 @@ def _settle(tracking: Tracking, request: ApprovalRequest, state: str, by: str, n
             logger.warning("the decision could not be noted on run %s: %s", run_id, error)
     if state != SUPERSEDED:
         _note_locally(tracking.output, request.run_id)
+    fault("approval.noted")
     return done
 
 

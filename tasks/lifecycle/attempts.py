@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rl_core.evaluation import Evaluation
+from rl_core.storage.faults import fault
 from tasks.tracking import Tracking
 
 __all__ = ["Attempt", "attempt_of", "claim", "comparison_id", "earlier", "episodes_sketch", "note", "read_attempts"]
@@ -118,9 +119,11 @@ def claim(tracking: Tracking, name: str, attempt: Attempt) -> Attempt:
     if known is not None and known.number is not None:
         return dataclasses.replace(known, version=attempt.version, champion=attempt.champion)
     note(tracking, name, attempt)
+    fault("attempt.claimed")
     others = [a for a in read_attempts(tracking, name) if a.id != attempt.id and a.shares_episodes(attempt.episodes)]
     counted = dataclasses.replace(attempt, number=1 + len(others))
     note(tracking, name, counted)
+    fault("attempt.counted")
     return counted
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, FolderBusy
+from rl_core.storage.faults import fault
 from tasks.tracking import Tracking
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path, metrics_path, read_lines
 from tasks.tracking.replay import journals
@@ -94,7 +95,7 @@ def _judge(folder: Path) -> DeadRun | None:
         elif op == "end":
             open_since = False
         elif op == "tags":
-            tags |= event.get("tags", {})
+            tags |= _object(event.get("tags"))
     if not open_since:
         return None
     host = str(process.get("host", ""))
@@ -121,6 +122,7 @@ def _mark(tracking: Tracking, gone: DeadRun) -> DeadRun | None:
         last = int(max(path.stat().st_mtime for path in paths if path.exists()) * 1000)
         events.append({"op": "tags", "time": last, "tags": {"interrupted": gone.why}})
         events.append({"op": "end", "time": last, "status": "KILLED"})
+        fault("dead.noted")
     finally:
         events.close()
     logger.info("%s; marked as killed", gone.why)
@@ -164,13 +166,13 @@ def _record(folder: Path) -> RunRecord | None:
     for event, _ in read_lines(events_path(folder)):
         op = event.get("op")
         if op in ("start", "resume"):
-            name, status, host = event.get("name", name), "running", str(event.get("host", ""))
+            name, status, host = str(event.get("name", name)), "running", str(event.get("host", ""))
         elif op == "end":
-            status = _STATUS.get(event.get("status", ""), "failed")
+            status = _STATUS.get(str(event.get("status")), "failed")
         elif op == "tags":
-            tags |= event.get("tags", {})
+            tags |= _object(event.get("tags"))
         elif op == "text" and event.get("name") == "config.json":
-            settings = json.loads(event["text"])
+            settings = _object(event.get("text")) or None
     if not name:
         return None
     own = _json(folder / "run.json")
@@ -188,7 +190,7 @@ def _record(folder: Path) -> RunRecord | None:
         folder=folder,
         settings=settings,
         only=own.get("only"),
-        given=dict(own.get("given") or {}),
+        given=_object(own.get("given")),
         code_version=tags.get("code_version", ""),
         host=host,
     )
@@ -196,6 +198,15 @@ def _record(folder: Path) -> RunRecord | None:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        return _object(path.read_text()) if path.is_file() else {}
+    except (OSError, ValueError):
         return {}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """An object, or its JSON text; {} for anything else: others may have written here."""
+    try:
+        found = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}

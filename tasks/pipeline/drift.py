@@ -8,7 +8,6 @@ A finished stage whose key changed runs anew, as in any DAG. Only what would los
 from __future__ import annotations
 
 import logging
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from rl_core.errors import ResumeRefused
 from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.folders import move_folder, remove_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
 from tasks import stage_registry
@@ -198,11 +198,11 @@ def _take_over(stage: Unfinished, final: Path, conditions: dict[str, Any], found
     with FolderLock(stage.folder.with_name(f"{stage.key}.lock")):
         # First, so that a kill between this and the renaming leaves a stage that needs no second permission.
         write_json_atomic(stage.folder / CONDITIONS, {**conditions, "drift": drift})
-        shutil.rmtree(own, ignore_errors=True)  # left without a checkpoint
+        remove_folder(own)  # left without a checkpoint
         journal, mine = (final.with_name(f"{key}.tracking") for key in (stage.key, final.name))
         if journal.exists() and not mine.exists():
-            journal.rename(mine)
-        stage.folder.rename(own)
+            move_folder(journal, mine)
+        move_folder(stage.folder, own)
     if found:
         logger.warning(
             "%s resumes from its checkpoint (%s) although these changed:\n  %s", stage.stage, stage, "\n  ".join(found)
@@ -225,5 +225,5 @@ def newest_conditions(folder: Path) -> dict[str, Any] | None:
 def differences_now(folder: Path, settings: PipelineSettings) -> list[str]:
     """Differences of a stage's present conditions, but for its inputs, from the nearest known ones, finished or not."""
     now = present(settings, folder.name)
-    found = [changes(known, now, with_inputs=False) for known in _known(folder)]
-    return min(found, key=len, default=[])
+    newest_first = sorted(_known(folder), key=lambda conditions: str(conditions.get("time", "")), reverse=True)
+    return min((changes(known, now, with_inputs=False) for known in newest_first), key=len, default=[])

@@ -26,6 +26,7 @@ from prefect.settings import get_current_settings
 from prefect.task_engine import TaskRunTimeoutError
 
 from rl_core.errors import BackendError, StageTimeout
+from rl_core.storage.faults import fault
 from tasks.pipeline.gpu_slot import gpu_slot
 from tasks.pipeline.result import REVIEW, StageResult
 from tasks.pipeline.run import PipelineRun
@@ -76,7 +77,9 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
     def call(*arguments: Any, **named: Any) -> StageResult:
         with _progress_artifact(pipeline_run, name):
             result = stage(pipeline_run, *arguments, **named)
+        fault("task.ended")
         _publish(pipeline_run, result)
+        fault("task.published")
         return result
 
     def start(*arguments: Any, **named: Any) -> StageResult:

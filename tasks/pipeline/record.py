@@ -9,7 +9,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.pipeline.run_options import RunOptions
@@ -66,12 +65,10 @@ class PipelineRecord:
     def begin(self, folder: Path, *, started: str, digest: str, threads: int) -> None:
         """Write the record of a run that begins, into its own folder too: before anything else of it exists.
 
-        Else one that is killed in its first seconds would not be found again.
+        Else one that is killed in its first seconds would not be found again. The pipeline's comes first: by it the
+        same command finds the run's folder.
         """
-        make_folder(folder)
-        self._folders = (folder, self.home)
-        for place in self._folders:
-            clear_leftovers(place)
+        self._folders = (self.home, folder)
         self._values = {
             "started": started,
             "run_id": None,
@@ -93,8 +90,11 @@ class PipelineRecord:
     def end(self, status: str) -> None:
         """Note the end: finished, waiting (for approval), postponed (for the tracking store), stopped or failed."""
         self._values["status"] = status
+        self._folders = self._folders[::-1]  # the pipeline's last: until then the run is gone on with
         self._write()
+        self._folders = self._folders[::-1]
 
     def _write(self) -> None:
         for folder in self._folders:
+            make_folder(folder)
             write_json_atomic(folder / RUN_RECORD, self._values)

@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 
+from rl_core.storage.faults import fault
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, settings_digest
@@ -77,12 +79,14 @@ class PipelineRun:
         self._approval: ApprovalRequest | None = None
         self._began = time.monotonic()
         self.postponed = ""  # why the decision about the champion was left open
+        self.resumed = False  # True = it goes on with a run that was interrupted
         self.undelivered = Waiting()  # at the end: records that the tracking store did not take
 
     def __enter__(self) -> PipelineRun:
         make_folder(self.stages_folder)
         self._record.acquire()
         try:
+            fault("run.locked")
             self._open()
         except BaseException as error:
             if hasattr(self, "tracker"):
@@ -92,9 +96,11 @@ class PipelineRun:
         return self
 
     def _open(self) -> None:
+        self._clear_leftovers()
         check_unfinished(self.stages_folder, self.settings, self.options)  # before anything is noted of this run
         digest = settings_digest(self.settings)
         previous = self._record.interrupted(digest)
+        self.resumed = bool(previous)
         earlier = recorded_threads(run_folder(self.home, previous) / RUN_RECORD) if previous else None
         self.threads, self.threads_note = choose_threads(self.settings.threads, earlier)
         _prepare_libraries(self.threads)
@@ -103,12 +109,13 @@ class PipelineRun:
         data_record = record_sources(self.settings)
         started = previous or next_start(self.home / "runs")
         self._record.begin(run_folder(self.home, started), started=started, digest=digest, threads=self.threads)
+        fault("run.noted")
         self.tracker = PipelineTracker(
             self.tracking,
             self.settings,
             self.options,
             started=started,
-            resumed=bool(previous),
+            resumed=self.resumed,
             on_progress=self.report_progress,
         )
         self.models = ModelVersions(
@@ -119,8 +126,15 @@ class PipelineRun:
             {**self.options.tags, **tags_of_records(data_record)},
             deliver=lambda: self.tracking.replay_all(self.home),
         )
+        fault("run.tracked")
         self._record.note_run(self.parent.run_id)
         self.tracker.log_settings(self.threads)
+
+    def _clear_leftovers(self) -> None:
+        """Remove temporaries that killed processes left here; others note answers here without the pipeline's lock."""
+        for folder in (self.home, *self.home.glob("runs/*"), *self.stages_folder.glob("*")):
+            if folder.is_dir() and not folder.is_symlink():
+                clear_leftovers(folder)
 
     def _settle_earlier_runs(self, previous: str) -> None:
         """Close runs of this pipeline that died, and deliver what is still in earlier runs' journals."""
@@ -149,8 +163,11 @@ class PipelineRun:
         """End tracking and record; deliver what the stages could not, and count what still waits."""
         stopped = is_stop(error)
         ended = "waiting" if self._approval is not None else "postponed" if self.postponed else "finished"
-        self._record.end(ended if error is None else "stopped" if stopped else "failed")
+        fault("run.ending")
         self.tracker.close("FINISHED" if error is None else "KILLED" if stopped else "FAILED", error)
+        fault("run.ended")
+        # Last: a run that is killed before goes on, and ends the same run of the tracking store.
+        self._record.end(ended if error is None else "stopped" if stopped else "failed")
         if stopped:
             return
         self.undelivered = self.tracking.waiting(self.home)

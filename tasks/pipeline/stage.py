@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import PosttrainError, Stopped
 from rl_core.storage.checked_lines import copy_intact, read_checked
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import clear_leftovers, remove_folder, seal_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
@@ -40,7 +41,7 @@ from tasks.config import PipelineSettings, resolve
 from tasks.pipeline.conditions import CONDITIONS, describe, read_conditions
 from tasks.pipeline.decisions import note_decision
 from tasks.pipeline.drift import ASIDE, adopt, set_others_aside
-from tasks.pipeline.key import input_digest, stage_key_parts, stage_seed
+from tasks.pipeline.key import input_digest, stage_key, stage_key_parts, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
 from tasks.pipeline.result import (
     FAILED_EPISODES,
@@ -66,7 +67,15 @@ if TYPE_CHECKING:
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
-__all__ = ["FAILED_EPISODES", "RECENT_ROLLOUTS", "REWARD_RECORD", "StageContext", "StageResult", "run_stage"]
+__all__ = [
+    "FAILED_EPISODES",
+    "RECENT_ROLLOUTS",
+    "REWARD_RECORD",
+    "StageContext",
+    "StageResult",
+    "has_begun",
+    "run_stage",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -179,10 +188,12 @@ def run_stage(
     stage = _Stage(name, label or name, settings, inputs, digests, key, final, conditions)
     make_folder(final.parent)
     with FolderLock(final.with_name(f"{key}.lock")):
+        fault("stage.locked")
         clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
         done = None if fresh else load_finished(final, name, key)
         if done is not None:
+            fault("stage.cached")
             logger.info("%s: finished before (%s), not run again", stage.label, key)
             note_decision(final, "cached", conditions)
             pipeline_run.tracker.note_cached(stage.label, done.run_id or done.key)
@@ -204,6 +215,15 @@ def _note_begin(stage: _Stage, fresh: bool, drift: list[str]) -> None:
     if decision.kind == "changed":
         lines = "\n  ".join(decision.changes)
         logger.info("%s runs anew, since this changed:\n  %s", stage.label, lines, extra={"for_people": True})
+
+
+def has_begun(
+    pipeline_run: PipelineRun, name: str, *, settings: Any, inputs: Mapping[str, StageResult | Path | str]
+) -> bool:
+    """True = a stage with these settings and inputs has been run, to its end or not. Arguments: see `run_stage`."""
+    key = stage_key(name, settings, pipeline_run.settings, {key: input_digest(value) for key, value in inputs.items()})
+    final = pipeline_run.stages_folder / name / key
+    return final.is_dir() or final.with_name(f"{key}.open").is_dir()
 
 
 @dataclass(frozen=True)
@@ -240,6 +260,7 @@ def _compute(
     _clear_leftovers(stage.folder)
     write_json_atomic(stage.folder / CONDITIONS, {**stage.conditions, "drift": drift})
     threads = _threads(pipeline_run, stage)
+    fault("stage.cleared")
     started = time.monotonic()
     tracker = pipeline_run.tracker.open_stage(
         stage.label, stage.name, stage.journal, stage.settings, stage.digests, stage.key,
@@ -248,6 +269,7 @@ def _compute(
     tracker.set_tag("threads", str(threads))
     if drift:
         tracker.set_tag("drift", "; ".join(drift)[:4000])
+    fault("stage.tracked")
     context = StageContext(
         name=stage.name,
         folder=stage.folder,
@@ -265,6 +287,7 @@ def _compute(
     with _closed_by_outcome(tracker, stage.folder), torch_threads(threads):
         with collected() as counts:
             summary = _run_body(context, body)
+        fault("stage.computed")
         if counts.get("out_of_memory"):
             summary["out_of_memory"] = int(counts["out_of_memory"])
             tracker.log_metrics({"perf/out_of_memory": counts["out_of_memory"]}, 0)
@@ -272,6 +295,7 @@ def _compute(
             summary["drift"] = drift
         if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
+        fault("stage.registered")
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(time.monotonic() - started, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
@@ -282,6 +306,8 @@ def _compute(
         if summary.get("note"):
             tracker.set_tag("result", str(summary["note"])[:250])
         write_json_atomic(stage.folder / "summary.json", summary)
+        fault("stage.summarised")
+    fault("stage.closed")
     return StageResult(
         stage=stage.name,
         folder=str(stage.final),
@@ -343,6 +369,7 @@ def _seal(stage: _Stage) -> str:
     """
     for path in _grown(stage):
         copy_intact(path, stage.folder / path.name)
+    fault("stage.copied")
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
     conditions = read_conditions(stage.folder) or stage.conditions
@@ -350,7 +377,9 @@ def _seal(stage: _Stage) -> str:
     facts = {
         "stage": stage.name, "key": stage.key, "settings": resolve(stage.settings), "conditions": conditions
     }  # fmt: skip
-    return content_digest(seal_folder(stage.folder, stage.final, extra=facts))
+    manifest = seal_folder(stage.folder, stage.final, extra=facts)
+    fault("stage.sealed")
+    return content_digest(manifest)
 
 
 def _grown(stage: _Stage) -> list[Path]:
@@ -381,7 +410,7 @@ def _clear_leftovers(folder: Path) -> None:
     make_folder(folder)
     kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
     if (folder / "checkpoints").is_dir():
-        kept |= {THREADS, CONDITIONS, ASIDE}
+        kept |= {THREADS, CONDITIONS, ASIDE, RECENT_ROLLOUTS}  # the last: nothing may be played any more
     for path in folder.iterdir():
         if path.name in kept:
             continue
@@ -389,7 +418,7 @@ def _clear_leftovers(folder: Path) -> None:
 
 
 def _discard(final: Path) -> None:
-    """Remove a finished or open folder and its journal."""
-    for path in (final, final.with_name(f"{final.name}.open"), final.with_name(f"{final.name}.tracking")):
-        if path.exists():
-            remove_folder(path)
+    """Remove a finished or open folder and its journal; renamed first, so that no reader sees half of it."""
+    for ending in ("", ".open", ".tracking"):
+        remove_folder(final.with_name(f"{final.name}{ending}"))
+        fault("stage.discarded")

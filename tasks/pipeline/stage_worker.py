@@ -23,6 +23,7 @@ import transformers
 
 from rl_core.distributed import ProcessGroup, join
 from rl_core.errors import PosttrainError
+from rl_core.storage.faults import fault
 from rl_core.storage.single_files import write_json_atomic, write_text_unsynced
 from rl_core.tracking import MemoryTracker, Tracker
 from tasks.config import from_dict
@@ -72,6 +73,7 @@ def main(path: Path) -> int:
     try:
         job = json.loads(path.read_text())
         summary = _run(job, folder)
+        fault("worker.computed")
         if rank == 0:
             write_json_atomic(folder / "result.json", summary)
     except BaseException as error:
@@ -99,6 +101,7 @@ def _run(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     pipeline = from_dict(job["pipeline"], check_files=False)  # the stage has checked them
     settings = getattr(pipeline.stages, job["name"])
     process_group = join(timeout_s=settings.launch.timeout_seconds, on_cpu=pipeline.model.device == "cpu")
+    fault("worker.joined")
     context = _TrainingNotes(
         name=job["name"],
         folder=Path(job["folder"]),

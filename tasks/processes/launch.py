@@ -34,6 +34,7 @@ from typing import Any, Protocol
 
 from rl_core.errors import PosttrainError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings
+from rl_core.storage.faults import fault
 from rl_core.storage.single_files import make_folder, open_log, write_json_atomic, write_text_unsynced
 from rl_core.tracking import Tracker, sync_tracker
 from rl_core.training.signals import GRACE_SECONDS, GivenUp, StopRequests
@@ -112,12 +113,14 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
     shutil.rmtree(folder, ignore_errors=True)
     make_folder(folder)
     _write_job(folder, context, body)
+    fault("workers.job")
     settings: LaunchSettings = context.settings.launch
     context.tracker.set_tag("launch", f"torchrun: {settings.nodes} x {settings.processes} processes")
     events = Events(folder / EVENTS)
     with StopRequests(context.stop) as stop:  # around the start, so that no signal comes between it and the `try`
         agent = _start(settings, folder, context.threads)
         try:
+            fault("workers.started")
             asked = _watch(agent, events, context.tracker, stop)
         except GivenUp as given_up:
             raise Stopped(
@@ -126,6 +129,7 @@ def run_in_workers(context: LaunchedStage, body: Callable[..., dict[str, Any]]) 
         finally:
             _kill(agent, folder)
             events.forward(context.tracker)
+    fault("workers.ended")
     try:
         summary = _result(folder, agent.returncode)
     except WorkerFailed:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         run.main(list(arguments[2:]))
     except ChildFailedError as error:
         if str(report) != os.devnull:  # on further nodes nobody asks
-            write_json_atomic(report, {rank: failure.exitcode for rank, failure in error.failures.items()})
+            write_json_atomic(report, {str(rank): failure.exitcode for rank, failure in error.failures.items()})
         return 1
     return 0
 

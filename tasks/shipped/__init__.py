@@ -35,7 +35,10 @@ def find_config(path: Path | str) -> Path:
     Only a bare name (`demo`, without folder or suffix) stands for a shipped config.
     """
     own = Path(path)
-    if own.is_file() or own.name != str(path) or own.suffix:
+    try:
+        if own.is_file() or own.name != str(path) or own.suffix:
+            return own
+        found = shipped("configs") / f"{own.name}.yaml"
+        return found if found.is_file() else own
+    except OSError:  # a name that is too long
         return own
-    found = shipped("configs") / f"{own.name}.yaml"
-    return found if found.is_file() else own

@@ -16,6 +16,7 @@ from rl_core.evaluation import Evaluation, heldout_requests, validation_requests
 from rl_core.rollouts.collect import EpisodeRequest
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
+from rl_core.storage.faults import fault
 from rl_core.storage.single_files import write_json_atomic
 from tasks.config import PipelineSettings, evaluation_settings
 from tasks.pipeline.run import PipelineRun
@@ -125,11 +126,13 @@ def _body(context: StageContext) -> dict[str, Any]:
         path = trajectories_path(context.folder, name)
         write_trajectories(path, result.trajectories)
         write_tokens(tokens_path(path), result.rollouts)  # for the analysis, which never tokenises again
+        fault("evaluation.trajectories")
         context.tracker.log_artifact(path, "trajectories")
         context.tracker.log_traces(result.trajectories, context.pipeline.tracking.traces, model=name)
         table[name] = {**row, "metrics": metrics}
         logger.info("%s: success %.1f%% of %d held-out episodes", name, 100 * result.success_rate, len(requests))
     write_json_atomic(context.folder / "evaluation.json", stored)
+    fault("evaluation.written")
     context.tracker.log_artifact(context.folder / "evaluation.json")
     context.tracker.progress(len(names), len(names))
     note = ", ".join(f"{name} {row['success']:.1%}" for name, row in table.items())

@@ -17,6 +17,7 @@ from rl_core.models import heads
 from rl_core.probe import MAX_TOKENS, Subject, probe, same_vocabulary
 from rl_core.rollouts.token_files import read_rollouts, tokens_path
 from rl_core.settings import AnalysisSettings
+from rl_core.storage.faults import fault
 from rl_core.types import Rollout
 from tasks.config import PipelineSettings
 from tasks.stages.loading import load_policy, model_folder
@@ -67,6 +68,7 @@ def measure_models(
     calibration = None
     if reward_model is not None and scored and first is not None:
         calibration = _calibration(pipeline, reward_model, first.renderer, scored, notes)
+    fault("analysis.probed")
     return Probes(probes, calibration, notes)
 
 

@@ -70,7 +70,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         "heldout_pairs": len(pairs.heldout),
         "metrics": metrics,
         "note": f"{settings.loss}, {outcome.steps} steps on {len(pairs.train)} {rows}; {finding} "
-        f"[{low:.1%}, {high:.1%}]; {pairs.note}",
+        f"[{low:.1%}, {high:.1%}]; {pairs.note}" + recipe.trainer.bound_note(outcome.steps),
     }
 
 

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from rl_core.api.data import Use, pairs_of_rows
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.pairs import Pair, labelled_sides, mismatched_pairs, pairs_from_groups
-from rl_core.data.splits import split_by_prompt
+from rl_core.data.splits import prompt_text, split_by_prompt
 from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import PreferenceSettings, RewardModelSettings
+from rl_core.storage.faults import fault
 from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 from tasks.stages.failed_episodes import keeper, kept_episodes
@@ -60,6 +62,7 @@ def stage_pairs(context: StageContext) -> StagePairs:
                 "failure at the same episode; train the policy before it longer, or raise "
                 f"stages.{context.name}.num_pairs or group_size"
             )
+    fault("pairs.made")
     return pairs
 
 
@@ -70,8 +73,8 @@ def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
     rows = {split: read_jsonl(data / f"preferences_{split}.jsonl") for split in ("train", "heldout")}
     train, heldout = pairs_of_rows(rows["train"], rows["heldout"], renderer, _use(context), context.seed)
     # The baseline of people: the answer with more characters.
-    answers = [(row["chosen"], row["rejected"]) for row in rows["heldout"] if "chosen" in row]
-    prompts = {split: len({row["prompt"] for row in rows[split]}) for split in rows}
+    answers = [(_said(row["chosen"]), _said(row["rejected"])) for row in rows["heldout"] if "chosen" in row]
+    prompts = {split: len({prompt_text(row["prompt"]) for row in rows[split]}) for split in rows}
     return StagePairs(
         train=train,
         heldout=heldout,
@@ -79,6 +82,11 @@ def _pairs_from_files(data: Path, context: StageContext) -> StagePairs:
         note=f"{len(rows['train'])} rows of {prompts['train']} prompts to learn from, "
         f"{prompts['heldout']} prompts held out",
     )
+
+
+def _said(side: str | list[dict[str, Any]]) -> str:
+    """Text of a side, which may be messages."""
+    return side if isinstance(side, str) else "\n".join(message["content"] for message in side)
 
 
 def _pairs_from_rollouts(data: Path | None, context: StageContext) -> StagePairs:

@@ -26,6 +26,7 @@ from rl_core.environments.environment import Environment
 from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import digest_bytes, digest_file
 from rl_core.storage.single_files import replacing
 from tasks.pipeline.run import PipelineRun
@@ -80,6 +81,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     ):
         found = sets[name]
         if found.rows:
+            _leave_out_repeats(context, found, prompt_of, summary, name)
             _keep_what_fits(context, found, measure, length, summary, name)
             _split_and_write(context, name, found.rows, prompt_of, summary)
     summary["note"] = _note(summary)
@@ -190,9 +192,10 @@ def _tokenizer_and_model(
     if "base" in context.inputs:
         tokenizer = causal_lm.load_tokenizer(context.inputs["base"], settings)
         return ChatRenderer(tokenizer, settings), causal_lm.context_length(context.inputs["base"], settings)
-    texts = [text for row in sets["demonstrations"].rows for message in row["messages"] for text in _texts(message)]
+    texts = [text for row in sets["demonstrations"].rows for text in _all_texts(row["messages"])]
     columns = ("prompt", "chosen", "rejected", "completion")
-    texts += [row[name] for row in sets["preferences"].rows for name in columns if name in row]
+    sides = [row[name] for row in sets["preferences"].rows for name in columns if name in row]
+    texts += [text for side in sides for text in ([side] if isinstance(side, str) else _all_texts(side))]
     tokenizer = train_tokenizer(texts or _opening_texts(environment), settings.vocab_size)
     causal_lm.use_own_template(tokenizer, settings)
     model = causal_lm.create(settings, tokenizer, context.seed)
@@ -207,26 +210,57 @@ def _texts(message: Row) -> list[str]:
     return [text for text in (message.get("reasoning_content"), message["content"], *calls) if text]
 
 
+def _all_texts(messages: Iterable[Row]) -> list[str]:
+    return [text for message in messages for text in _texts(message)]
+
+
+def _leave_out_repeats(
+    context: StageContext, found: _Found, prompt_of: Callable[[Row], str], summary: Row, name: str
+) -> None:
+    """Leave out, and count, copies of earlier rows or further rows of a prompt, as `deduplicate` says."""
+    kind = context.settings.deduplicate
+    if kind == "off":
+        return
+    first: dict[str, int] = {}
+    for index, row in enumerate(found.rows):
+        first.setdefault(repr(row) if kind == "rows" else splits.prompt_key(prompt_of(row)), index)
+    kept = sorted(first.values())
+    summary[f"{name}_repeats_left_out"] = len(found.rows) - len(kept)
+    found.rows, found.places = [found.rows[index] for index in kept], [found.places[index] for index in kept]
+
+
 def _keep_what_fits(
     context: StageContext, found: _Found, measure: Callable[[Row], int], longest: int, summary: Row, name: str
 ) -> None:
-    """Refuse, or leave out and count, the rows that the template refuses or that are longer than the context."""
-    problems, kept, tokens, too_long = [], [], 0, 0
+    """Refuse, cut, or leave out and count the rows that the template refuses or that are too long."""
+    settings: DataSettings = context.settings
+    limit = min(longest, settings.max_tokens or longest)
+    holds = f"the context holds {longest}" if limit == longest else f"max_tokens is {limit}"
+    problems, kept, places, tokens, too_long, cut = [], [], [], 0, 0, 0
     for row, (file, line) in zip(found.rows, found.places, strict=True):
         try:
             length = measure(row)
+            if length > limit and settings.long_rows == "cut":
+                row = {**row, "max_tokens": limit}
+                length = measure(row)  # raises where nothing with loss is left
+                cut += 1
         except DataError as error:  # refused by the chat template
             problems.append(records.RowProblem(file, line, "", str(error)))
             continue
-        if length > longest:
+        if length > limit:
             too_long += 1
-            problems.append(records.RowProblem(file, line, "", f"is {length} tokens long, the context holds {longest}"))
+            if settings.long_rows != "drop":
+                problems.append(records.RowProblem(file, line, "", f"is {length} tokens long, {holds}"))
             continue
         kept.append(row)
+        places.append((file, line))
         tokens += length
-    records.report(found.source, problems, len(found.rows), context.settings.on_bad_row)
-    found.rows = kept
-    summary[f"{name}_too_long"] = too_long
+    records.report(found.source, problems, len(found.rows), settings.on_bad_row)
+    if not kept:
+        raise DataError(f"{found.source}: every row is longer than {limit} tokens; raise max_tokens, or cut long_rows")
+    found.rows, found.places = kept, places
+    summary[f"{name}_too_long"] = too_long  # bad rows, or left out
+    summary[f"{name}_cut"] = cut
     summary[f"{name}_tokens"] = tokens
 
 
@@ -238,7 +272,12 @@ def _opening_texts(environment: Environment) -> list[str]:
 
 def _demonstration_length(renderer: ChatRenderer) -> Callable[[Row], int]:
     """Tokens of the longest training sequence of a row."""
-    return lambda row: max(len(ids) for ids, _ in training_sequences(renderer, row["messages"], row.get("tools")))
+
+    def length(row: Row) -> int:
+        found = training_sequences(renderer, row["messages"], row.get("tools"), max_tokens=row.get("max_tokens"))
+        return max(len(ids) for ids, _ in found)
+
+    return length
 
 
 def _preference_length(renderer: ChatRenderer) -> Callable[[Row], int]:
@@ -251,7 +290,7 @@ def _demonstration_prompt(row: Row) -> str:
 
 
 def _preference_prompt(row: Row) -> str:
-    return str(row["prompt"])
+    return splits.prompt_text(row["prompt"])
 
 
 def _split_and_write(
@@ -263,6 +302,7 @@ def _split_and_write(
     for split, part in (("train", train), ("heldout", heldout)):
         path = context.folder / f"{name}_{split}.jsonl"
         _write_rows(path, part)
+        fault("data.rows")
         for tracker in (context.tracker, context.pipeline_run.parent):
             tracker.log_dataset(path, digest_file(path), f"{name}_{split}", split)
 
@@ -293,6 +333,12 @@ def _note(summary: Mapping[str, Any]) -> str:
     for name in ("demonstrations", "preferences"):
         if name in summary:
             parts.append(f"{summary[name]['num_train_rows']} {name}, {summary[name]['num_heldout_rows']} held out")
+        if summary.get(f"{name}_repeats_left_out"):
+            parts.append(f"{summary[f'{name}_repeats_left_out']} repeated {name} left out")
+        if summary.get(f"{name}_too_long"):
+            parts.append(f"{summary[f'{name}_too_long']} {name} too long and left out")
+        if summary.get(f"{name}_cut"):
+            parts.append(f"{summary[f'{name}_cut']} {name} cut at max_tokens or the context")
     if "parameters" in summary:
         parts.append(f"model of {summary['parameters'] / 1e6:.2f}M parameters")
     return "; ".join(parts) or "nothing to prepare"

@@ -14,6 +14,7 @@ from typing import Any
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import digest_folder
 from rl_core.storage.single_files import write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
@@ -22,7 +23,7 @@ from tasks.lifecycle.approval import ask, expire, question, read
 from tasks.lifecycle.attempts import Attempt
 from tasks.pipeline.result import REVIEW
 from tasks.pipeline.run import PipelineRun
-from tasks.pipeline.stage import StageContext, StageResult, run_stage
+from tasks.pipeline.stage import StageContext, StageResult, has_begun, run_stage
 from tasks.stages.evaluate import evaluate_models, read_evaluation
 from tasks.stages.fresh_episodes import choose_draw
 from tasks.stages.promotion_gate import decide, too_few
@@ -82,10 +83,13 @@ def _promote(
     champion = pipeline_run.tracking.champion(registered)
     inputs: dict[str, Any] = {"evaluation": evaluation, "challenger": challenger}
     opponent: Opponent | None = None
+    ours = None  # the champion, where it is the challenger itself
+    if champion is not None and champion.tags.get("model_sha256") == digest_folder(challenger.model):
+        if not _moved_by_gate(pipeline_run, champion):
+            return _already(pipeline_run, challenger, champion)
+        ours, champion = champion, _champion_before(pipeline_run, champion)
     if champion is not None:
         digest = champion.tags.get("model_sha256", "")
-        if digest == digest_folder(challenger.model):
-            return _already(pipeline_run, challenger, champion)
         folder = pipeline_run.tracking.download(registered, champion.version, pipeline_run.home / "champions")
         comparison = attempts.comparison_id(digest_folder(challenger.model), digest or digest_folder(folder))
         draw = choose_draw(pipeline_run, settings, comparison, read_evaluation(evaluation.path, challenger.stage), data)
@@ -97,12 +101,25 @@ def _promote(
         )
         inputs["champion"] = champion_evaluation
         opponent = Opponent(champion, champion_evaluation, comparison, draw.number)
+    if ours is not None and not has_begun(pipeline_run, "promote", settings=settings, inputs=inputs):
+        return _already(pipeline_run, challenger, ours)
 
     def body(context: StageContext) -> dict[str, Any]:
         return _gate(context, challenger, opponent)
 
     result = run_stage(pipeline_run, "promote", body, settings=settings, inputs=inputs)
     return _asked(pipeline_run, result, champion.version if champion else None)
+
+
+def _moved_by_gate(pipeline_run: PipelineRun, champion: ModelVersion) -> bool:
+    """True = the gate made it champion, maybe of this very run, which was killed before it could write that down."""
+    return pipeline_run.resumed and champion.tags.get("gate.decision") == "promoted" and read(champion) is None
+
+
+def _champion_before(pipeline_run: PipelineRun, champion: ModelVersion) -> ModelVersion | None:
+    """The version that the gate compared the present champion with; None = there was none."""
+    before = champion.tags.get("gate.champion_before", "")
+    return pipeline_run.tracking.registry.version(champion.name, int(before)) if before.isdigit() else None
 
 
 def _asked(pipeline_run: PipelineRun, result: StageResult, champion: int | None) -> StageResult:
@@ -181,7 +198,9 @@ def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | N
         **{f"gate.{key}": f"{value:.6g}" for key, value in numbers.items()},
         **figure_tags(result),
     }
+    fault("gate.decided")
     _move_alias(pipeline_run.tracking, registered, version, tags, before)
+    fault("gate.moved")
     alias = "champion" if decision == "promoted" else "challenger"
     context.tracker.log_alias(alias, VersionOf(registered, digest_folder(challenger.model)), tags)
     context.tracker.log_metrics({f"promotion/{key}": value for key, value in numbers.items()}, 0)
@@ -199,6 +218,7 @@ def _gate(context: StageContext, challenger: StageResult, opponent: Opponent | N
     if manual:
         summary["approval_timeout_seconds"] = settings.approval_timeout_seconds
     write_json_atomic(context.folder / "decision.json", summary)
+    fault("gate.written")
     verdict = f"It passes the gate: {reason}." if manual else str(summary["note"])
     _explain(context, ours, theirs, verdict, attempt, report=manual)
     logger.info("promotion: %s", summary["note"])
@@ -282,7 +302,8 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
     Returns: what was done, as a sentence. Raises: SettingsError when there is no such version.
     """
     output = Path(settings.output).resolve()
-    registry = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name).registry
+    tracking = Tracking(settings.tracking.uri, output, settings.tracking.experiment or settings.name)
+    registry = tracking.registry
     registered = settings.tracking.registered_model or settings.name
     champion = registry.champion(registered)
     if version is None:
@@ -294,16 +315,17 @@ def promote_version(settings: PipelineSettings, version: int | None, note: str =
         version = int(before)
     if champion is not None and champion.version == version:
         return f"version {version} of {registered} is the champion already"
-    registry.version(registered, version)  # raises where there is none
-    registry.tag_version(
-        registered,
-        version,
-        {
-            "gate.decision": "promoted by hand",
-            "gate.reason": note or "promoted by hand",
-            "gate.champion_before": str(champion.version) if champion else "none",
-        },
-    )
+    promoted = registry.version(registered, version)  # raises where there is none
+    tags = {
+        "gate.decision": "promoted by hand",
+        "gate.reason": note or "promoted by hand",
+        "gate.champion_before": str(champion.version) if champion else "none",
+    }
+    journal = tracking.journal_move(promoted, "champion", tags)
+    registry.tag_version(registered, version, tags)
+    fault("hand.tagged")
     registry.set_champion(registered, version)
+    if journal is not None:
+        tracking.replay(journal)
     was = f" (was version {champion.version})" if champion else ""
     return f"version {version} of {registered} is the champion now{was}"

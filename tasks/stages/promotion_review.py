@@ -36,7 +36,8 @@ POINTS = 24  # of a curve
 
 # What tells how a stage's training went; of each, those that it logged.
 CURVES = (
-    "train/success_rate", "reward/mean", "eval/success_rate", "train/loss", "eval/loss", "eval/accuracy", "policy/kl",
+    "train/success_rate", "reward/mean", "eval/success_rate", "train/loss", "eval/loss", "eval/accuracy",
+    "policy/update_kl",
     "policy/entropy",
 )  # fmt: skip
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from rl_core.data.pairs import Pair
 from rl_core.errors import CheckpointError, CorruptError
 from rl_core.models.precision import Autocast
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import (
     clear_leftovers,
     digest_bytes,
@@ -69,6 +70,7 @@ def cached_references(
     train, heldout = (
         reference_logprobs(model, pairs, pad_id=pad_id, max_tokens=max_tokens, precision=precision) for pairs in parts
     )
+    fault("references.scored")
     tensors = {"train": _tensor(train), "heldout": _tensor(heldout)}
     data = safetensors.torch.save(tensors)
 

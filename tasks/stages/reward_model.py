@@ -44,7 +44,8 @@ def _body(context: StageContext) -> dict[str, Any]:
         tokenizer,
         lambda pipeline: heads.reward_model_from(context.inputs["model"], pipeline.model, seed=context.seed)[0],
     )
-    return _summary(context, pairs, outcome.metrics, outcome.steps)
+    summary = _summary(context, pairs, outcome.metrics, outcome.steps)
+    return {**summary, "note": summary["note"] + recipe.trainer.bound_note(outcome.steps)}
 
 
 def _summary(context: StageContext, pairs: StagePairs, metrics: dict[str, float], steps: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sqlite3
 from pathlib import Path
 
 from rl_core.errors import BackendError, CheckpointError
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import clear_leftovers, set_aside
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import adopt, make_folder, temporary_beside
@@ -65,11 +66,13 @@ def _make(path: Path) -> None:
     clear_leftovers(path.parent)
     with temporary_beside(path) as temporary:
         _fill(temporary)
+        fault("store.tables")
         if path.exists():
             aside = set_aside(path, f"{path.name}.half-made")
             log.warning("%s was never finished and holds nothing; set aside as %s", path, aside.name)
         path.with_name(f"{path.name}-journal").unlink(missing_ok=True)  # of the half-made one
         adopt(temporary, path)
+        fault("store.made")
 
 
 def _fill(temporary: Path) -> None:

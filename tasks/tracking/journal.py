@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ from typing import Any
 
 from rl_core.errors import DataError, FolderBusy
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
+from rl_core.storage.faults import fault
+from rl_core.storage.folders import clear_leftovers
 from rl_core.storage.own_files import own_file
 from rl_core.storage.single_files import make_folder, refused, sync, write_text_atomic
 
@@ -36,6 +39,8 @@ __all__ = [
     "Journal",
     "LineLog",
     "DeliveryCursor",
+    "SCRATCH",
+    "clear_journal",
     "events_path",
     "metrics_path",
     "progress_path",
@@ -44,6 +49,8 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+SCRATCH = "model-"  # beginning of the names of temporaries beside a journal
 
 
 def metrics_path(folder: Path) -> Path:
@@ -96,6 +103,7 @@ class LineLog:
         except OSError as error:
             os.close(self._fd)
             raise refused(path, error) from error
+        fault("journal.opened")
 
     def _heal(self) -> int:
         """Cut off what follows the last newline; returns the size that is left."""
@@ -156,6 +164,7 @@ class LineLog:
                 return
             self._end += len(line)
             self._pending.popleft()
+            fault("journal.line")
 
     def read(self, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
         """Complete records from byte `offset` on, each with the offset behind it."""
@@ -166,6 +175,7 @@ class LineLog:
         if self._fd < 0:
             return
         self.flush(sync=True)
+        fault("journal.synced")
         with self._lock:
             os.close(self._fd)
             self._fd = -1
@@ -269,4 +279,22 @@ class DeliveryCursor:
 
     def save(self, folder: Path) -> None:
         """Replace the folder's record atomically."""
-        write_text_atomic(cursor_path(folder), json.dumps(asdict(self)))
+        write_text_atomic(cursor_path(folder), json.dumps(asdict(self)), point="cursor.written")
+        fault("cursor.saved")
+
+
+def clear_journal(folder: Path, delivered: int) -> None:
+    """Remove what a process left that was killed while it kept or delivered something; the caller holds the journal.
+
+    Args:
+        delivered: offset in events.jsonl; copies that no later record names are not needed.
+    """
+    place = events_path(folder).parent
+    clear_leftovers(folder)  # others, without our lock, write run.json there
+    clear_leftovers(place, locked=True)
+    named = {str(record.get("path", "")) for record, _ in read_lines(events_path(folder), delivered)}
+    needed = {Path(path).parent.name for path in named}
+    copies = [path for path in (place / "files").glob("*") if path.name not in needed]
+    for path in (*copies, *place.glob(f"{SCRATCH}*")):
+        shutil.rmtree(path, ignore_errors=True)
+        fault("leftover.removed")

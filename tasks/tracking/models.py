@@ -20,16 +20,18 @@ import re
 import shutil
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import DataError, SettingsError
+from rl_core.storage.faults import fault
 from rl_core.storage.single_files import make_folder
+from tasks.tracking.journal import SCRATCH
 from tasks.tracking.store import Store, missing
 from tasks.tracking.values import metric_name, pinned
 
 if TYPE_CHECKING:
+    from mlflow.entities import LoggedModel
     from mlflow.models import ModelSignature
 
 __all__ = ["MODEL_NAME", "check_model", "check_safe", "digest_model", "link_tree", "log_model", "write_mlflow_model"]
@@ -202,8 +204,14 @@ def log_model(
     step: int,
     description: str,
     scratch: Path,
+    time_ms: int,
 ) -> int:
-    """Store the folder as a logged model of the run and as a new registered version; returns the version's number."""
+    """Store the folder as a logged model of the run and as a new registered version; returns the version's number.
+
+    An attempt that was killed is gone on with: the same model from the same run is one model, and has its metrics once.
+    Args:
+        scratch: folder for temporaries. time_ms: when it was recorded.
+    """
     check_model(folder, kind, registered_name)
     digest = digest_model(folder)
     texts = {name: str(value) for name, value in tags.items() if value is not None}
@@ -215,7 +223,7 @@ def log_model(
             if version.tags.get("model_digest") == digest:
                 return int(version.version)
         model_id = _log_artifacts(store, run_id, folder, kind, registered_name, texts, input_example, scratch)
-        _attach(store, run_id, model_id, metrics, step)
+        _attach(store, run_id, model_id, metrics, step, time_ms)
         # The registry of a local store would look a models:/ source up in the process-wide store, which may be another.
         source = f"models:/{model_id}"
         if store.is_local:
@@ -224,6 +232,7 @@ def log_model(
             registered_name, source, run_id=run_id, tags=texts, model_id=model_id,
             description=description or _describe(kind, metrics, texts), await_creation_for=30,
         )  # fmt: skip
+    fault("model.versioned")
     return int(created.version)
 
 
@@ -255,30 +264,46 @@ def _log_artifacts(
     scratch: Path,
 ) -> str:
     experiment_id = store.client.get_run(run_id).info.experiment_id
-    logged = store.client.create_logged_model(
-        experiment_id, name=metric_name(name).replace("/", "-"), source_run_id=run_id, tags=tags, model_type=kind
-    )
+    logged = _earlier_attempt(store, experiment_id, run_id, tags["model_digest"])
+    if logged is None:
+        logged = store.client.create_logged_model(
+            experiment_id, name=metric_name(name).replace("/", "-"), source_run_id=run_id, tags=tags, model_type=kind
+        )
+    elif str(logged.status) == "READY":
+        return str(logged.model_id)
+    fault("model.made")
     make_folder(scratch)
-    with tempfile.TemporaryDirectory(prefix="model-", dir=scratch) as temporary:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=scratch) as temporary:
         target = Path(temporary) / "artifact"
         target.mkdir()
         try:
             write_mlflow_model(folder, target, kind, input_example=input_example, model_id=logged.model_id)
             store.client.log_model_artifacts(logged.model_id, str(target))
+            fault("model.uploaded")
         except BaseException:
             store.client.finalize_logged_model(logged.model_id, "FAILED")
             raise
     store.client.finalize_logged_model(logged.model_id, "READY")
+    fault("model.ready")
     return str(logged.model_id)
 
 
-def _attach(store: Store, run_id: str, model_id: str, metrics: dict[str, float], step: int) -> None:
+def _earlier_attempt(store: Store, experiment_id: str, run_id: str, digest: str) -> LoggedModel | None:
+    """The logged model of an attempt that was killed before its version was made."""
+    found = store.client.search_logged_models([experiment_id], f"tags.`model_digest` = '{digest}'")
+    return next((model for model in found if model.source_run_id == run_id), None)
+
+
+def _attach(store: Store, run_id: str, model_id: str, metrics: dict[str, float], step: int, time_ms: int) -> None:
     """Link the model to its run as an output, with its metrics, so that models can be ranked."""
     from mlflow.entities import LoggedModelOutput, Metric
 
-    now = time.time_ns() // 1_000_000
-    store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
-    batch = [Metric(metric_name(name), float(value), now, step, model_id=model_id) for name, value in metrics.items()]
+    outputs = store.client.get_run(run_id).outputs
+    if model_id not in [output.model_id for output in (outputs.model_outputs if outputs else ())]:
+        store.client.log_outputs(run_id, [LoggedModelOutput(model_id, step)])
+    batch = [
+        Metric(metric_name(name), float(value), time_ms, step, model_id=model_id) for name, value in metrics.items()
+    ]
     if batch:
         store.client.log_batch(run_id, metrics=batch, synchronous=True)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, nearest
+from rl_core.storage.faults import fault
 from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder, verify_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder
@@ -193,9 +194,12 @@ class Registry:
         if challenger is not None and challenger.version == version:
             with self._store.answers("remove an alias"):
                 self._store.client.delete_registered_model_alias(name, "challenger")
+            fault("alias.cleared")
 
     def replace_champion(self, name: str, version: int, before: int | None) -> bool:
-        """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it was moved.
+        """Move `champion` to `version` if it still stands on `before` (None = nowhere); whether it is there now.
+
+        One that stands on `version` already was moved by a process that was killed before it could say so.
 
         Processes that share the output folder never interleave here. MLflow itself has no such step: two machines that
         promote within the same milliseconds on one server could.
@@ -204,7 +208,7 @@ class Registry:
         lock = self._store.output / "mlflow" / f"champion-{name.replace(' ', '_')}.lock"
         with FolderLock(lock, wait_s=30.0):
             present = self.champion(name)
-            if (present.version if present is not None else None) != before:
+            if (present.version if present is not None else None) not in (before, version):
                 return False
             self.set_champion(name, version)
             return True
@@ -219,7 +223,9 @@ class Registry:
         moved = time.time_ns() // 1_000_000 if time_ms is None else time_ms
         with self._store.answers("move an alias"):
             self._store.client.set_model_version_tag(name, str(version), f"{MOVED}{alias}", str(moved))
+            fault("alias.timed")
             self._store.client.set_registered_model_alias(name, alias, str(version))
+            fault("alias.moved")
 
     def tag_version(self, name: str, version: int, tags: dict[str, Any]) -> None:
         """Attach short texts to a version; None values are left out. Raises: SettingsError."""
@@ -228,6 +234,7 @@ class Registry:
             for key, value in tags.items():
                 if value is not None:
                     self._store.client.set_model_version_tag(name, str(version), key, str(value))
+        fault("version.tagged")
 
     def model_tags(self, name: str) -> dict[str, str]:
         """Tags of the registered model itself, which outlive its versions; {} for an unknown name."""

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, FolderBusy
-from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, events_path, metrics_path, read_lines
+from rl_core.storage.faults import fault
+from tasks.tracking.journal import (
+    DeliveryCursor,
+    Journal,
+    LineLog,
+    clear_journal,
+    events_path,
+    metrics_path,
+    read_lines,
+)
 from tasks.tracking.shipper import Shipper
 from tasks.tracking.sink import MlflowSink
 from tasks.tracking.store import Store
@@ -116,10 +125,12 @@ def replay_folder(store: Store, folder: Path) -> int:
         journal = Journal(folder)
         try:
             shipper = Shipper(folder, journal, events, lambda: connect(store, folder))
+            clear_journal(folder, shipper.state.events_offset)
             try:
                 if not shipper.drained or not _is_delivered(store, shipper, bool(start.get("experiment"))):
                     _deliver_parent(store, start)
                     shipper.ship()
+                    fault("replay.done")
             except BackendError as error:
                 log.warning("tracking: %s still waits: %s", folder, error)
                 store.is_away = True

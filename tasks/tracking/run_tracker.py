@@ -14,10 +14,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from rl_core.errors import SettingsError, Stopped
-from rl_core.storage.folders import clear_leftovers, sync_tree
+from rl_core.storage.faults import fault
+from rl_core.storage.folders import sync_tree
 from rl_core.storage.single_files import make_folder, write_text_unsynced
 from rl_core.types import Trajectory
-from tasks.tracking.journal import Journal, LineLog, events_path, progress_path
+from tasks.tracking.journal import Journal, LineLog, clear_journal, events_path, progress_path
 from tasks.tracking.models import check_model, link_tree
 from tasks.tracking.replay import connect
 from tasks.tracking.shipper import Shipper
@@ -27,7 +28,7 @@ from tasks.tracking.values import VersionOf, environment_freeze, flatten
 if TYPE_CHECKING:
     from tasks.tracking.store import Store
 
-__all__ = ["ProgressCallback", "RunTracker", "Status"]
+__all__ = ["ProgressCallback", "RunTracker", "Status", "record_alias"]
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +71,12 @@ class RunTracker:
         except BaseException:
             self._events.close()
             raise
-        for place in (self.folder, events_path(self.folder).parent):
-            clear_leftovers(place)
         self.resumed = self._events.end > 0
         self._shipper = Shipper(
             self.folder, self.journal, self._events, lambda: connect(store, self.folder), interval_s,
             lambda seconds: store.cost.add(background=seconds),
         )  # fmt: skip
+        clear_journal(self.folder, self._shipper.state.events_offset)
         process = {"host": platform.node(), "pid": os.getpid()}
         if self.resumed:
             self._event("resume", **process)
@@ -119,6 +119,7 @@ class RunTracker:
         make_folder(kept.parent)
         link_tree(path, kept)
         sync_tree(kept.parent)  # the record of it, which is synced later, promises that it is there
+        fault("artifact.kept")
         return str(kept.relative_to(self.folder))
 
     def set_tag(self, name: str, value: str) -> None:
@@ -246,8 +247,7 @@ class RunTracker:
 
     def log_alias(self, alias: str, model: VersionOf, tags: Mapping[str, Any]) -> None:
         """Record that an alias was moved, and the version tagged: a store that loses its database gets both again."""
-        texts = {name: str(value) for name, value in tags.items() if value is not None}
-        self._event("alias", alias=alias, model=model._asdict(), tags=texts)
+        self._events.append(_alias_record(alias, model, tags))
 
     def sync(self) -> None:
         """Put everything on disk: a checkpoint that follows says that it was recorded."""
@@ -331,6 +331,21 @@ class RunTracker:
         else:
             self.set_tag("error", f"{type(error).__name__}: {error}"[:1000])
             self.close("FAILED")
+
+
+def record_alias(folder: Path, alias: str, model: VersionOf, tags: Mapping[str, Any]) -> None:
+    """As `RunTracker.log_alias`, in the journal of a run that is over. Raises: FolderBusy while it is alive."""
+    events = LineLog(events_path(folder))
+    try:
+        events.append(_alias_record(alias, model, tags))
+    finally:
+        events.close()
+
+
+def _alias_record(alias: str, model: VersionOf, tags: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {name: str(value) for name, value in tags.items() if value is not None}
+    now = time.time_ns() // 1_000_000
+    return {"op": "alias", "time": now, "alias": alias, "model": model._asdict(), "tags": texts}
 
 
 def _safe(name: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rl_core.errors import BackendError
+from rl_core.storage.faults import fault
 from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, events_path, read_lines
 
 __all__ = ["BATCH", "RunGone", "Shipper", "Sink"]
@@ -169,6 +170,7 @@ class Shipper:
         self._events.flush()
         if self._sink is None:
             self._sink = self._connect()
+        fault("ship.begin")
         try:
             if not self._ensure_run(self._sink):
                 return
@@ -199,6 +201,7 @@ class Shipper:
         # A run may exist although no answer came back, here or in a process that was killed.
         retried = self._start_attempts > 1 or self._resumed
         run_id, experiment_id = sink.start(first[0] or _lost_start(self.folder), retried=retried)
+        fault("ship.created")
         self.state = DeliveryCursor(sink.store, run_id, experiment_id, identity=sink.identity)
         self.state.save(self.folder)
         self._checked = True
@@ -222,6 +225,7 @@ class Shipper:
         for start in range(0, len(rows), BATCH):
             self._send_or_split(sink, rows[start : start + BATCH])
         if offset > self.state.metrics_offset:
+            fault("ship.metrics")
             self.state.metrics_offset = offset
             self.state.num_damaged += damaged
             self.state.save(self.folder)
@@ -259,6 +263,7 @@ class Shipper:
                         self._count_failure(f"{event.get('op')} {label}".strip(), error)
                     else:
                         time.sleep(0.05 * attempt)
+            fault("ship.event")
             self.state.events_offset = end
             self.state.num_damaged += not event
             self.state.save(self.folder)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
+from rl_core.storage.faults import fault
+from rl_core.storage.folders import remove_folder
 from tasks.tracking.journal import DeliveryCursor, events_path
 from tasks.tracking.models import log_model
 from tasks.tracking.registry import Registry, moved_at
@@ -170,9 +171,9 @@ class MlflowSink:
             metrics=event["metrics"], tags=event["tags"] | ({"parent_version": str(parent)} if parent else {}),
             step=event["step"], input_example=event["input_example"],
             description=event["description"].replace(PARENT, str(parent) if parent else "?"),
-            scratch=events_path(self._folder).parent,
+            scratch=events_path(self._folder).parent, time_ms=event["time"],
         )  # fmt: skip
-        shutil.rmtree(kept.parent, ignore_errors=True)
+        remove_folder(kept.parent)
         return version
 
     def _op_params(self, run_id: str, event: dict[str, Any]) -> None:
@@ -215,7 +216,8 @@ class MlflowSink:
             self._store.client.log_artifacts(run_id, str(path), artifact_path=inner)
         else:
             self._store.client.log_artifact(run_id, str(path), artifact_path=target)
-        shutil.rmtree(kept.parent, ignore_errors=True)
+        fault("artifact.sent")
+        remove_folder(kept.parent)
 
     def _op_text(self, run_id: str, event: dict[str, Any]) -> None:
         self._store.client.log_text(run_id, event["text"], event["name"])

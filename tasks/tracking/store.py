@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rl_core.errors import BackendError, DataError, SettingsError
+from rl_core.storage.faults import fault
 from tasks.mlflow_environment import default_uri, offline_environment, without_password
 from tasks.stage_registry import policy_stages
 from tasks.tracking.database import ensure_database
@@ -222,6 +223,7 @@ class Store:
                 made = self.client.create_experiment(
                     self.experiment, artifact_location=location, tags={**_EXPERIMENT, _IDENTITY: mark}
                 )
+                fault("store.experiment")
                 self._identity = mark
                 return made
             except MlflowException as error:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rl_core.data.model_text import plain_json
+from rl_core.storage.faults import fault
 from rl_core.types import Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -38,9 +39,11 @@ def send_traces(store: Store, run_id: str, rows: list[dict[str, Any]], *, time_m
         trajectory = Trajectory.from_json(plain_json(row))
         episode = _Episode(trajectory, run_id, model, index, time_ms + index)
         client.start_trace(episode.info(experiment_id))
+        fault("trace.started")
         spans += episode.spans()
     if spans:
         client.log_spans(experiment_id, spans)
+        fault("trace.sent")
 
 
 class _Episode:
@@ -93,9 +96,12 @@ class _Episode:
 
         source = AssessmentSource(source_type="CODE", source_id=self.trajectory.environment or "environment")
         values: dict[str, bool | float] = {"success": self.trajectory.success, "reward": self.trajectory.reward}
-        return [
+        found: list[Assessment] = [
             Feedback(name=name, value=value, source=source, trace_id=self.trace_id) for name, value in values.items()
         ]
+        for judgement in found:  # else each delivery would add another one under an id that MLflow draws
+            judgement.assessment_id = "a-" + hashlib.sha256(self.trace_bytes + judgement.name.encode()).hexdigest()[:32]
+        return found
 
     def _verdict(self) -> str:
         said = "no answer" if self.trajectory.answer is None else self.trajectory.answer

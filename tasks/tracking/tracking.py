@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError, FolderBusy
+from rl_core.storage.faults import fault
+from tasks.tracking.journal import DeliveryCursor
 from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.replay import Waiting, journals, replay_folder, waiting_in
-from tasks.tracking.run_tracker import ProgressCallback, RunTracker
+from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias
 from tasks.tracking.store import Cost, Store, default_uri
+from tasks.tracking.values import VersionOf
 
 __all__ = ["RunRow", "Tracking", "list_runs", "run_records"]
 
@@ -125,6 +128,25 @@ class Tracking:
     def download(self, name: str, version: int, cache_folder: Path) -> Path:
         """The Hugging Face folder of a version, on this machine."""
         return self.registry.download(self.registry.version(name, version), cache_folder)
+
+    def journal_move(self, version: ModelVersion, alias: str, tags: Mapping[str, Any]) -> Path | None:
+        """Record that an alias is about to move, in the journal of the run that made the version.
+
+        A store that loses its database gets the move again; one that was recorded and not made is made on delivery.
+        Returns: the journal's folder, to be delivered (`replay`) when the move is made; None where it is not here.
+        """
+        if version.run_id is None or "model_sha256" not in version.tags:
+            return None
+        folder = next((f for f in journals(self.output) if DeliveryCursor.load(f).run_id == version.run_id), None)
+        if folder is None:
+            return None
+        try:
+            record_alias(folder, alias, VersionOf(version.name, version.tags["model_sha256"]), tags)
+        except FolderBusy:
+            log.warning("%s is being written: the move of '%s' is in the store alone", folder, alias)
+            return None
+        fault("hand.recorded")
+        return folder
 
     # -- runs ---------------------------------------------------------------------------------------------------
 

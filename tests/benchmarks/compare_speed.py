@@ -203,7 +203,7 @@ def commit():
 
 def report(output, lines, checks, notes, failures):
     """Writes the table and the picture; the exit code."""
-    (output / "speed.md").write_text(table.markdown(lines, checks, about(output), notes) + "\n")
+    (output / "speed.md").write_text(table.markdown(processor(), lines, checks, about(output), notes) + "\n")
     if lines:
         table.picture(lines, output / "speed.png")
     print((output / "speed.md").read_text())
@@ -219,7 +219,7 @@ def about(output):
     commits = sorted({case["commit"] for case in measured if case["commit"]})
     steps = sorted({case["steps"] for case in measured})
     return [
-        f"machine: {processor()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
+        f"machine: {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
         f"versions: {', '.join(sorted(versions))}; commit {', '.join(commits)}",
         f"float32; median [lowest, highest] of {', '.join(map(str, steps))} steps, taken alternately; "
         f"{WARMUP} of each side were dropped before",
@@ -230,13 +230,18 @@ def about(output):
     ]
 
 
-def processor():
-    """Processor name, if available."""
+def processor(cpuinfo=Path("/proc/cpuinfo")):
+    """Processor: name, family and model, and the instructions that decide the speed, as far as the system tells."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+        entries = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+        known = {name.strip(): value.strip() for name, _, value in reversed(entries)}  # of the first processor
+        features = known["flags"].split()
+        name = known["model name"]
+    except (OSError, KeyError):
         return platform.processor() or platform.machine()
+    vectors = "AVX-512" if "avx512f" in features else "AVX2" if "avx2" in features else "neither AVX-512 nor AVX2"
+    tiles = "AMX" if "amx_int8" in features else "no AMX"
+    return f"{name}, family {known.get('cpu family')}, model {known.get('model')} ({vectors}, {tiles})"
 
 
 if __name__ == "__main__":

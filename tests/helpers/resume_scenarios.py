@@ -96,7 +96,7 @@ def disturb(event):
     for optimizer_step in [*steps, *([critic] if critic is not None else [])]:
         optimizer_step.skipped_steps = 1  # a step that was not finite
         optimizer_step.learning_rate_scale = 0.7  # a rollback
-        optimizer_step.max_tokens = 12  # a lack of memory
+        optimizer_step.max_tokens = 6  # a lack of memory
 
 
 class _Cut:
@@ -110,18 +110,20 @@ class _Cut:
             raise Stopped("cut", 15)
 
 
-def run(scenario, store=None, *, cut=None, after=()):
-    """What a run leaves: weights, every metric, outcome and history, as bits; None where it was cut."""
+def run(scenario, store=None, *, cut=None, best_metric="eval/chosen"):
+    """Result of a run as bits: (weights, outcome, history), None where it was cut; every metric."""
     trainer, tracker = scenario.trainer(), MemoryTracker()
-    callbacks = [disturb, *after] + ([_Cut(cut)] if cut else [])
+    callbacks = [disturb, *([_Cut(cut)] if cut else [])]
     try:
         outcome = run_loop(
             trainer, trainer.settings, iterations=ITERATIONS, tracker=tracker, checkpoints=store,
-            best_metric="eval/chosen", fingerprint={"settings": "same"}, callbacks=callbacks,
+            best_metric=best_metric, fingerprint={"settings": "same"}, callbacks=callbacks,
         )  # fmt: skip
     except Stopped:
         return None, logged_bits(tracker)
     facts = dataclasses.asdict(dataclasses.replace(outcome, seconds=0.0, resumed_iteration=0, history=None))
+    if hasattr(trainer, "curriculum"):
+        facts["curriculum"] = trainer.curriculum.history_json()
     history = {name: outcome.history.points(name) for name in outcome.history.names if not name.startswith("perf/")}
     return (weights_digest(trainer.model), facts, history), logged_bits(tracker)
 
@@ -132,6 +134,11 @@ def chosen(evaluate, trainer):
     return {**evaluate(), "eval/chosen": 1.0 / (1 + calls)}
 
 
+def weighed(model):
+    """An evaluation that sees the weights in the model, averaged ones too."""
+    return {"eval/weights": sum(float(parameter.double().abs().sum()) for parameter in model.parameters())}
+
+
 def with_choice(trainer):
     trainer.evaluate = functools.partial(chosen, trainer.evaluate, trainer)
     return trainer
@@ -140,7 +147,7 @@ def with_choice(trainer):
 # ---------------------------------------------------------------------------------------------------------- supervised
 
 LOOP = {"eval_every": 1, "checkpoint_every": 1, "patience": 4, "keep_checkpoints": 2}
-OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 3, "schedule": "cosine", "batch_size": 4, "micro_batch_tokens": 14}
+OPTIMIZER = {"learning_rate": 5e-3, "warmup_steps": 3, "schedule": "cosine", "batch_size": 4, "micro_batch_tokens": 28}
 EVERYTHING = {"ema_decay": 0.6, "grokfast_lambda": 0.5, "grokfast_alpha": 0.9}
 
 
@@ -191,7 +198,7 @@ def preference(loss, model=None, **changes):
     return with_choice(PreferenceTrainer(model, PAD, *pairs, settings, 7))
 
 
-# -------------------------------------------------------------------------------------------------------------- policies
+# ------------------------------------------------------------------------------------------------------------- policies
 
 
 @functools.cache
@@ -226,7 +233,7 @@ def two_stages(**options):
 def policy(environment=None, rewards=None, reference=False, evaluator=None, **changes):
     options = {
         **LOOP, "iterations": ITERATIONS, "prompts_per_iteration": 3, "group_size": 4, "learning_rate": 5e-3,
-        "warmup_steps": 3, "schedule": "cosine", "micro_batch_tokens": 30, "entropy_coef": 0.02, "entropy_decay": 0.9,
+        "warmup_steps": 3, "schedule": "cosine", "micro_batch_tokens": 60, "entropy_coef": 0.02, "entropy_decay": 0.9,
         "sampling": SamplingSettings(max_completion_tokens=3, temperature=0.8), "curriculum": two_stages(), **changes,
     }  # fmt: skip
     reference_model = copy.deepcopy(started(1)) if reference else None
@@ -235,7 +242,7 @@ def policy(environment=None, rewards=None, reference=False, evaluator=None, **ch
         tokenizer(), environment or FewLetters(), rewards=rewards, reference=reference_model,
         model=model() if model else None, **options,
     )  # fmt: skip
-    trainer.evaluator = dict
+    trainer.evaluator = functools.partial(weighed, trainer.model)
     return with_choice(trainer)
 
 
@@ -248,7 +255,6 @@ def all_rewards():
         "task": 1.0,
         "curiosity": 0.5,
         "coherence": 0.2,
-        "tool_use": 0.1,
         "length": 0.1,
         "learned": 0.2,
         "luck": 0.1,
@@ -285,14 +291,24 @@ REPLAY = {"replay": ReplaySettings(iterations=2, share=0.7), "importance": "toke
 
 
 def rolled_back():
-    """The watched metric lies below its level (by a negative margin), so every patience is a rollback."""
-    rollback = RollbackSettings(window=1, margin=1e-6, patience=1, cooldown=1, max_rollbacks=2)
-    exit_condition = ExitCondition(metric="success_rate", window=2, threshold=0.99, patience=2)
+    """Goes back to the entry of its stage right after the cut."""
+    rollback = RollbackSettings(window=2, margin=0.9, cooldown=0, max_rollbacks=2)
+    exit_condition = ExitCondition(metric="completion_tokens", window=4, threshold=0.0)
     stages = (
         CurriculumStage(name="one", levels={"low": 1.0}, max_iterations=1),
         CurriculumStage(name="two", levels={"low": 1.0, "high": 1.0}, exit_conditions=(exit_condition,)),
     )
-    return policy(curriculum=stages, rollback=rollback, **REPLAY)
+    trainer = policy(curriculum=stages, rollback=rollback, **ADAPTIVE, **REPLAY)
+    watch = trainer.curriculum.watch
+    plain = watch.check
+
+    def check(index, history, known=()):
+        if trainer.curriculum.iteration == CUT + 1:
+            return watch._decide(index, rollback, "asked for", {})
+        return plain(index, history, known)
+
+    watch.check = check
+    return trainer
 
 
 def distilled():
@@ -305,7 +321,7 @@ def distilled():
     trainer = make_trainer(
         tokenizer(), teacher=LocalTeacher(copy.deepcopy(started(1))), kind=DistilledPolicySettings, **values
     )
-    trainer.evaluator = dict
+    trainer.evaluator = functools.partial(weighed, trainer.model)
     return with_choice(trainer)
 
 

@@ -33,12 +33,14 @@ from rl_core.models.turn_states import turn_states
 from rl_core.rollouts.batching import TrainRow
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SamplingSettings, SFTSettings
 from rl_core.thoughts import baseline, episodes
+from rl_core.tracking import MemoryTracker
 from rl_core.trainers import preference
 from rl_core.trainers.policy_gradient import rollout_buffer
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.trainers.preference import PreferenceTrainer, reference_logprobs
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
+from rl_core.training.loop import run_loop
 
 CPU = RuntimeError(
     "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried"
@@ -121,6 +123,9 @@ class Answered:
         self.looks += 1
         return self.looks > 1
 
+    def wait(self):
+        """It is there."""
+
     def result(self):
         return self.value
 
@@ -130,7 +135,7 @@ class Waiting(ScriptedSequence):
 
     def advance(self, action_ids, logprobs, hit_limit):
         observation = super().advance(action_ids, logprobs, hit_limit)
-        return observation if hit_limit else PendingTurn(Answered(observation), lambda value: value)
+        return observation if hit_limit else PendingTurn(Answered(observation), lambda result: result())
 
 
 def play(backend, kind=ScriptedSequence, slots=100, **options):
@@ -160,6 +165,7 @@ def short_of_memory(monkeypatch, where, most, error):
             "step": lambda: arguments[2],
             "prefill": lambda: len(arguments[0]),
             "fill": lambda: len(arguments[0]),
+            "sample_steps": lambda: arguments[1],
         }[where]()
         asked.append(size)
         if size > most:
@@ -170,9 +176,12 @@ def short_of_memory(monkeypatch, where, most, error):
     return asked
 
 
-@pytest.mark.parametrize("kind", [ScriptedSequence, Waiting])
-@pytest.mark.parametrize("rejoin", ["together", "ready"])
-@pytest.mark.parametrize(("where", "most"), [("_zeros", 4), ("step", 5), ("step", 1), ("prefill", 1), ("fill", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rejoin"), [(ScriptedSequence, "together"), (Waiting, "together"), (Waiting, "ready")]
+)
+@pytest.mark.parametrize(
+    ("where", "most"), [("_zeros", 4), ("step", 5), ("step", 1), ("sample_steps", 2), ("prefill", 1), ("fill", 1)]
+)
 def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, rejoin, kind):
     expected = play(engine(), kind, rejoin=rejoin)
     asked = short_of_memory(monkeypatch, where, most, CPU)
@@ -186,7 +195,7 @@ def test_rollouts_in_fewer_slots_are_the_same(monkeypatch, caplog, where, most, 
     else:
         assert found == expected
     assert max(asked) > most and counts["out_of_memory"] >= 1 and "out of memory: " in caplog.text
-    if where in ("_zeros", "step"):
+    if where in ("_zeros", "step", "sample_steps"):
         asked.clear()
         assert play(backend, kind, rejoin=rejoin) == expected  # what fits is remembered
         assert not asked or max(asked) <= most
@@ -207,7 +216,7 @@ def test_a_step_with_observations_is_taken_up_again(monkeypatch):
     assert play(engine()) == expected and failures
 
 
-@pytest.mark.parametrize("where", ["_zeros", "step", "prefill"])
+@pytest.mark.parametrize("where", ["_zeros", "step", "sample_steps", "prefill"])
 def test_a_sequence_that_does_not_fit_alone_is_a_typed_error(monkeypatch, where):
     short_of_memory(monkeypatch, where, 0, CPU)
     with pytest.raises(OutOfMemory, match="max_completion_tokens"):
@@ -383,3 +392,14 @@ def test_probe_and_turn_states_in_halves(monkeypatch, tokenizer):
     monkeypatch.setattr(states_module, "hidden_states", limited(states_module.hidden_states, rows_of_batch, 4, calls))
     assert measured() == pytest.approx(expected, abs=1e-4)
     assert max(calls) == 9 and not any(map(math.isnan, expected))
+
+
+def test_the_loop_reports_how_often_memory_ran_out(monkeypatch):
+    rows = [([1, 2, 3 + i % 5, 4], [False, True, True, True]) for i in range(9)]
+    trainer = SFTTrainer(nano(), PAD, rows, rows, SFTSettings(batch_size=9, eval_every=1), 0)
+    monkeypatch.setattr(logprobs, "hidden_states", limited(logprobs.hidden_states, rows_of_batch, 4, []))
+    tracker = MemoryTracker()
+    run_loop(trainer, trainer.settings, iterations=2, tracker=tracker)
+    # neither 9 rows fit nor 5 of their halves of 4 and 5; training keeps the limit, an evaluation finds it out again
+    assert tracker.series("perf/out_of_memory") == [(1, 2.0)]
+    assert tracker.series("perf/eval_out_of_memory") == [(1, 2.0), (2, 2.0)]

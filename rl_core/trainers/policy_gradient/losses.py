@@ -72,8 +72,8 @@ def policy_loss(
 
     grpo, dr_grpo, dapo, rloo, ppo: clipped, see `clipped_policy_loss`; the others: see their functions.
     Args: as `clipped_policy_loss`; gspo takes each row's mean advantage over its loss tokens.
-    Returns: scalar loss with gradient; {"loss", "kl" (k3) and "kl_k1" of KL(old || new), and, where the algorithm has a
-        ratio, "ratio_mean", "ratio_max", "clip_fraction"...}.
+    Returns: scalar loss with gradient; {"loss", "update_kl" (k3) and "update_kl_k1" of KL(old || new), and, where
+        the algorithm has a ratio, "ratio_mean", "ratio_max", "clip_fraction"...}.
     """
     low, high = settings.clip
     tensors = (logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS)
@@ -146,8 +146,8 @@ def _policy_kl(
     logprobs_BS: torch.Tensor, old_logprobs_BS: torch.Tensor, mask_BS: torch.Tensor, count: float
 ) -> Metrics:
     return {
-        "kl": masked_sum(kl_k3(old_logprobs_BS, logprobs_BS), mask_BS) / count,
-        "kl_k1": masked_sum(kl_k1(old_logprobs_BS, logprobs_BS), mask_BS) / count,
+        "update_kl": masked_sum(kl_k3(old_logprobs_BS, logprobs_BS), mask_BS) / count,
+        "update_kl_k1": masked_sum(kl_k1(old_logprobs_BS, logprobs_BS), mask_BS) / count,
     }
 
 

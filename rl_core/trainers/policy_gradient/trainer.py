@@ -184,6 +184,12 @@ class PolicyGradientTrainer(RolloutTrainer):
         super().keep_failures(keep)
         self.rewards.failures.keep = keep
 
+    def _failure_metrics(self) -> dict[str, float]:
+        """As of every trainer; episodes on which a reward function failed are in the number, too."""
+        metrics = super()._failure_metrics()
+        metrics["train/failed_episodes"] += self.rewards.failures.total
+        return metrics
+
     def state_dict(self) -> dict[str, Any]:
         """State besides weights and the policy's optimizer."""
         critic = self.actor_critic.critic_optimizer_step

@@ -76,13 +76,15 @@ class PolicyUpdate:
         self.critic_only = critic_only
         self.trained: set[int] = set(range(len(self.buffer.samples)))  # rows that are run through the policy
         self.counts = StepCounts(1, 1, 1, 1)  # denominators of the current optimizer step
+        # of the policy before the first step, which measures them as it runs over all rows; None = not, or no more
+        self._first_logprobs_RS: torch.Tensor | None = None
         self.num_routed_tokens = 1  # real tokens of that step, where a router's loss is wanted
 
     def run(self, rng: np.random.Generator) -> dict[str, float]:
         """All optimizer steps; metrics are means over them (`_max`: the largest)."""
-        settings, optimizer_step = self.settings, self.actor_critic.optimizer_step
+        settings, optimizer_step, buffer = self.settings, self.actor_critic.optimizer_step, self.buffer
         if settings.dropout and drops_out(self.actor_critic.policy):
-            self.buffer.mask_seed = int(rng.integers(2**63))
+            buffer.mask_seed = int(rng.integers(2**63))
         steps = settings.epochs * settings.minibatches
         minibatches = self._minibatches(rng)
         metrics = self._prepare(minibatches, steps)
@@ -93,6 +95,8 @@ class PolicyUpdate:
             if index == 0 and epoch > 0:
                 minibatches = self._minibatches(rng)
             part = self._optimizer_step(minibatches[index]) if index < len(minibatches) else {}
+            if self._first_logprobs_RS is not None:
+                buffer.old_logprobs_RS, self._first_logprobs_RS = self._first_logprobs_RS, None
             refused = part.pop("refused", 0.0)
             parts += [part] if part else []
             if refused:
@@ -110,7 +114,10 @@ class PolicyUpdate:
         return metrics
 
     def _prepare(self, minibatches: Sequence[Sequence[int]], steps: int) -> dict[str, float]:
-        """Fill the rollout buffer under the models as they are, and choose the rows to run through the policy."""
+        """Fill the rollout buffer under the models as they are, and choose the rows to run through the policy.
+
+        Old log-probs are measured by the first step itself, at a ratio of exactly 1, where it runs over all rows.
+        """
         settings, buffer, critic = self.settings, self.buffer, self.actor_critic.critic
         in_reward = settings.kl_in == "reward" and self.kl_coef > 0
         in_loss = settings.kl_in == "loss" and self.kl_coef > 0
@@ -135,8 +142,11 @@ class PolicyUpdate:
         if in_loss:
             buffer.compute_ref_logprobs(plan)
         if buffer.old_logprobs_RS is None and needs_old:
-            # One forward pass before the first step; a single step takes its own log-probs, at a ratio of exactly 1.
-            buffer.compute_old_logprobs(plan)
+            alone = self.actor_critic.optimizer_step.process_group.size == 1
+            if alone and settings.minibatches == 1 and settings.kl_max is None:
+                self._first_logprobs_RS = torch.zeros(buffer.shape, device=buffer.device)
+            else:
+                buffer.compute_old_logprobs(plan)
         return metrics
 
     def _sampler_is_policy(self) -> bool:
@@ -205,6 +215,8 @@ class PolicyUpdate:
                 with_load_balancing=settings.router_aux_loss_coef > 0,
             )  # fmt: skip
         logprobs_BS = outputs.logprobs_BS
+        if self._first_logprobs_RS is not None:
+            self._first_logprobs_RS[batch.rows, : logprobs_BS.shape[1]] = logprobs_BS.detach().float()
         count = self.counts.num_run_tokens
         has_old = buffer.old_logprobs_RS is not None
         old_BS = buffer.for_batch(buffer.old_logprobs_RS, batch) if has_old else logprobs_BS.detach()

@@ -3,6 +3,10 @@
 An environment is a family of episodes; (level, seed) determines one of them. Test yours before training:
 
     posttrain validate FOLDER/config.yaml --import-code
+
+and see that it depends on nothing but level, seed and actions (runs the pipeline several times; shorten it by --set):
+
+    posttrain verify-resume FOLDER/config.yaml
 """
 
 import random

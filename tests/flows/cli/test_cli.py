@@ -17,6 +17,7 @@ from helpers.adapters import fakes
 from flows.cli import main as cli
 from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
+from rl_core.storage.single_files import refused
 from tasks.config import from_dict
 from tasks.tracking import Tracking
 
@@ -71,10 +72,10 @@ def test_help_imports_nothing_heavy():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:6] == ["init", "run", "retrain", "validate", "stage", "profile"]
-    assert names[6:11] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[11:17] == ["up", "down", "status", "ui", "monitor", "runs"]
-    assert names[17:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
+    assert names[:7] == ["init", "run", "retrain", "validate", "stage", "why", "profile"]
+    assert names[7:12] == ["evaluate", "analyze", "promote", "approve", "resume"]
+    assert names[12:18] == ["up", "down", "status", "ui", "monitor", "runs"]
+    assert names[18:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -231,7 +232,7 @@ def test_validate_refuses_a_bad_row(tmp_path, monkeypatch, capsys):
     assert cli.main(["validate", "own.yaml"]) == 2
     captured = capsys.readouterr()
     assert f"{tmp_path / 'rows.jsonl'}:2: completion: is missing" in captured.err and captured.out == ""
-    monkeypatch.setattr(cli, "FIRST_ROWS", 1)
+    monkeypatch.setattr("tasks.config.data_checks.FIRST_ROWS", 1)
     assert cli.main(["validate", "own.yaml"]) == 0
     assert "first 1 rows checked" in capsys.readouterr().out
 
@@ -348,8 +349,8 @@ def test_run_hands_over(config, flow, capsys):
     assert cli.main(["run", config, "--set", "seed=4", "--set", "stages.sft=null", "--fresh", "-q"]) == 0
     ((settings, fresh, quiet, allow_drift),) = flow.calls
     assert settings.seed == 4 and settings.stages.active == ("policy",) and fresh and quiet and not allow_drift
-    assert cli.main(["run", config, "--allow-drift"]) == 0 and flow.calls[-1][1:] == (False, False, True)
     assert capsys.readouterr().out == "the table\n"
+    assert cli.main(["run", config, "--allow-drift"]) == 0 and flow.calls[-1][1:] == (False, False, True)
 
 
 def test_retrain_hands_over_and_says_what_came_of_it(config, flow, monkeypatch, capsys):
@@ -387,6 +388,16 @@ def test_failed_pipeline_exits_with_1(config, flow, monkeypatch):
             "posttrain: /else/logs: Permission denied; use a writable folder",
         ),
         (OSError(28, "no", b"/full"), 1, "posttrain: /full: No space left on device; make room, as with"),
+        (
+            refused("/full", OSError(28, "No space left on device")),
+            1,
+            "posttrain: CheckpointError: /full: cannot be written: No space left on device; make room, as with",
+        ),
+        (
+            refused("/ro", OSError(30, "Read-only file system")),
+            1,
+            "posttrain: CheckpointError: /ro: cannot be written: Read-only file system; make the file system writable",
+        ),
     ],
 )
 def test_exit_codes(error, code, message, config, flow, monkeypatch, capsys):
@@ -521,7 +532,8 @@ def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, 
 
     monkeypatch.setattr(flow, "run_pipeline", run_pipeline)
     assert cli.main(["resume", "demo", "-q", "--output", str(tmp_path)]) == 0
-    assert found == {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
+    given = {"only": "policy", "models": {"a": "b"}, "quiet": True, "started": "1"}
+    assert found == {**given, "allow_drift": False, "restart": False}
     assert capsys.readouterr().out == "going on with 'demo · 1', which is killed\nthe table\n"
 
 

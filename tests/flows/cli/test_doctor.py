@@ -12,7 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from flows.cli import doctor
 from flows.cli import main as cli
+from flows.cli.doctor import _sandbox
 from flows.cli.model_capabilities import explain
+from rl_core.environments.subprocess_host import ChildFailed
 from rl_core.settings import LoraSettings, ModelSettings
 
 
@@ -253,3 +255,28 @@ def test_a_template_that_cannot_be_trained_with_is_refused_with_the_way_out(tmp_
     assert cli.main(["doctor", "--model", str(folder), "--output", str(tmp_path)]) == 1
     out = capsys.readouterr().out
     assert "BAD   the tokenizer's chat template omits user messages" in out and "model.chat_template" in out
+
+
+@pytest.mark.parametrize(
+    ("missing", "state", "parts"),
+    [
+        ({}, "ok", "files, network, processes, user, limits"),
+        (
+            {"network": "no namespaces (Operation not permitted)"},
+            "note",
+            "files, processes, user, limits; not network: no namespaces (Operation not permitted)",
+        ),
+    ],
+)
+def test_parts_of_the_sandbox_are_named(monkeypatch, missing, state, parts):
+    monkeypatch.setattr("rl_core.environments.subprocess_host.missing_parts", lambda: missing)
+    found = _sandbox()
+    assert (found.state, found.detail) == (state, f"of model-written code: {parts}")
+
+
+def test_a_sandbox_that_does_not_start_is_bad(monkeypatch):
+    def fail():
+        raise ChildFailed("no memory")
+
+    monkeypatch.setattr("rl_core.environments.subprocess_host.missing_parts", fail)
+    assert _sandbox().is_bad and "no child process starts: no memory" in _sandbox().detail

@@ -151,6 +151,7 @@ def test_trajectories_turn_by_turn(tmp_path):
     assert right["turns"][0]["call"] == "calls zoom(row=1, column=1)"
     assert right["sub"] == "iteration 5 · easy · digit · 2 turns · reward 1.000"
     assert dict(map(tuple, wrong["facts"]))["its answer"] == "none"
+    assert dict(map(tuple, right["facts"]))["play it again"] == "posttrain replay policy/4/easy/7/0"
     assert "level=easy&seed=7" in right["image"]
     rows = blocks_of(tmp_path, "trajectories", outcome="right")["episodes"]["rows"]
     assert [row["success"] for row in rows] == [True]
@@ -229,7 +230,7 @@ def test_a_tab_that_cannot_be_drawn_does_not_take_the_page_with_it(tmp_path, cap
 def test_units():
     assert unit_of("train/learning_rate") == "" and unit_of("tool/misuse_rate") == "share"
     assert unit_of("perf/tokens_per_second") == "tokens/s" == unit_of("perf/rollout_tokens_per_second")
-    assert unit_of("policy/kl_coef") == "" and unit_of("policy/kl") == "nats per token"
+    assert unit_of("policy/kl_coef") == "" and unit_of("policy/update_kl") == "nats per token"
 
 
 def test_export_holds_every_value_and_can_be_read_back(tmp_path):

@@ -34,6 +34,9 @@ def test_the_password_is_made_once_and_kept_for_its_owner_alone(tmp_path, monkey
     assert os.listdir(tmp_path / "prefect") == ["password"]
     assert stat.S_IMODE((tmp_path / "prefect" / "password").stat().st_mode) == 0o600
     assert password(tmp_path / "other") != first
+    (tmp_path / "prefect" / "password").write_text("")  # a power cut: an empty password would let everybody in
+    assert len(password(tmp_path)) > 40 and password(tmp_path) != first
+    assert os.listdir(tmp_path / "prefect") == ["password"]
     monkeypatch.setenv(prefect_access.SERVER, "me:mine")
     assert password(tmp_path) == "me:mine"
 

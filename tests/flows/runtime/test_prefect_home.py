@@ -1,9 +1,14 @@
 """Prefect's defaults for a script that imported Prefect before this project."""
 
+import shutil
 import subprocess
 import sys
 
+import pytest
 from helpers import ROOT
+
+from flows.runtime import prefect_home
+from rl_core.errors import BackendError
 
 SCRIPT = """
 import logging, os, prefect
@@ -29,3 +34,13 @@ def test_the_console_is_quiet_and_the_environment_stays(tmp_path):
 
 def test_a_level_that_the_user_has_set_stays(tmp_path):
     assert "'PrefectConsoleHandler': 10" in run(home=str(tmp_path), PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL="DEBUG")
+
+
+def test_a_full_disk_is_said_at_once(tmp_path, monkeypatch):
+    """The server's database could not be made, and the run waited 120 s for it."""
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2_000_000))
+    with pytest.raises(BackendError, match=r"No space left on device for Prefect's database: 2\.0 MB are free"):
+        prefect_home._refuse_full_disk(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=20_000_000))
+    assert prefect_home._refuse_full_disk(tmp_path) is None

@@ -327,7 +327,8 @@ def test_rollbacks_of_the_curriculum_are_read_and_drawn(tmp_path):
 
 def test_a_curve_of_one_point_or_of_zeros_is_no_picture(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    rows = [{"step": i, "metrics": {"policy/kl": 0.0}} for i in range(9)] + [{"step": 9, "metrics": {"eval/loss": 0.5}}]
+    rows = [{"step": i, "metrics": {"policy/update_kl": 0.0}} for i in range(9)]
+    rows += [{"step": 9, "metrics": {"eval/loss": 0.5}}]
     path.write_text("\n".join(map(json.dumps, rows)))
     assert training_figure.training(tmp_path / "x.png", read_training(path, training_figure.WANTED), "sft") is None
 

@@ -324,3 +324,21 @@ def test_settings_name_the_slip(values, message):
     with pytest.raises(rl_core.SettingsError, match=message):
         rl_core.PolicySettings(**values)
     assert dataclasses.replace(rl_core.PolicySettings(learning_rate=1), epochs=2).learning_rate == 1
+
+
+def test_a_changed_run_resumes_on_demand_or_begins_anew_and_keeps_what_was_there(tmp_path, caplog):
+    train(tmp_path, iterations=1).run()
+    drifted = train(tmp_path, iterations=2, learning_rate=2e-2)
+    outcome = drifted.run(allow_drift=True)
+    assert (outcome.iterations, outcome.resumed_iteration) == (2, 1)
+    assert "settings.learning_rate: 0.01 in the checkpoint, 0.02 now" in caplog.text
+    anew = train(tmp_path, iterations=2, learning_rate=3e-2)
+    assert anew.run(fresh=True).resumed_iteration == 0
+    (aside,) = tmp_path.glob("checkpoints.aside*")
+    assert list(aside.glob("checkpoint-*/state.json")) and str(aside) in caplog.text
+    assert train(tmp_path, iterations=3, learning_rate=3e-2).run().resumed_iteration == 2
+    with pytest.raises(rl_core.SettingsError, match="has begun in this process"):
+        begun = train(iterations=2)
+        begun.run()
+        begun.outcome = None
+        begun.run(fresh=True)

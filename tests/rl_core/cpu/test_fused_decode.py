@@ -181,21 +181,22 @@ def test_neither_threads_nor_what_they_share_out_change_a_bit(products, monkeypa
         assert played() == expected
 
 
-def test_one_call_takes_tokens_until_a_turn_ends(products, monkeypatch):
-    """The same as with a call for each token, as other sampling needs."""
+def test_one_call_takes_several_tokens_of_a_turn(products, monkeypatch):
+    """The same as with a call for each token, as other ways of sampling need."""
     calls, sample_steps = [], Decoder.sample_steps
 
-    def counted(self, states, count, *others):
+    def counted(self, states, count, is_end, *others):
         before = states.acted[:count].copy()
-        sample_steps(self, states, count, *others)
-        calls.append(set((states.acted[:count] - before).tolist()))
+        sample_steps(self, states, count, is_end, *others)
+        has_ended = is_end[states.tokens[:count]] | (states.positions[:count] + 1 >= states.limits[:count])
+        calls.append((states.acted[:count] - before, has_ended))
 
     monkeypatch.setattr(Decoder, "sample_steps", counted)
-    found = played()
-    assert all(len(taken) == 1 for taken in calls)  # all slots get as many
-    assert max(max(taken) for taken in calls) > 3
+    turns, logprobs = played()
+    assert all((taken[~has_ended] == 8).all() for taken, has_ended in calls)
+    ended = np.concatenate([taken[has_ended] for taken, has_ended in calls])
+    assert set(ended.tolist()) >= {1, 3, 8}  # turns end at any place within a call
     monkeypatch.setattr(Decoder, "samples_steps", lambda self, sampling: False)
     count = len(calls)
-    turns, logprobs = played()
+    assert played() == (turns, logprobs)
     assert len(calls) == count
-    assert turns == found[0] and logprobs == found[1]

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from rl_core.environments import tools as tools_module
+from rl_core import time_limits
 from rl_core.environments.tools import Tool, ToolMisuse, Toolset
 from rl_core.errors import PosttrainError, SettingsError
 from rl_core.types import ToolCall
@@ -184,7 +184,7 @@ def test_a_hanging_tool_is_left_behind(monkeypatch):
         threads.append(threading.current_thread())
         release.wait(30)
 
-    monkeypatch.setattr(tools_module, "MAX_HUNG_CALLS", 2)
+    monkeypatch.setattr(time_limits, "MAX_HUNG", 2)
     toolset = Toolset([Tool("hang", "", {}, hang, timeout_s=0.05)])
     try:
         for _ in range(2):

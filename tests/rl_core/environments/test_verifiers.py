@@ -63,7 +63,7 @@ def test_equal_prompts_are_never_in_both_splits(fake: None) -> None:
 
 
 def test_a_task_set_in_another_order_in_each_child_is_noticed(fake: None) -> None:
-    environment = make("verifiers", {"taskset": "adding_tasks:Shuffled", "config": {"count": 40}, "workers": 1})
+    environment = make("verifiers", {"taskset": "adding_tasks:Shuffled", "config": {"count": 900}, "workers": 1})
     assert environment.episode(1, "all").step(environment.episode(1, "all").target).reward == 1.0
     (child,) = environment._children._alive
     os.kill(child._process.pid, signal.SIGKILL)

@@ -77,8 +77,8 @@ def test_metrics_by_hand():
     values = {name: value.item() for name, value in metrics.items()}
     assert values["ratio_mean"] == pytest.approx(2.25 / 4)
     assert values["ratio_max"] == pytest.approx(2.0)
-    assert values["kl_k1"] == pytest.approx((-math.log(2) + math.log(4)) / 4)  # -log r
-    assert values["kl"] == pytest.approx((2 - 1 - math.log(2) + 0.25 - 1 + math.log(4)) / 4)  # r - 1 - log r
+    assert values["update_kl_k1"] == pytest.approx((-math.log(2) + math.log(4)) / 4)  # -log r
+    assert values["update_kl"] == pytest.approx((2 - 1 - math.log(2) + 0.25 - 1 + math.log(4)) / 4)  # r - 1 - log r
     assert values["clip_fraction"] == 0.25
     assert values["loss"] == pytest.approx(-(1.2 + 0.25) / 4)
 
@@ -109,7 +109,7 @@ def test_equals_a_plain_loop_however_it_is_cut(rows, width, seed):
         clipped_policy_loss(logprobs[i : i + 1], old[i : i + 1], advantages[i : i + 1], mask[i : i + 1], **options)
         for i in range(rows)
     ]
-    for name in ("loss", "kl", "kl_k1", "ratio_mean", "clip_fraction"):
+    for name in ("loss", "update_kl", "update_kl_k1", "ratio_mean", "clip_fraction"):
         assert sum(part[name].item() for _, part in parts) == pytest.approx(metrics[name].item(), abs=1e-6)
     padded = [torch.nn.functional.pad(x, (2, 3)) for x in (logprobs, old, advantages, mask)]
     assert clipped_policy_loss(*padded, **options)[0].item() == pytest.approx(whole.item(), abs=1e-12)
@@ -123,7 +123,7 @@ def test_at_ratio_1_the_gradient_is_the_policy_gradient():
     clipped, metrics = clipped_policy_loss(logprobs, logprobs.detach(), advantages, mask, num_loss_tokens=5)
     plain, _ = reinforce_loss(logprobs, advantages, mask, num_loss_tokens=5)
     assert torch.equal(torch.autograd.grad(clipped, logprobs)[0], torch.autograd.grad(plain, logprobs)[0])
-    assert metrics["kl"].item() == 0 and metrics["ratio_max"].item() == 1
+    assert metrics["update_kl"].item() == 0 and metrics["ratio_max"].item() == 1
 
 
 def test_gradchecks():

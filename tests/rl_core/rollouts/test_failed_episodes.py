@@ -226,7 +226,7 @@ def test_an_episode_that_ended_well_is_compared_turn_by_turn() -> None:
 
     assert replay_episode(Moods(), played).differences == [
         "misuse in turn 2: recorded True, now False",
-        "observation of turn 2: recorded OO\nP, now hm",
+        "observation of turn 2: recorded OO\\nP, now hm",
         "success: recorded True, now False",
     ]
 
@@ -239,13 +239,17 @@ def test_an_episode_that_ended_well_is_compared_turn_by_turn() -> None:
             return Ending(seed, level)
 
     found = replay_episode(Ends(), played).differences
-    assert "observation of turn 1: recorded OO\nP, now none: the episode ended" in found
+    assert "observation of turn 1: recorded OO\\nP, now none: the episode ended" in found
     assert "reward of the environment: recorded 0.5, now 0.5" not in found
 
 
 def test_a_reward_function_of_chance_is_named() -> None:
     (played,), _ = recorded(["L", "A"])
     played.rewards |= {"mine:score": 0.5, "mine:other": 2.0}
+    played.turns[0].action = "L\x1b[2J"
+    shown = replay_episode(Breaking(), played).lines
+    assert "turn 1: L\\x1b[2J" in shown  # no escape sequence reaches a terminal
+    played.turns[0].action = "L"
     rng = random.Random(1)
     functions = {
         "mine:score": lambda trajectories: [rng.random() for _ in trajectories],

@@ -234,7 +234,11 @@ def in_child(work):
     return acknowledged, os.waitpid(pid, 0)[1]
 
 
-WRITE_POINTS = sorted(point for point in faults.POINTS if not point.startswith("loop."))
+# those of one save, in its order
+WRITE_POINTS = (
+    "checkpoint.encoded", "publish.begin", "publish.file", "publish.written", "publish.manifest",
+    "publish.renamed", "publish.done", "pointer.written", "text.done", "pointer.done", "prune.renamed", "prune.done",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("hit", [1, 2, 4])
@@ -259,9 +263,7 @@ def test_kill_9_in_the_middle_of_a_write(tmp_path, point, hit):
     found = state["loop"]["iteration"] if state else 0
     assert found in (newest, newest + 1)
     # renamed means complete: then it loads although nobody was told
-    assert found == newest + (
-        point in ("publish.renamed", "publish.done", "pointer.written", "pointer.done", "prune.renamed")
-    )
+    assert found == newest + (WRITE_POINTS.index(point) >= WRITE_POINTS.index("publish.renamed"))
     if found:
         check(state, found)
         assert (tmp_path / "LATEST").read_text() == f"checkpoint-{found:08d}\n"
@@ -302,3 +304,16 @@ def test_a_full_disk_is_a_clear_error_and_the_old_version_still_loads(tmp_path):
     assert "checkpoint-00000002: cannot be written" in message.read_text()
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".tmp-")]
     check(store.load_latest(), 1)
+
+
+def test_a_fault_point_lies_behind_setting_a_damaged_version_aside(tmp_path):
+    store = CheckpointStore(tmp_path)
+    for version in (1, 2):
+        store.save(state_of(version))
+    (store.path(2) / "state.json").write_bytes(b"{}")
+    assert [name for name, point in faults.POINTS.items() if point.run == "damage"] == ["checkpoint.aside"]
+    faults.configure("checkpoint.aside:1:raise")
+    with pytest.raises(faults.InjectedFault):
+        store.load_latest()
+    faults.configure(None)
+    assert store.load_latest()["loop"]["iteration"] == 1

@@ -34,7 +34,7 @@ def state_of(version):
 
 
 def first_run(root):
-    """What an earlier run left, all of it acknowledged."""
+    """Files of an earlier run, all of them acknowledged."""
     CheckpointStore(root / "checkpoints").save(state_of(1))
     write_json_atomic(root / "run.json", {"number": 1})
     log = LineLog(root / "journal" / "metrics.jsonl")
@@ -132,7 +132,7 @@ def test_an_error_of_any_call_keeps_the_old_version_and_is_one_clear_error(
 ):
     caplog.set_level(logging.ERROR)
     count = number_of_calls(tmp_path / "counted", monkeypatch)
-    assert count > 100
+    assert count > 80
     refused = 0
     for number in range(1, count + 1):
         root = tmp_path / str(number)

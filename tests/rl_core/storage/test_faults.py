@@ -1,16 +1,21 @@
 """Fault points: parsed strictly, fire at the hit that was asked for, documented and really there."""
 
+import ast
+import errno
+import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
-from pathlib import Path
 
 import pytest
+from helpers import ROOT
 
-import rl_core
 from rl_core.errors import SettingsError
 from rl_core.storage import faults
+from rl_core.storage.fault_points import GROUPS, listing
 from rl_core.storage.faults import InjectedFault, fault
 
 
@@ -43,11 +48,16 @@ def test_sleep_takes_its_seconds():
     assert time.monotonic() - before >= 0.05
 
 
+def child(code, **environment):
+    """A process that does this, with the points at hand."""
+    code = f"from rl_core.storage.faults import fault; {code}"
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
 def test_kill_through_the_environment():
-    code = "from rl_core.storage.faults import fault\nfault('loop.step'); print('one', flush=True); fault('loop.step')"
-    environment = {"POSTTRAIN_FAULT": "loop.step:2:kill", "PYTHONPATH": str(Path(rl_core.__file__).parents[1])}
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert (child.returncode, child.stdout) == (-9, "one\n")
+    done = child("fault('loop.step'); print('one', flush=True); fault('loop.step')", POSTTRAIN_FAULT="loop.step:2:kill")
+    assert (done.returncode, done.stdout) == (-9, "one\n")
 
 
 @pytest.mark.parametrize(
@@ -59,6 +69,10 @@ def test_kill_through_the_environment():
         ("loop.step:1:burn", "unknown action 'burn'"),
         ("loop.step:1:kill=3", "unknown action 'kill=3'"),
         ("loop.step:1:sleep=x", "not a number of seconds"),
+        ("loop.step:1:raise=EOI", "did you mean 'EIO'"),
+        ("loop.step:1:exit=256", "not an exit code"),
+        ("loop.step:1:term=3", "unknown action 'term=3'"),
+        ("loop.step@one:1:kill", "must end with @main or the number of a process"),
         ("loop.step", "point:hit:action"),
     ],
 )
@@ -67,9 +81,95 @@ def test_what_cannot_be_meant_is_refused(text, message):
         faults.configure(text)
 
 
-def test_every_point_is_documented_and_compiled_in():
-    table = set(re.findall(r"^    ((?:publish|pointer|prune|loop)\.\w+) ", faults.__doc__, re.MULTILINE))
-    assert table == faults.POINTS
-    sources = [path.read_text() for path in Path(rl_core.__file__).parent.rglob("*.py") if path.name != "faults.py"]
-    used = set(re.findall(r"(?:fault\(|point=)\"(\w+\.\w+)\"", "\n".join(sources)))
-    assert used == faults.POINTS
+def used_points():
+    """Names of points in the source: arguments of fault(), and of the parameter `point`."""
+    found = set()
+    for package in ("rl_core", "tasks", "flows"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if not isinstance(node, ast.Call):
+                    continue
+                named = [keyword.value for keyword in node.keywords if keyword.arg == "point"]
+                own = node.args if isinstance(node.func, ast.Name) and node.func.id == "fault" else []
+                texts = [text for value in (*own, *named) for text in ast.walk(value) if isinstance(text, ast.Constant)]
+                found |= {text.value for text in texts if isinstance(text.value, str)}
+    return found
+
+
+def test_every_point_is_listed_once_and_compiled_in():
+    listed = [point.name for points in GROUPS.values() for point in points]
+    assert len(listed) == len(set(listed)) == len(faults.POINTS) >= 60
+    assert used_points() == set(listed)
+
+
+def test_the_listing_names_every_point_in_its_group_and_who_reaches_it():
+    lines = listing().splitlines()
+    assert lines[0].startswith(f"{len(faults.POINTS)} fault points")
+    assert [line for line in lines[1:] if line and not line.startswith(" ")] == list(GROUPS)
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    assert rows.keys() == faults.POINTS.keys()
+    assert rows["gc.store"].endswith("the store has removed its part  (posttrain gc --yes)")
+    assert "(" not in rows["loop.step"].replace("step()", "")
+
+
+@pytest.mark.parametrize(("action", "number"), [("raise", errno.ENOSPC), ("raise=EIO", errno.EIO)])
+def test_an_error_has_its_number(action, number):
+    faults.configure(f"loop.step:1:{action}")
+    with pytest.raises(InjectedFault) as raised:
+        fault("loop.step")
+    assert raised.value.errno == number and os.strerror(number) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "said"),
+    [("exit", 1, ""), ("exit=7", 7, ""), ("term", -signal.SIGTERM, ""), ("sleep=0", 0, "two")],
+)
+def test_actions_that_end_the_process(action, code, said):
+    done = child("fault('loop.step'); print('two', end='')", POSTTRAIN_FAULT=f"loop.step:1:{action}")
+    assert (done.returncode, done.stdout) == (code, said)
+
+
+@pytest.mark.parametrize(
+    ("place", "rank", "code"),
+    [
+        ("@0", "0", 7),
+        ("@0", "1", 0),
+        ("@0", None, 0),
+        ("@main", None, 7),
+        ("@main", "0", 0),
+        ("", "1", 7),
+        ("", None, 7),
+    ],
+)
+def test_one_process_of_a_stage_or_its_own_can_be_meant(place, rank, code):
+    environment = {"RANK": rank} if rank is not None else {}
+    done = child("fault('loop.step')", POSTTRAIN_FAULT=f"loop.step{place}:1:exit=7", **environment)
+    assert done.returncode == code, done.stderr
+
+
+def test_what_is_reached_is_written_down_by_all_processes_of_a_run(tmp_path):
+    log = tmp_path / "reached"
+    for _ in range(2):
+        child("fault('loop.step'); fault('loop.saved')", POSTTRAIN_FAULT_LOG=str(log))
+    rows = [line.split() for line in log.read_text().splitlines()]
+    assert [row[2] for row in rows] == ["loop.step", "loop.saved"] * 2
+    assert len({row[0] for row in rows}) == 2 and all(float(row[1]) > 1e9 for row in rows)
+
+
+def test_threads_count_together():
+    faults.configure("loop.step:1000:raise")
+    raised = []
+
+    def work():
+        for _ in range(250):
+            try:
+                fault("loop.step")
+            except InjectedFault as error:
+                raised.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(raised) == 1

@@ -16,7 +16,7 @@ VERSIONS = 60
 
 
 def while_writing(write, look):
-    """What `look` gave, again and again, while `write` ran, and once after it."""
+    """Values of `look`, called again and again while `write` ran, and once after it."""
     writer, seen = threading.Thread(target=write), []
     writer.start()
     while writer.is_alive():

@@ -536,7 +536,7 @@ def test_checkpoint_every_zero_saves_only_when_stopped(tmp_path):
 
 
 def test_metrics_are_logged_at_the_steps_and_bad_ones_counted(caplog):
-    steps = {1: {"train/loss": 2.0}, 2: {"train/loss": math.nan, "policy/kl": math.inf, "reward/mean": 0.5}}
+    steps = {1: {"train/loss": 2.0}, 2: {"train/loss": math.nan, "policy/update_kl": math.inf, "reward/mean": 0.5}}
     trainer, tracker = ScriptedTrainer([None, 0.0, 0.0, 0.25], steps), MemoryTracker()
     with caplog.at_level(logging.WARNING):
         run_loop(trainer, LoopSettings(), iterations=3, tracker=tracker, clock=iter(range(100)).__next__)
@@ -549,7 +549,7 @@ def test_metrics_are_logged_at_the_steps_and_bad_ones_counted(caplog):
         (3, {"train/loss": 1 / 3, "perf/step_seconds": 1.0, "perf/tracking_seconds": 1.0} | bad),
         (3, {"eval/score": 0.25, "perf/eval_seconds": 1.0} | bad),
     ]
-    assert "policy/kl, train/loss" in caplog.text
+    assert "policy/update_kl, train/loss" in caplog.text
     assert (tracker.done, tracker.total, tracker.message) == (3, 3, "train/loss 0.3333")
 
 
@@ -621,3 +621,23 @@ def test_a_history_that_cannot_be_written_does_not_stop_training(tmp_path, caplo
     )  # fmt: skip
     assert outcome.iterations == 3
     assert "nowhere/history.json: cannot be written" in caplog.text
+
+
+def test_what_was_recorded_is_on_the_disk_before_a_checkpoint_says_so(tmp_path, monkeypatch):
+    """Else a power cut could leave a checkpoint whose steps nobody recorded."""
+    calls = []
+
+    class Tracker(MemoryTracker):
+        def log_metrics(self, metrics, step):
+            calls.append("metrics")
+
+        def sync(self):
+            calls.append("sync")
+
+    save = CheckpointStore.save
+    monkeypatch.setattr(CheckpointStore, "save", lambda store, state: calls.append("save") or save(store, state))
+    run(tmp_path, tracker=Tracker(), iterations=4)
+    assert calls.count("save") >= 2
+    for place, call in enumerate(calls):
+        if call == "save":
+            assert calls[place - 1] == "sync"

@@ -364,6 +364,9 @@ def test_metrics_by_full_name():
         text = policy_problems(curriculum=[stage("a", exit_conditions=exits), stage("b")])
         assert f"did you mean '{near}'?" in text["curriculum.0.exit_conditions.0.metric"]
     assert "no such metric" in policy_problems(early_stop=condition(metric="zzz"))["early_stop.metric"]
+    for old in ("policy/kl", "kl"):  # of one update here, to the reference in TRL
+        said = policy_problems(early_stop=condition(metric=old))["early_stop.metric"]
+        assert "policy/update_kl" in said and "policy/ref_kl" in said
     low = policy_problems(early_stop=condition(metric="policy/mean_logprob", threshold=0.5))
     assert "can never hold" in low["early_stop.threshold"]
 

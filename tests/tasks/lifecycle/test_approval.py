@@ -7,7 +7,8 @@ import time
 import pytest
 from helpers.waiting import delivered_run_id
 
-from rl_core.errors import DataError, SettingsError
+from rl_core.errors import BackendError, DataError, SettingsError
+from rl_core.storage import faults
 from tasks.lifecycle import approval
 from tasks.lifecycle.approval import ApprovalRequest, answer, ask, asked, expire, read, requests
 from tasks.tracking import Tracking
@@ -249,3 +250,16 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
         assert (calls[0].run, calls[0].run_id, calls[0].stage_run_id, calls[0].key) == ("run", "id", "stage-run", "k1")
     plain = dataclasses.replace(result, summary={**summary, "decision": "promoted"})
     assert promote._asked(pipeline_run, plain, 1) is plain
+
+
+def test_an_answer_that_was_killed_behind_the_alias_is_given_again(tracking, model):
+    request = asking(tracking, model)
+    faults.configure("alias.moved:1:raise")
+    try:
+        with pytest.raises(BackendError):
+            answer(tracking, request, approve=True, by="ada")
+    finally:
+        faults.configure(None)
+    assert tracking.champion(model).version == 2 and tags(tracking, model)["approval.state"] == "waiting"
+    assert answer(tracking, request, approve=True, by="ada").state == "approved"
+    assert tracking.versions(model)[1].aliases == ("champion",)  # challenger no more

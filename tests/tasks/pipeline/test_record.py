@@ -5,6 +5,7 @@ import json
 import pytest
 
 from rl_core.errors import FolderBusy
+from rl_core.storage import faults
 from rl_core.storage.locks import FolderLock
 from tasks.pipeline.record import PipelineRecord
 from tasks.pipeline.run_options import RunOptions
@@ -70,3 +71,29 @@ def test_the_lock_is_released_only_by_who_took_it(tmp_path):
         borrowed.release()
         assert lock.held
     assert not lock.held
+
+
+@pytest.mark.parametrize("hit", [1, 2])
+def test_a_run_that_is_killed_while_its_record_is_written_is_found_again(tmp_path, hit):
+    """Of the two files the pipeline's is first: by it the run's own folder is found."""
+    record = PipelineRecord(tmp_path, RunOptions())
+    faults.configure(f"text.done:{hit}:raise")
+    try:
+        with pytest.raises(faults.InjectedFault):
+            record.begin(tmp_path / "runs" / "noon", started="noon", digest="d", threads=3)
+    finally:
+        faults.configure(None)
+    assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == "noon"
+
+
+@pytest.mark.parametrize(("hit", "started"), [(1, "noon"), (2, "")])
+def test_a_run_that_is_killed_while_its_end_is_written_is_over_in_both_files_or_goes_on(tmp_path, hit, started):
+    record = begun(tmp_path)
+    faults.configure(f"text.done:{hit}:raise")
+    try:
+        with pytest.raises(faults.InjectedFault):
+            record.end("finished")
+    finally:
+        faults.configure(None)
+    assert PipelineRecord(tmp_path, RunOptions()).interrupted("d") == started
+    assert json.loads((tmp_path / "runs" / "run.json").read_text())["status"] == "finished"

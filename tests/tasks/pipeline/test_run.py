@@ -10,6 +10,7 @@ from prefect.exceptions import TerminationSignal
 
 from rl_core.cpu import waiting
 from rl_core.errors import FolderBusy, Stopped
+from rl_core.storage import faults
 from tasks.config import from_dict
 from tasks.pipeline import run as runs
 from tasks.pipeline.result import StageResult
@@ -121,6 +122,19 @@ def test_a_run_that_is_killed_in_its_first_moment_is_gone_on_with(tmp_path, with
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path).__enter__()
     monkeypatch.setattr(runs, "PipelineTracker", tracker)
+    with made(tmp_path) as again:
+        assert again.tracker.resumed
+
+
+@pytest.mark.parametrize("point", ["run.ending", "run.ended"])
+def test_a_run_that_is_killed_at_its_very_end_is_gone_on_with(tmp_path, without_store, point):
+    """Else the same command would begin a second run, and the first one would count as killed."""
+    faults.configure(f"{point}:1:raise")
+    try:
+        with pytest.raises(faults.InjectedFault), made(tmp_path):
+            pass
+    finally:
+        faults.configure(None)
     with made(tmp_path) as again:
         assert again.tracker.resumed
 

@@ -11,6 +11,7 @@ from helpers.stage_doubles import PipelineRun, pipeline
 
 from rl_core.api.recipes import Recipe
 from rl_core.errors import DataError, SettingsError, Stopped
+from rl_core.memory import note_out_of_memory
 from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.storage.checked_lines import sealed
 from rl_core.training import loop
@@ -18,7 +19,7 @@ from tasks.pipeline import key as keys
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import content_digest
 from tasks.pipeline.run_options import RunOptions
-from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage import StageContext, _clear_leftovers, run_stage
 
 
 def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
@@ -189,9 +190,11 @@ def test_fresh_runs_a_finished_stage_again_but_not_twice_in_one_run(tmp_path):
         return {}
 
     play(PipelineRun(tmp_path), body)
+    (tmp_path / "sft" / ".trash-0123-7-1").mkdir()  # a run that was killed in the middle of a removal
     again = PipelineRun(tmp_path, RunOptions(fresh=True))
     assert not play(again, body).cached and play(again, body).cached
     assert seen == ["sft", "sft"]
+    assert [path.name for path in (tmp_path / "sft").glob(".*")] == []
 
 
 def test_no_stage_begins_after_a_request_to_stop(tmp_path):
@@ -251,3 +254,28 @@ def test_a_stage_goes_on_with_the_threads_of_its_checkpoints(tmp_path, setting, 
     assert not (done.path / "threads.json").exists() and torch.get_num_threads() == before
     other = PipelineRun(tmp_path / "elsewhere", threads=setting)
     assert play(other, body).digest == done.digest  # the number is no content
+
+
+def test_rollouts_for_people_outlive_a_kill_behind_the_last_iteration(tmp_path):
+    """The resumed process plays none, so it could not write the file again; without checkpoints it will."""
+    for name in ("recent_rollouts.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}")
+    _clear_leftovers(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "recent_rollouts.jsonl"]
+    (tmp_path / "checkpoints" / "LATEST").unlink()
+    (tmp_path / "checkpoints").rmdir()
+    _clear_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lack_of_memory_outside_of_training_is_counted(tmp_path):
+    def body(context):
+        note_out_of_memory("scores", 3, "rows")
+        note_out_of_memory("scores", 1, "rows")
+        return {}
+
+    pipeline_run = PipelineRun(tmp_path)
+    assert play(pipeline_run, body).summary["out_of_memory"] == 2
+    assert pipeline_run.trackers[0].metrics == [(0, {"perf/out_of_memory": 2.0})]
+    assert "out_of_memory" not in play(PipelineRun(tmp_path), lambda context: {}, number=2).summary

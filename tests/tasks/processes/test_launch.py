@@ -15,6 +15,7 @@ from helpers import ROOT, launch_bodies
 
 from rl_core.errors import NonFiniteError, RecordsError, SettingsError, Stopped, WorkerFailed
 from rl_core.settings import LaunchSettings, SFTSettings
+from rl_core.storage import faults
 from rl_core.storage.checked_lines import sealed
 from rl_core.tracking import MemoryTracker
 from tasks.config import from_dict
@@ -157,10 +158,19 @@ def test_no_result_is_an_error(tmp_path):
         _result(tmp_path, 1)
 
 
-def test_an_error_of_one_process_ends_all(tmp_path):
+def test_an_error_of_one_process_ends_all(tmp_path, monkeypatch):
+    log = tmp_path / "reached"
+    monkeypatch.setenv(faults.LOG, str(log))
+    faults.log_to(log)
     context = launch_bodies.context_of(tmp_path / "open")
     with pytest.raises(RecordsError, match=r"^data\.jsonl:3: prompt: found 7$"):
         run_in_workers(context, launch_bodies.fail_in_the_second)
+    faults.log_to(None)
+    reached = [line.split() for line in log.read_text().splitlines()]
+    for name, processes in (("workers.job", 1), ("workers.started", 1), ("workers.ended", 1), ("worker.joined", 2),
+                            ("worker.computed", 1)):  # fmt: skip
+        assert len({pid for pid, _, point in reached if point == name}) == processes, name
+    assert {name for name, point in faults.POINTS.items() if point.run == "torchrun"} <= {row[2] for row in reached}
     assert context.tracker.metrics == [(1, {"train/loss": 2.5})]
     assert processes_of(tmp_path) == []
 

@@ -167,7 +167,7 @@ def test_the_champion_itself_is_not_played_again(tmp_path):
     cached = []
     pipeline_run = SimpleNamespace(
         settings=SimpleNamespace(stages=SimpleNamespace(promote=None)), registered_model="m", tracking=registry,
-        tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))),
+        tracker=SimpleNamespace(note_cached=lambda name, source: cached.append((name, source))), resumed=False,
     )  # fmt: skip
     found = promote.promote(pipeline_run, stage_result(tmp_path), stage_result(tmp_path), None)
     assert found.summary["note"] == "version 3 of m is the champion already" and cached == [("promote", "r")]

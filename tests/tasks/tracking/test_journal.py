@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_core.errors import DataError, FolderBusy
-from tasks.tracking.journal import DeliveryCursor, Journal, LineLog, cursor_path, metrics_path, read_lines, read_metrics
+from tasks.tracking.journal import (
+    DeliveryCursor,
+    Journal,
+    LineLog,
+    clear_journal,
+    cursor_path,
+    events_path,
+    metrics_path,
+    read_lines,
+    read_metrics,
+)
 
 
 def lines(folder: Path) -> list[dict]:
@@ -154,3 +164,18 @@ def test_what_was_shipped_is_replaced_whole(tmp_path):
     assert [path.name for path in cursor_path(tmp_path).parent.iterdir()] == ["shipped.json"]
     cursor_path(tmp_path).write_text('{"store": "sto')
     assert DeliveryCursor.load(tmp_path) == DeliveryCursor()
+
+
+def test_what_a_killed_process_left_beside_a_journal_is_removed_and_what_waits_is_kept(tmp_path):
+    place = events_path(tmp_path).parent
+    for name in ("files/delivered/a", "files/waits/b", "files/forgotten/c", "model-abcd1234/artifact/d"):
+        (place / name).parent.mkdir(parents=True)
+        (place / name).write_text("x")
+    (place / ".tmp-shipped.json-999999").write_text("{")
+    log = LineLog(events_path(tmp_path))
+    log.append({"op": "artifact", "path": ".tracking/files/delivered/a"})
+    delivered = log.end
+    log.append({"op": "artifact", "path": ".tracking/files/waits/b"})
+    clear_journal(tmp_path, delivered)
+    assert sorted(path.name for path in place.rglob("*") if path.is_file()) == ["b", "events.jsonl"]
+    log.close()

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rl_core.errors import DataError, SettingsError
+from rl_core.storage import faults
 from tasks.tracking import check_safe, digest_model
 
 PROMPT = "what colour"
@@ -207,3 +208,22 @@ def test_a_refused_model_leaves_no_version(tracking, models, tmp_path):
         with pytest.raises(SettingsError, match="registered model name"):
             run.log_model(models["policy"], "policy", "../evil")
     assert "refused" not in tracking.registry.names()
+
+
+@pytest.mark.parametrize("point", ["model.made", "model.uploaded", "model.ready", "model.versioned"])
+def test_an_attempt_that_failed_half_way_is_gone_on_with(tracking, models, tmp_path, point):
+    """One model and one version, its metrics and its link to the run once."""
+    name = point.replace(".", "-")
+    faults.configure(f"{point}:1:raise=EIO")
+    try:
+        with tracking.start_run(name, tmp_path / "run", interval_s=0.05) as run:
+            version = run.log_model(models["policy"], "policy", name, metrics={"eval/loss": 0.5})
+    finally:
+        faults.configure(None)
+    assert version == 1 and len(tracking.versions(name)) == 1
+    client = tracking.store.client
+    made = client.search_logged_models([tracking.experiment_id], f"attributes.name = '{name}'")
+    assert [(str(model.status), model.source_run_id) for model in made] == [("READY", run.run_id)]
+    assert [output.model_id for output in client.get_run(run.run_id).outputs.model_outputs] == [made[0].model_id]
+    assert [point.value for point in client.get_metric_history(run.run_id, "eval/loss")] == [0.5]
+    assert [(metric.key, metric.value) for metric in made[0].metrics] == [("eval/loss", 0.5)]

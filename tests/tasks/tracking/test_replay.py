@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.errors import BackendError
+from rl_core.storage import faults
 from rl_core.storage.folders import digest_folder
+from tasks.config import from_dict
+from tasks.stages.promote import promote_version
 from tasks.tracking import PARENT, Tracking, VersionOf
 from tasks.tracking import replay as replaying
 from tasks.tracking.journal import DeliveryCursor, LineLog, events_path
@@ -168,3 +171,48 @@ def test_a_store_that_is_away_is_asked_once(tmp_path, sink, monkeypatch):
     assert tracking.waiting().others == 6
     sink.down = False
     assert tracking.replay_all() == 0 and len(sink.runs) == 3
+
+
+@pytest.fixture
+def by_hand(tracking, output, models):
+    """Settings of a pipeline with two versions, each of a run of its own that is over."""
+    folders = []
+    for stage in ("sft", "policy"):
+        run = tracking.start_run(stage, output / "by-hand" / stage, interval_s=0.05)
+        run.log_model(models["policy"], "policy", "by-hand", tags={"model_sha256": f"sha of {stage}"})
+        run.close()
+        folders.append(run.folder)
+    tracking.set_champion("by-hand", 2)
+    settings = from_dict(
+        {"name": "by-hand", "output": str(output), "tracking": {"uri": tracking.store.uri, "experiment": "tests"},
+         "stages": {"prepare_data": {}}},
+        check_files=False,
+    )  # fmt: skip
+    return settings, folders[0]
+
+
+def test_a_champion_that_was_chosen_by_hand_is_one_again_in_a_store_that_lost_it(tracking, by_hand):
+    settings, journal = by_hand
+    assert "is the champion now" in promote_version(settings, 1, "it reads better")
+    assert waiting_in(journal).total == 0  # delivered: nothing is done a second time
+    tracking.set_champion("by-hand", 2)
+    assert tracking.replay(journal) == 0 and tracking.champion("by-hand").version == 2
+    tracking.store.client.delete_registered_model_alias("by-hand", "champion")
+    cursor = DeliveryCursor.load(journal)
+    cursor.events_offset = 0
+    cursor.save(journal)
+    assert tracking.replay(journal) == 0
+    champion = tracking.champion("by-hand")
+    assert (champion.version, champion.tags["gate.reason"]) == (1, "it reads better")
+
+
+def test_a_choice_by_hand_that_was_killed_before_the_alias_moved_is_made_at_the_next_delivery(tracking, by_hand):
+    settings, journal = by_hand
+    faults.configure("hand.tagged:1:raise")
+    try:
+        with pytest.raises(faults.InjectedFault):
+            promote_version(settings, 1)
+    finally:
+        faults.configure(None)
+    assert tracking.champion("by-hand").version != 1 and waiting_in(journal).total == 1
+    assert tracking.replay(journal) == 0 and tracking.champion("by-hand").version == 1

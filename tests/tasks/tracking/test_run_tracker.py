@@ -10,6 +10,7 @@ import time
 import pytest
 
 from rl_core.errors import SettingsError, Stopped
+from rl_core.storage import faults
 from rl_core.types import ToolCall, Trajectory, Turn
 from tasks.tracking import Tracking, list_runs, read_metrics
 from tasks.tracking.journal import DeliveryCursor, cursor_path, events_path, progress_path
@@ -222,6 +223,21 @@ def test_episodes_are_readable_as_traces(tracking, tmp_path):
         locations=[tracking.experiment_id], run_id=run.run_id, filter_string="tags.level = 'hard'"
     )
     assert [trace.info.trace_id for trace in hard] == [wrong.info.trace_id]
+
+
+@pytest.mark.parametrize("point", ["trace.started", "trace.sent"])
+def test_traces_that_are_sent_again_are_there_once(tracking, tmp_path, point):
+    """The delivery fails behind the first episode's trace, or behind all spans, and is tried again."""
+    faults.configure(f"{point}:1:raise=EIO")
+    try:
+        with tracking.start_run(f"twice {point}", tmp_path, interval_s=0.05) as run:
+            run.log_traces(trajectories(), limit=2, model="policy")
+    finally:
+        faults.configure(None)
+    found = tracking.store.client.search_traces(locations=[tracking.experiment_id], run_id=run.run_id)
+    assert sorted(len(trace.data.spans) for trace in found) == [3, 4]
+    for trace in found:
+        assert sorted(judgement.name for judgement in trace.info.assessments) == ["reward", "success"]
 
 
 def test_what_a_policy_wrote_arrives_as_a_trace(tracking, tmp_path):

@@ -129,7 +129,9 @@ def test_losses_by_hand():
         settings = PolicySettings(algorithm=algorithm, group_size=2, **options)
         found, metrics = policy_loss(settings, new, old, advantages, mask, counts)
         assert metrics["loss"] == found
-        assert metrics["kl"] == pytest.approx((2 - 1 - math.log(2) + 0.5 - 1 + math.log(2)) / 2)  # k3 of old || new
+        assert metrics["update_kl"] == pytest.approx(
+            (2 - 1 - math.log(2) + 0.5 - 1 + math.log(2)) / 2
+        )  # k3 of old || new
         return float(found)
 
     # clipped: -1.2 at A = 1; at A = -1, ratio 1/2: max(0.5, 0.8) = 0.8
@@ -343,7 +345,7 @@ def test_a_trust_region_holds_the_policy_near_the_old_one(tokenizer):
     moved = {}
     for coef in (0.0, 10.0):
         trainer = make_trainer(tokenizer, trust_region_coef=coef, epochs=4, curriculum=LOW)
-        moved[coef] = [trainer.step()["policy/kl"] for _ in range(3)]
+        moved[coef] = [trainer.step()["policy/update_kl"] for _ in range(3)]
     assert sum(moved[10.0]) < 0.7 * sum(moved[0.0])
 
 
@@ -552,7 +554,7 @@ def test_ppo_may_have_groups_of_one(tokenizer):
     assert math.isfinite(metrics["train/loss"]) and metrics["train/trained_rollouts"] == 12
     for name in (
         "value/loss", "value/explained_variance", "value/returns_mean", "value/grad_norm", "policy/entropy_coef",
-        "policy/kl_coef", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/kl_k1",
+        "policy/kl_coef", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/update_kl_k1",
     ):  # fmt: skip
         assert math.isfinite(metrics[name]), name
 

@@ -14,6 +14,7 @@ from rl_core.rollouts.batching import make_batches
 from rl_core.settings import CurriculumStage, ExitCondition
 from rl_core.trainers.policy_gradient import update as policy_update
 from rl_core.trainers.policy_gradient.advantages import SignalWarning
+from rl_core.trainers.policy_gradient.rollout_buffer import RolloutBuffer
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +36,14 @@ def test_learns_with_epochs_and_minibatches(tokenizer):
     assert sum(m["train/success_rate"] for m in metrics[-3:]) / 3 > 0.8
     assert trainer.optimizer_step.num_steps == 96
     assert any(m["policy/ratio_max"] > 1.1 for m in metrics[:5])
-    assert all(m["policy/kl"] >= 0 for m in metrics if "policy/kl" in m)
+    assert all(m["policy/update_kl"] >= 0 for m in metrics if "policy/update_kl" in m)
 
 
 def test_a_single_update_is_exactly_on_policy(tokenizer):
     trainer = make_trainer(tokenizer)
     for _ in range(3):
         metrics = trainer.step()
-        assert metrics["policy/ratio_max"] == 1 and metrics["policy/kl"] == 0 and metrics["policy/clip_fraction"] == 0
+        assert metrics["policy/ratio_max"] == 1 and metrics["policy/update_kl"] == metrics["policy/clip_fraction"] == 0
         assert metrics["policy/ratio_mean"] == pytest.approx(1)
         assert metrics["policy/sampler_difference_max"] < 1e-4
 
@@ -139,8 +140,15 @@ def test_the_kl_term_holds_the_policy_back(tokenizer):
     assert tight["policy/ref_kl"] < 0.3 * loose["policy/ref_kl"]
 
 
-def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch):
-    trainer = make_trainer(tokenizer, minibatches=3, epochs=2)
+@pytest.mark.parametrize(
+    ("options", "has_own_pass"),
+    [({"minibatches": 3}, True), ({"micro_batch_tokens": 30}, False), ({"kl_max": 9.0}, True)],
+)
+def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch, options, has_own_pass):
+    """A first step over all rows measures them itself."""
+    trainer = make_trainer(tokenizer, epochs=2, **options)
+    passes, compute = [], RolloutBuffer.compute_old_logprobs
+    monkeypatch.setattr(RolloutBuffer, "compute_old_logprobs", lambda *args: passes.append(compute(*args)))
     before = copy.deepcopy(trainer.model)
     updates = []
     made = policy_update.PolicyUpdate.__init__
@@ -152,6 +160,7 @@ def test_old_logprobs_are_those_before_the_first_update(tokenizer, monkeypatch):
     monkeypatch.setattr(policy_update.PolicyUpdate, "__init__", keep)
     trainer.step()
     (update,) = updates
+    assert bool(passes) == has_own_pass
     rows = [sample.row for sample in update.buffer.samples]
     for batch in make_batches(rows, 10_000, 0):
         expected = completion_logprobs(before, batch)[0]
@@ -251,7 +260,8 @@ def test_metrics_finish_and_evaluation(tokenizer):
     for name in (
         "train/success_rate", "train/completion_tokens", "train/truncation_rate", "train/filtering_rate", "train/loss",
         "train/advantages_mean", "train/advantages_std", "train/grad_norm", "train/learning_rate", "reward/mean",
-        "reward/std", "reward/task", "policy/loss", "policy/kl", "policy/kl_k1", "policy/entropy", "policy/ratio_mean",
+        "reward/std", "reward/task", "policy/loss", "policy/update_kl", "policy/update_kl_k1", "policy/entropy",
+        "policy/ratio_mean",
         "policy/clip_fraction", "policy/clip_fraction_low", "policy/clip_fraction_high", "policy/ratio_max",
         "policy/sampler_kl", "perf/tokens_per_second", "perf/rollout_seconds", "perf/update_seconds",
         "curriculum/stage", "curriculum/average/success_rate",

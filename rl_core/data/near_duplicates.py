@@ -1,0 +1,75 @@
+"""Texts that nearly repeat others: MinHash candidates (datasketch), confirmed by their exact Jaccard similarity.
+
+Source: Broder 1997, "On the resemblance and containment of documents"; shingles of words as in Lee et al. 2021,
+arXiv:2107.06499.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+from rl_core.errors import SettingsError
+
+__all__ = ["is_available", "jaccard", "near_pairs", "shingles"]
+
+_WORDS = 5  # of one shingle
+_PERMUTATIONS = 64
+
+
+def is_available() -> bool:
+    """True if datasketch is installed (the extra `data`)."""
+    return importlib.util.find_spec("datasketch") is not None
+
+
+def shingles(text: str) -> set[str]:
+    """Runs of five words, in lower case; the whole text where it has fewer."""
+    words = text.casefold().split()
+    return {" ".join(words[i : i + _WORDS]) for i in range(max(1, len(words) - _WORDS + 1))}
+
+
+def jaccard(one: set[str], other: set[str]) -> float:
+    """Share of common shingles, |A and B| / |A or B|."""
+    return len(one & other) / max(1, len(one | other))
+
+
+def near_pairs(texts: Sequence[str], others: Sequence[str] | None, similarity: float) -> list[tuple[int, int, float]]:
+    """(index of a text, index of the earlier or other text that it is nearest to, their Jaccard similarity), from 0.
+
+    Args:
+        texts: looked up in order; each is compared with those before it, or with all `others` where those are given.
+        similarity: least Jaccard similarity of the shingles, above 0 and at most 1; equal texts are left out.
+    Raises: SettingsError for a similarity out of range, or without datasketch.
+    """
+    if not 0 < similarity <= 1:
+        raise SettingsError(f"near: {similarity} must be above 0 and at most 1")
+    if not is_available():
+        raise SettingsError("near duplicates need the package datasketch; pip install 'posttrain[data]'")
+    from datasketch import MinHash, MinHashLSH
+
+    index = MinHashLSH(threshold=similarity, num_perm=_PERMUTATIONS)
+    known: list[set[str]] = []
+    found = []
+
+    def sketch(parts: set[str]) -> MinHash:
+        made = MinHash(num_perm=_PERMUTATIONS, seed=1)
+        made.update_batch([part.encode() for part in sorted(parts)])
+        return made
+
+    for place, text in enumerate(others or ()):
+        known.append(shingles(text))
+        index.insert(str(place), sketch(known[-1]))
+    pool = texts if others is None else others
+    for place, text in enumerate(texts):
+        parts = shingles(text)
+        made = sketch(parts)
+        best = max(
+            ((jaccard(parts, known[int(key)]), -int(key)) for key in index.query(made) if pool[int(key)] != text),
+            default=(0.0, 0),
+        )
+        if best[0] >= similarity:
+            found.append((place, -best[1], best[0]))
+        if others is None:
+            known.append(parts)
+            index.insert(str(place), made)
+    return found

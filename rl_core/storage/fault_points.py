@@ -1,0 +1,197 @@
+"""The list of fault points of all floors: name, the moment at which it is reached, and the kind of run that reaches it.
+
+Upper floors' points are listed here too, so that a plan is checked when the process starts, whatever it imports later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["GROUPS", "POINTS", "RUNS", "FaultPoint", "listing"]
+
+RUNS = {
+    "pipeline": "first run of a pipeline, in an empty folder",
+    "again": "another run of it, whose model meets the champion",
+    "fresh": "a run with --fresh",
+    "resume": "the run after a kill",
+    "damage": "the run after damage to a file",
+    "torchrun": "a stage with launch: torchrun",
+    "approval": "a promotion with approve: manual, and its answer",
+    "by hand": "posttrain promote",
+    "retrain": "posttrain retrain",
+    "check": "the flow evaluate-champion",
+    "gc": "posttrain gc --yes",
+    "own server": "posttrain run without PREFECT_API_URL",
+    "up": "posttrain up",
+    "deployment": "a run of a deployment",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPoint:
+    """One place in the source where a fault can be made to happen."""
+
+    name: str
+    meaning: str  # the moment at which it is reached
+    run: str = "pipeline"  # the simplest kind of run that reaches it, one of RUNS
+
+    def __post_init__(self) -> None:
+        assert self.run in RUNS, self.name
+
+
+def _group(*points: tuple[str, str] | tuple[str, str, str]) -> tuple[FaultPoint, ...]:
+    return tuple(FaultPoint(*point) for point in points)
+
+
+GROUPS: dict[str, tuple[FaultPoint, ...]] = {
+    "published folders and files": _group(
+        ("publish.begin", "the temporary folder exists, nothing is in it"),
+        ("publish.file", "a file of a checkpoint is written and synced"),
+        ("publish.written", "all files are written and synced, no manifest yet"),
+        ("publish.manifest", "the manifest is written and synced, the folder not renamed"),
+        ("publish.renamed", "the folder has its final name, its parent is not synced"),
+        ("publish.done", "the parent is synced: the folder is acknowledged"),
+        ("text.written", "a file that is replaced whole: the new one lies beside the old one"),
+        ("text.done", "the new one has replaced it, and the parent is synced"),
+        ("live.written", "a file for live views: the new one lies beside the old one, unsynced"),
+        ("lines.copied", "a file of lines is copied without its damaged ones, under another name"),
+        ("prune.renamed", "an old folder has its trash name, not yet deleted"),
+        ("prune.done", "and is deleted"),
+        ("leftover.removed", "one thing that a dead process left is deleted", "resume"),
+        ("lock.taken", "the lock of a folder is held"),
+    ),
+    "checkpoints and the training loop": _group(
+        ("checkpoint.encoded", "the state is on the CPU and finite, nothing is written"),
+        ("pointer.written", "the new pointer is written beside the old one, not renamed"),
+        ("pointer.done", "the pointer is replaced and its parent synced"),
+        ("checkpoint.loaded", "the newest valid state is read, nothing is restored", "resume"),
+        ("checkpoint.aside", "a damaged version is renamed, the one before not read", "damage"),
+        ("loop.resumed", "model, optimizer, progress and generators are restored", "resume"),
+        ("loop.step", "before an iteration's step()"),
+        ("loop.stepped", "after it, before its metrics are logged"),
+        ("loop.logged", "after the metrics are logged"),
+        ("loop.evaluated", "an evaluation is logged"),
+        ("loop.saved", "a checkpoint is saved"),
+        ("loop.finished", "after the last checkpoint, before the best model is restored"),
+        ("loop.left", "the model holds the weights of the outcome"),
+    ),
+    "data, rollouts, rewards, evaluation": _group(
+        ("data.read", "the rows of a file are read and checked"),
+        ("data.tokenizer", "a preset's tokenizer is trained"),
+        ("data.rows", "one part of the split rows is written"),
+        ("model.saved", "a model and its tokenizer are written into the open folder"),
+        ("pairs.made", "preference pairs are read or sampled"),
+        ("references.scored", "log-probabilities under the reference are computed, not kept"),
+        ("rollouts.played", "the rollouts of some episodes are collected"),
+        ("rewards.scored", "an iteration's rollouts have their rewards"),
+        ("rewards.recorded", "the rewards of an iteration are appended to rewards.jsonl"),
+        ("rewards.cut", "the lines of iterations that are repeated are cut off", "resume"),
+        ("evaluation.played", "a model has played its held-out episodes"),
+        ("evaluation.trajectories", "and they are written"),
+        ("evaluation.written", "evaluation.json is written"),
+        ("analysis.probed", "the models are measured on the episodes"),
+        ("analysis.written", "report and figures are written"),
+    ),
+    "stages": _group(
+        ("stage.locked", "the lock of the stage's key is held"),
+        ("stage.cleared", "the open folder is there, without leftovers"),
+        ("stage.discarded", "--fresh: the finished folder is gone, its journal not yet", "fresh"),
+        ("stage.tracked", "the stage's run is open"),
+        ("stage.computed", "the body has returned"),
+        ("stage.registered", "the model has a version, or waits in the journal for one"),
+        ("stage.summarised", "summary.json is written"),
+        ("stage.closed", "the stage's run is closed, the folder still open"),
+        ("stage.copied", "metrics and records are copied into the folder"),
+        ("stage.sealed", "the folder has its final name and manifest"),
+        ("stage.cached", "a finished folder is verified and taken", "resume"),
+        ("task.ended", "a stage has ended, Prefect has no artifacts of it"),
+        ("task.published", "Prefect has them"),
+    ),
+    "stages in several processes": _group(
+        ("workers.job", "job.json is written, nothing is started", "torchrun"),
+        ("workers.started", "torchrun is started", "torchrun"),
+        ("worker.joined", "in each process: all of them have met", "torchrun"),
+        ("worker.computed", "in each process: the body has returned, no result is written", "torchrun"),
+        ("workers.ended", "all processes are gone, their result is not read", "torchrun"),
+    ),
+    "tracking": _group(
+        ("journal.opened", "a journal is open and locked, its torn last line cut off"),
+        ("journal.line", "a line is written to a journal"),
+        ("journal.synced", "a journal is synced before it is closed"),
+        ("artifact.kept", "an artifact's or model's copy is kept, no record names it"),
+        ("ship.begin", "a delivery begins"),
+        ("ship.created", "the store has made the run, the cursor does not say so"),
+        ("ship.metrics", "the store has a batch of metrics, the cursor does not say so"),
+        ("ship.event", "the store has another record, the cursor does not say so"),
+        ("cursor.written", "the new cursor is written beside the old one"),
+        ("cursor.saved", "and has replaced it"),
+        ("artifact.sent", "the store has an artifact, its copy is still there"),
+        ("model.made", "the store has made a model without files"),
+        ("model.uploaded", "it has the files"),
+        ("model.ready", "it calls the model ready, there is no version"),
+        ("model.versioned", "it has the version, the cursor does not say so"),
+        ("trace.started", "it has an episode's trace without spans"),
+        ("trace.sent", "it has the spans"),
+        ("replay.done", "what an earlier run left is delivered", "resume"),
+        ("store.tables", "the database of a local store is made, under another name"),
+        ("store.made", "and has its own name"),
+        ("store.experiment", "the experiment is made"),
+    ),
+    "registry, promotion, approval": _group(
+        ("alias.timed", "a version says when it got its alias, and has not got it"),
+        ("alias.moved", "the alias is moved"),
+        ("alias.cleared", "the new champion is challenger no more", "by hand"),
+        ("version.tagged", "a version has all tags of one call"),
+        ("attempt.claimed", "an attempt at the gate is recorded without a number", "again"),
+        ("attempt.counted", "and with it", "again"),
+        ("gate.decided", "the gate has decided, nobody knows"),
+        ("gate.moved", "the alias is moved, decision and review are not written down"),
+        ("gate.written", "the decision is written down"),
+        ("approval.tagged", "the question is on the version, no alias is moved", "approval"),
+        ("approval.asked", "the question is asked", "approval"),
+        ("approval.settled", "the answer is on the version, the runs do not say so", "approval"),
+        ("approval.noted", "they do, and so does the run's record", "approval"),
+        ("hand.tagged", "the version says that it is promoted by hand, no alias is moved", "by hand"),
+        ("hand.recorded", "a move by hand is in a journal, the alias is not moved", "by hand"),
+    ),
+    "runs, retraining, retention": _group(
+        ("run.locked", "the lock of the pipeline's folder is held"),
+        ("run.noted", "run.json says that a run has begun"),
+        ("run.tracked", "the parent run is open"),
+        ("run.ending", "the run is over, its tracking is open"),
+        ("run.ended", "the parent run is closed, run.json says that it runs"),
+        ("dead.noted", "a killed run's journal has its end", "resume"),
+        ("retrain.opened", "a retraining is recorded, nothing has run", "retrain"),
+        ("retrain.closed", "its outcome is recorded", "retrain"),
+        ("check.played", "the champion is measured again, nothing is noted", "check"),
+        ("check.noted", "its check is noted", "check"),
+        ("gc.planned", "gc has decided, nothing is removed", "gc"),
+        ("gc.store", "the store has removed its part", "gc"),
+        ("gc.path", "one path is removed", "gc"),
+    ),
+    "flows": _group(
+        ("flow.begun", "the flow has begun, the run has not"),
+        ("flow.staged", "all stages have ended, nothing is summed up"),
+        ("flow.described", "the parent run has its metrics and description"),
+        ("flow.drawn", "the picture of the run is written"),
+        ("flow.closed", "the run is closed, Prefect does not know"),
+        ("prefect.starting", "Prefect's own server is about to be started", "own server"),
+        ("prefect.started", "it answers", "own server"),
+        ("once.written", "a file that is made once (a password) is written, without its name", "up"),
+        ("deployment.checked", "the settings of a deployment's run are checked", "deployment"),
+    ),
+}
+
+POINTS: dict[str, FaultPoint] = {point.name: point for points in GROUPS.values() for point in points}
+
+
+def listing() -> str:
+    """The points in their groups as text, one a line."""
+    width = max(map(len, POINTS))
+    lines = [f"{len(POINTS)} fault points; POSTTRAIN_FAULT=point:hit:action makes one fail in a run (kill, raise, ...)"]
+    for heading, points in GROUPS.items():
+        lines += ["", heading]
+        for point in points:
+            reached = "" if point.run == "pipeline" else f"  ({RUNS[point.run]})"
+            lines.append(f"  {point.name.ljust(width)}  {point.meaning}{reached}")
+    return "\n".join(lines)

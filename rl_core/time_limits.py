@@ -1,0 +1,116 @@
+"""Calls with a time limit, on daemon threads that are made to end when they are late.
+
+Python cannot kill a thread. An exception raised in it from outside (`PyThreadState_SetAsyncExc` of Python's C API) ends
+every loop written in Python, at its next byte code; a call that waits in C, such as a read from a socket without a
+timeout, ends when that returns. What is still there is counted, and at most MAX_HUNG calls of a process may hang.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import ctypes
+import logging
+import math
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+__all__ = ["MAX_HUNG", "CallTimeout", "TooManyHung", "call_within", "give_up", "hung_calls"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_HUNG = 32
+_LOOK_S = 0.1
+_END_S = 0.1  # for a late call to end when it is told to
+
+_hung: list[threading.Thread] = []
+_lock = threading.Lock()
+
+
+class CallTimeout(Exception):
+    """A call did not return within its time."""
+
+
+class TooManyHung(CallTimeout):
+    """MAX_HUNG earlier calls hang; this one was not begun."""
+
+
+class _Ended(BaseException):
+    """Raised within a late call; no `except Exception` catches it."""
+
+
+def hung_calls() -> int:
+    """Number of late calls of this process that still run; each is told again to end."""
+    if not _hung:
+        return 0
+    with _lock:
+        _hung[:] = [thread for thread in _hung if thread.is_alive()]
+        for thread in _hung:
+            _end(thread)
+        return len(_hung)
+
+
+def call_within(seconds: float, name: str, function: Callable[..., T], *args: Any, of_cpu: bool = False) -> T:
+    """Result of `function`, run on a thread of its own in the caller's context; whatever it raises is raised here.
+
+    Args:
+        name: of the call, in the thread's name and in warnings.
+        of_cpu: `seconds` are of the thread's processor time, which a busy machine does not use up.
+    Raises: CallTimeout after `seconds`; TooManyHung.
+    """
+    if (count := hung_calls()) >= MAX_HUNG:
+        raise TooManyHung(f"{name} is out of service; {count} earlier calls still hang")
+    outcome: list[tuple[Any, BaseException | None]] = []
+    context = contextvars.copy_context()
+
+    def work() -> None:
+        try:
+            outcome.append((context.run(function, *args), None))
+        except _Ended:
+            pass
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True, name=name)  # daemon: exit does not wait for it
+    thread.start()
+    thread.join(seconds)
+    while of_cpu and thread.is_alive() and _cpu_seconds(thread) < seconds:
+        thread.join(_LOOK_S)
+    if not outcome:
+        give_up(thread)
+        raise CallTimeout(f"{name} did not return within {seconds:g} s")
+    value, error = outcome[0]
+    if error is not None:
+        raise error
+    return value
+
+
+def _cpu_seconds(thread: threading.Thread) -> float:
+    """Processor time that a thread has used; infinite where the system does not say, or it has just ended."""
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text()
+    except OSError:
+        return math.inf
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def give_up(thread: threading.Thread) -> None:
+    """Make a late call's thread end; count it if it does not at once."""
+    _end(thread)
+    thread.join(_END_S)
+    if not thread.is_alive():
+        return
+    with _lock:
+        _hung.append(thread)
+        count = len(_hung)
+    logger.warning("%s is late and does not end; %d such calls hang, at most %d may", thread.name, count, MAX_HUNG)
+
+
+def _end(thread: threading.Thread) -> None:
+    if thread.ident is not None and thread.is_alive():
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(_Ended))

@@ -1,0 +1,135 @@
+"""Share of a run's wall time that its safety costs: journals, checksums, syncs, publishing, checkpoints, locks.
+
+    python tests/benchmarks/bench_safety.py demo --set stages.policy.iterations=40 --markdown FILE
+
+Every function that only safety needs is timed from within, on the run's own thread and on others; a function within
+another one counts for the outer one alone. Checkpoints count as a whole, the copy of the state included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import functools
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Seconds = dict[tuple[str, bool], float]  # by group, and True = on the thread that waits
+
+
+class Timer:
+    """Seconds of the outermost timed calls, by group and thread."""
+
+    def __init__(self) -> None:
+        self.seconds: Seconds = collections.defaultdict(float)
+        self.calls: collections.Counter[str] = collections.Counter()
+        self._inside = threading.local()
+        self._guard = threading.Lock()
+
+    def timed(self, group: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its time counted."""
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if getattr(self._inside, "on", False):
+                return function(*arguments, **named)
+            self._inside.on = True
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                took = time.perf_counter() - began
+                self._inside.on = False
+                with self._guard:
+                    is_main = not threading.current_thread().name.startswith("tracking-")
+                    self.seconds[group, is_main] += took
+                    self.calls[group] += 1
+
+        return call
+
+
+def watch(timer: Timer) -> None:
+    """Time the functions of every group, wherever they are imported."""
+    from rl_core.storage import checked_lines, checkpoint, folders, locks, single_files
+    from tasks.tracking import journal, run_tracker
+
+    functions = {
+        "publishing of folders": [folders.seal_folder, folders.publish_folder, folders.remove_folder],
+        "verification of folders": [folders.verify_folder, folders.digest_folder, folders.digest_file],
+        "single files": [
+            single_files.write_text_atomic, single_files.write_text_unsynced, single_files.append_bytes,
+            single_files.create_once, single_files.make_folder, checked_lines.copy_intact, folders.clear_leftovers,
+        ],
+    }  # fmt: skip
+    methods = {
+        "checkpoints": [(checkpoint.CheckpointStore, "save"), (checkpoint.CheckpointStore, "load_latest")],
+        "journals": [
+            (journal.LineLog, "append"), (journal.LineLog, "flush"), (journal.LineLog, "close"),
+            (journal.Journal, "append"), (journal.DeliveryCursor, "save"), (run_tracker.RunTracker, "_keep"),
+        ],
+        "locks": [(locks.FolderLock, "_take"), (locks.FolderLock, "__exit__")],
+    }  # fmt: skip
+    for group, known in functions.items():
+        for function in known:
+            call = timer.timed(group, function)
+            for module in list(sys.modules.values()):
+                for name, value in list(getattr(module, "__dict__", {}).items()):
+                    if value is function:
+                        setattr(module, name, call)
+    for group, owned in methods.items():
+        for kind, name in owned:
+            setattr(kind, name, timer.timed(group, getattr(kind, name)))
+
+
+def table(timer: Timer, wall: float) -> str:
+    """Markdown: seconds and shares by group."""
+    groups = dict.fromkeys(group for group, _ in timer.seconds)
+    lines = ["| | calls | seconds waited | share | seconds on other threads |", "|---|---|---|---|---|"]
+    rows = [(group, timer.calls[group], timer.seconds[group, True], timer.seconds[group, False]) for group in groups]
+    rows.sort(key=lambda row: -row[2])
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows), sum(row[3] for row in rows)))
+    for group, calls, waited, beside in rows:
+        lines.append(f"| {group} | {calls:,} | {waited:.2f} | {waited / wall:.2%} | {beside:.2f} |")
+    return "\n".join(lines) + f"\n\nOf {wall:.1f} s in all.\n"
+
+
+def main() -> int:
+    """Run the pipeline, timed."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("config")
+    parser.add_argument("--set", action="append", default=[])
+    parser.add_argument("--markdown", type=Path)
+    arguments = parser.parse_args()
+    from flows.cli.main import main as command
+    from tasks import stage_registry
+
+    for stage in stage_registry.stages():
+        stage_registry.task_of(stage)
+    import flows.post_training
+
+    assert flows.post_training
+    timer = Timer()
+    watch(timer)
+    with tempfile.TemporaryDirectory(prefix="safety-") as output:
+        options = [part for value in [f"output={output}", *arguments.set] for part in ("--set", value)]
+        began = time.perf_counter()
+        code = command(["run", arguments.config, "--quiet", *options])
+        wall = time.perf_counter() - began
+    text = table(timer, wall)
+    print(text)
+    print(json.dumps({"wall": wall, "seconds": {f"{g} {m}": s for (g, m), s in timer.seconds.items()}}))
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Content of an output folder, without what two undisturbed runs differ in; and what a run should not have left.
+
+MAY_DIFFER names all of that: times and speeds, ids that are drawn, and notes that a run was interrupted.
+"""
+
+from __future__ import annotations
+
+import collections
+import fcntl
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MAY_DIFFER", "content", "count_parents", "leftovers", "problems_of_store", "shared_memory"]
+
+MAY_DIFFER = {
+    "times": "seconds, time stamps, tokens per second; in reports, pictures and tables that show them",
+    "ids": "of MLflow runs and models, of Prefect's flow runs, of the journal; process numbers",
+    "notes of the interruption": "the tags resumed, interrupted, changed_params and cached.STAGE; decisions.jsonl",
+    "recent_rollouts.jsonl": "rollouts of the newest iterations; after a resume, of those since the checkpoint",
+}
+
+TIMED_METRICS = re.compile(r"(perf|system|pipeline|seconds)/.*|.*tokens_per_second|.*seconds")
+TIMED_KEYS = {"seconds", "tokens_per_second", "run_id", "started", "pid", "time", "stage_run_id", "flow_run_id"}
+TIMED_TAGS = re.compile(
+    r"mlflow\.posttrain\.runKey|prefect\..*|resumed|interrupted|changed_params|cached\..*|mlflow\.note\.content"
+    r"|mlflow\.user|alias\.moved\..*|approval\.(run_id|stage_run_id|flow_run_id|asked|deadline|when|run)"
+)
+DATABASE = Path("mlflow", "mlflow.db")
+NOTES = ("recent_rollouts.jsonl", "decisions.jsonl")
+TIMED_ENDINGS = (".png", ".html", "review.md")  # show times
+LEFT = re.compile(r"\.tmp-.*|\.trash-.*|.*\.open|.*\.corrupt-.*|.*\.tmp-\d+|.*half-made.*|tmp\w{8}|model-\w{8}|workers")
+STARTED = re.compile(r"\d{4}-\d\d-\d\d[ -]\d\d[:-]\d\d[:-]\d\d")
+RUN_ID = re.compile(r"\b[0-9a-f]{32}\b|\bm-[0-9a-f]{32}\b|\b[0-9a-f]{8}-[0-9a-f-]{27}\b")
+
+
+def content(output: Path) -> dict[str, Any]:
+    """Comparable content of an output folder: files by name, and the tracking store's tables."""
+    return {**_files(output), **_store(output)}
+
+
+# -------------------------------------------------------------------------------------------------------------- files
+
+
+def _files(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for path in sorted(output.rglob("*")):
+        name = STARTED.sub("STARTED", path.relative_to(output).as_posix())
+        if not path.is_file() or name.split("/")[0] in ("prefect", "mlflow") or "/.tracking/" in name:
+            continue
+        if path.name in NOTES or path.name.endswith(TIMED_ENDINGS):
+            found[name] = "there"
+            continue
+        found[name] = _comparable(path)
+    return found
+
+
+def _comparable(path: Path) -> Any:
+    if path.name == "metrics.jsonl":
+        return _metric_rows(path)
+    if path.suffix == ".json":
+        return _without_times(json.loads(path.read_text()), path.name)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _metric_rows(path: Path) -> list[Any]:
+    """(step, name, value), each once in the file's order of steps."""
+    rows = []
+    for line in path.read_text().splitlines():
+        record = json.loads(line)
+        rows += [
+            (record["step"], name, value)
+            for name, value in record["metrics"].items()
+            if not TIMED_METRICS.fullmatch(name)
+        ]
+    return sorted(rows, key=lambda row: row[:2])
+
+
+def _without_times(value: Any, file: str) -> Any:
+    """JSON without the keys that hold times, and without digests of files that hold some."""
+    if isinstance(value, dict):
+        return {
+            key: _without_times(item, file)
+            for key, item in sorted(value.items())
+            if key not in TIMED_KEYS
+            and not TIMED_METRICS.fullmatch(key)
+            and not (file == "manifest.json" and (key in _TIMED_FILES or key in ("manifest_digest", "content_digest")))
+        }
+    if isinstance(value, list):
+        return [_without_times(item, file) for item in value]
+    return STARTED.sub("STARTED", RUN_ID.sub("ID", value)) if isinstance(value, str) else value
+
+
+_TIMED_FILES = {
+    "summary.json", "metrics.jsonl", "metrics_history.json", "recent_rollouts.jsonl", "report.html", "evaluation.json",
+    "analysis.json", "analysis.csv", "review.md", "review/report.html",
+}  # fmt: skip
+
+
+def leftovers(output: Path, temporary: Path) -> list[str]:
+    """Temporaries, open folders, held locks, undelivered records, shared memory."""
+    found = []
+    for path in sorted(output.rglob("*")):
+        name = path.relative_to(output).as_posix()
+        if name.startswith(("mlflow/", "prefect/")):
+            continue
+        if LEFT.fullmatch(path.name) and not path.name.endswith(".lock"):
+            found.append(name)
+        elif path.name.endswith(".lock") and _is_held(path):
+            found.append(f"{name} is held")
+        elif "/.tracking/files/" in name and path.is_file():
+            found.append(f"{name} was kept for a delivery that is over")
+    found += [f"{path} in the folder of temporaries" for path in sorted(temporary.iterdir())]
+    return found
+
+
+def _is_held(path: Path) -> bool:
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def shared_memory() -> set[str]:
+    """Names in /dev/shm that torch or Python give; other programs use it too."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith(("torch_", "psm_", "sem.", "pym-"))}
+
+
+# -------------------------------------------------------------------------------------------------------------- store
+
+
+def _rows(database: sqlite3.Connection, query: str) -> Iterator[tuple[Any, ...]]:
+    yield from database.execute(query)
+
+
+def _store(output: Path) -> dict[str, Any]:
+    """Tables of the store, runs and models under their names in place of their ids."""
+    path = output / DATABASE
+    if not path.exists():
+        return {}
+    with sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True) as database:
+        names = _names(database)
+        models = {
+            model: f"model of {names.get(run, run)}"
+            for model, run in _rows(database, "SELECT model_id, source_run_id FROM logged_models")
+        }
+        tables = {f"store: {name}": value for name, value in _tables(database, names, models).items()}
+    return tables | _artifacts(output / "mlflow" / "artifacts", {**names, **models})
+
+
+def _names(database: sqlite3.Connection) -> dict[str, str]:
+    """Run id -> name; the second run of a name is 'name 2'."""
+    counts: collections.Counter[str] = collections.Counter()
+    names = {}
+    for run, name in _rows(database, "SELECT run_uuid, name FROM runs ORDER BY start_time, name"):
+        name = STARTED.sub("STARTED", name)
+        counts[name] += 1
+        names[run] = name if counts[name] == 1 else f"{name} {counts[name]}"
+    return names
+
+
+def _tables(database: sqlite3.Connection, names: Mapping[str, str], models: Mapping[str, str]) -> dict[str, Any]:
+    def text(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        value = STARTED.sub("STARTED", value)
+        return RUN_ID.sub(lambda match: names.get(match[0], models.get(match[0], "ID")), value)
+
+    def table(query: str, keep: Any = lambda row: True) -> list[tuple[Any, ...]]:
+        rows = [tuple(map(text, row)) for row in _rows(database, query) if keep(row)]
+        return sorted(rows, key=repr)
+
+    def untimed(row: tuple[Any, ...]) -> bool:
+        return not TIMED_METRICS.fullmatch(row[1]) and not TIMED_TAGS.fullmatch(row[1])
+
+    return {
+        "runs": table("SELECT run_uuid, name, status, lifecycle_stage FROM runs"),
+        "metrics": table("SELECT run_uuid, key, step, value FROM metrics", untimed),
+        "parameters": table("SELECT run_uuid, key, value FROM params", untimed),
+        "tags": table("SELECT run_uuid, key, value FROM tags", untimed),
+        "datasets": table("SELECT name, digest, dataset_source FROM datasets"),
+        "inputs": table("SELECT destination_type, destination_id FROM inputs"),
+        "traces": table("SELECT timestamp_ms - timestamp_ms, trace_name, status, request_preview, response_preview "
+                        "FROM trace_info"),
+        "trace tags": table("SELECT 0, key, value FROM trace_tags",
+                            lambda row: row[1] not in ("mlflow.artifactLocation", "mlflow.trace.spansLocation")),
+        "spans": table("SELECT name, type, status, parent_span_id IS NULL FROM spans"),
+        "assessments": table("SELECT name, value, valid FROM assessments"),
+        "logged models": table("SELECT name, source_run_id, model_type, status, lifecycle_stage FROM logged_models"),
+        "logged model metrics": table("SELECT run_id, metric_name, metric_value, metric_step FROM logged_model_metrics",
+                                      untimed),
+        "registered models": table("SELECT name, description FROM registered_models"),
+        "model tags": table("SELECT name, key, value FROM registered_model_tags"),
+        "versions": table("SELECT name, version, run_id, status, current_stage FROM model_versions"),
+        "version tags": table("SELECT name || version, key, value FROM model_version_tags", untimed),
+        "aliases": table("SELECT name, alias, version FROM registered_model_aliases"),
+    }  # fmt: skip
+
+
+def _artifacts(folder: Path, names: Mapping[str, str]) -> dict[str, Any]:
+    """Files of runs and models in the store, by the name of their run."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file():
+            continue
+        parts = [STARTED.sub("STARTED", names.get(part, part)) for part in path.relative_to(folder).parts]
+        name = "artifact: " + "/".join(parts)
+        while name in found:  # of a second model of the same run
+            name += "'"
+        is_timed = path.name == "MLmodel" or path.name.endswith(TIMED_ENDINGS)
+        found[name] = "there" if is_timed else _comparable(path)
+    return found
+
+
+def count_parents(output: Path) -> int:
+    """Number of runs that are nested in no other one."""
+    nested = "SELECT run_uuid FROM tags WHERE key = 'mlflow.parentRunId'"
+    query = f"SELECT COUNT(*) FROM runs WHERE lifecycle_stage = 'active' AND run_uuid NOT IN ({nested})"
+    with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
+        return int(next(_rows(database, query))[0])
+
+
+def problems_of_store(output: Path, parents: int) -> list[str]:
+    """Doubled points, versions and parent runs, whatever the comparison says."""
+    found = []
+    with sqlite3.connect(f"{(output / DATABASE).as_uri()}?mode=ro", uri=True) as database:
+        doubled = "SELECT run_uuid, key, step, COUNT(*) FROM metrics GROUP BY run_uuid, key, step HAVING COUNT(*) > 1"
+        found += [f"doubled point: {row}" for row in _rows(database, doubled)]
+        twice = (
+            "SELECT name, value, COUNT(*) FROM model_version_tags WHERE key = 'model_sha256' "
+            "GROUP BY name, value HAVING COUNT(*) > 1"
+        )
+        found += [f"a version twice: {row}" for row in _rows(database, twice)]
+        if (count := count_parents(output)) != parents:
+            found.append(f"{count} parent runs in place of {parents}")
+        open_runs = [row[0] for row in _rows(database, "SELECT name FROM runs WHERE status != 'FINISHED'")]
+        found += [f"run '{name}' is not finished" for name in open_runs]
+    return found

@@ -1,0 +1,244 @@
+"""A warm process with everything imported, which forks a child for each run: 10 s of imports are paid once.
+
+`python -m crash.forks` reads requests as JSON lines and answers each with one. A forked child differs from a fresh
+process in its imports, whose caches are filled; `Forks(fresh=True)` starts fresh processes in its place.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+PR_SET_CHILD_SUBREAPER = 36  # of linux/prctl.h: what a child leaves behind becomes ours, so that it is seen
+CHECK = "evaluate-champion"  # in place of a command: the flow, which has none
+ORPHAN_SECONDS = 10.0  # that children of a killed process may need to end
+
+
+@dataclass(frozen=True)
+class Request:
+    """One process to run."""
+
+    arguments: list[str]  # of the command line `posttrain`
+    said: str  # file of its output
+    fault: str = ""  # POSTTRAIN_FAULT
+    log: str = ""  # POSTTRAIN_FAULT_LOG
+    kill_after: float | None = None  # seconds
+    environment: dict[str, str] = field(default_factory=dict)
+    fresh: bool = False  # not forked: a new interpreter
+
+
+@dataclass(frozen=True)
+class Ended:
+    """End of a process."""
+
+    code: int  # exit code, or minus the signal
+    seconds: float
+    began: float  # seconds since the epoch
+    orphans: list[str]  # processes that outlived it
+    load: float = 0.0  # processor seconds of it and its children
+
+
+class Forks:
+    """The warm process, from the harness's side; a context manager."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = dict(environment)
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Forks:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "crash.forks"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=self._environment,
+        )  # fmt: skip
+        assert self._answer() == {"ready": True}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+
+    def run(self, request: Request) -> Ended:
+        """Run one process to its end."""
+        assert self._process is not None and self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asdict(request)) + "\n")
+        self._process.stdin.flush()
+        return Ended(**self._answer())
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process is not None and self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the warm process ended with {self._process.wait()}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+# ------------------------------------------------------------------------------------------- within the warm process
+
+
+def _import_everything() -> None:
+    """Import all that a run does, and nothing that starts a thread or reads the settings of a run."""
+    from tasks.mlflow_environment import offline_environment
+
+    for name, value in offline_environment().items():
+        os.environ.setdefault(name, value)
+    import matplotlib.pyplot
+    import mlflow
+    import mlflow.pyfunc
+    import mlflow.store.tracking.sqlalchemy_store
+    import mlflow.tracing.client
+    import mlflow.transformers
+    import pandas
+    import prefect.artifacts
+    import transformers.models.llama.modeling_llama
+
+    import flows.cli.main
+    import flows.evaluate_champion
+    import flows.post_training
+    import flows.retrain
+    import rl_core.api.recipes
+    import tasks.stages.promote
+    from tasks import stage_registry
+
+    for stage in stage_registry.stages():
+        stage_registry.task_of(stage)
+    from rl_core.cpu import kernels
+    from tasks.pipeline.key import code_version
+    from tasks.tracking import environment_freeze
+
+    assert code_version() and environment_freeze() and kernels
+    modules = (matplotlib, mlflow, pandas, prefect, transformers, flows, rl_core, tasks)
+    assert all(modules)
+
+
+def _serve(replies: IO[str]) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    _import_everything()
+    _reply(replies, {"ready": True})
+    for line in sys.stdin:
+        _reply(replies, asdict(_run(Request(**json.loads(line)))))
+
+
+def _reply(replies: IO[str], values: dict[str, Any]) -> None:
+    replies.write(json.dumps(values) + "\n")
+    replies.flush()
+
+
+def _run(request: Request) -> Ended:
+    began, used = time.time(), os.times()
+    started = time.monotonic()
+    pid = _spawned(request) if request.fresh else _forked(request)
+    while True:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            break
+        if request.kill_after is not None and time.monotonic() - started >= request.kill_after:
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+            break
+        time.sleep(0.001)
+    seconds = time.monotonic() - started
+    orphans = _reap()
+    now = os.times()
+    load = now.children_user + now.children_system - used.children_user - used.children_system
+    return Ended(os.waitstatus_to_exitcode(status), seconds, began, orphans, load)
+
+
+def _environment(request: Request) -> dict[str, str]:
+    named = {"POSTTRAIN_FAULT": request.fault, "POSTTRAIN_FAULT_LOG": request.log, **request.environment}
+    return {name: value for name, value in named.items() if value}
+
+
+def _spawned(request: Request) -> int:
+    with open(request.said, "ab") as said:
+        command = [sys.executable, "-m", "flows.cli.main", *request.arguments]
+        environment = {**os.environ, **_environment(request)}
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=said, stderr=said, env=environment, start_new_session=True
+        ).pid
+
+
+def _forked(request: Request) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        code = _child(request)
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            atexit._run_exitfuncs()  # as at the end of an interpreter
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _child(request: Request) -> int:
+    os.setsid()
+    said = os.open(request.said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    os.environ |= _environment(request)
+    from rl_core.storage import faults
+
+    faults.configure(request.fault)
+    faults.log_to(request.log or None)
+    if request.arguments[0] == CHECK:
+        from flows.evaluate_champion import evaluate_champion
+
+        return 0 if evaluate_champion(*request.arguments[1:]) else 1
+    from flows.cli.main import main
+
+    return main(request.arguments)
+
+
+def _reap() -> list[str]:
+    """Wait for what a dead child left behind; kill, and name, what stays."""
+    deadline = time.monotonic() + ORPHAN_SECONDS
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        left = _children()
+        if not left:
+            return []
+        if time.monotonic() > deadline:
+            names = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:200] for pid in left]
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+            return names
+        time.sleep(0.01)
+
+
+def _children() -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
+
+
+if __name__ == "__main__":
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever prints goes to stderr
+    _serve(answers)

@@ -1,0 +1,108 @@
+"""The small pipeline of the crash test: every kind of stage, in a few seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["KINDS", "Kind", "command", "write_inputs"]
+
+SAMPLING = {"max_completion_tokens": 12, "max_turns": 1, "slots": 16}
+CONFIG, OUTPUT = "CONFIG", "OUTPUT"  # stand for their paths in a command
+TRAINING = {"batch_size": 4, "warmup_steps": 1, "checkpoint_every": 1, "eval_every": 2}
+
+STAGES: dict[str, Any] = {
+    "prepare_data": {"num_demonstrations": 24, "levels": ["easy"], "heldout_fraction": 0.25},
+    "sft": {"max_steps": 4, "learning_rate": 5e-3, **TRAINING},
+    "distill": {
+        "teacher": {"model": "models:/small/1"}, "iterations": 2, "prompts_per_iteration": 1, "group_size": 2,
+        "warmup_steps": 1, "checkpoint_every": 1, "levels": ["easy"], "sampling": SAMPLING,
+    },
+    "preference": {"max_steps": 3, "micro_batch_tokens": 512, **TRAINING},
+    "reward_model": {"max_steps": 3, **TRAINING},
+    "policy": {
+        "iterations": 4, "prompts_per_iteration": 1, "group_size": 2, "warmup_steps": 1, "checkpoint_every": 1,
+        "eval_every": 2, "eval_episodes": 2, "rewards": {"task": 1.0, "learned": 0.5, "length": -0.01},
+        "sampling": SAMPLING, "curriculum": [{"name": "easy", "levels": {"easy": 1}}],
+    },
+    "evaluate": {"episodes": 6, "levels": ["easy"], "greedy": False, "sampling": SAMPLING},
+    "analyze": {"bootstrap_samples": 100, "side_by_side": 1},
+    "promote": {"min_success": 0.0, "min_episodes": 2, "min_gain": -1.0, "bootstrap_samples": 100},
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run: its command, its stages, and the folder that it begins in."""
+
+    without: tuple[str, ...] = ()  # stages
+    starts: str = "database"  # or nothing, or another kind: in the folder that this one has left
+    seed: int = 0
+    what: tuple[str, ...] = ("run", CONFIG)
+    overrides: tuple[str, ...] = ()
+
+
+_TRAINED = ("distill", "preference", "reward_model", "policy")
+_SHORT = (*_TRAINED, "analyze")
+_ASKED = ("stages.promote.approve=manual", "stages.promote.approval_timeout_seconds=1")
+KINDS = {
+    "pipeline": Kind(starts="nothing"),
+    "training": Kind(without=("analyze",)),
+    "analysis": Kind(without=_TRAINED),
+    "empty": Kind(without=(*_SHORT, "evaluate", "promote"), starts="nothing"),
+    "first": Kind(without=_SHORT),
+    "again": Kind(without=_SHORT, starts="first", seed=1),  # its model meets the champion
+    "approval": Kind(without=_SHORT, starts="first", seed=1, overrides=_ASKED),
+    "retrain": Kind(without=_SHORT, starts="first", what=("retrain", CONFIG, "--force")),
+    "check": Kind(without=_SHORT, starts="first", what=("evaluate-champion", CONFIG)),
+    "by hand": Kind(without=_SHORT, starts="approval", what=("promote", "--config", CONFIG, "--version", "VERSION")),
+    "third": Kind(without=_SHORT, starts="again", seed=2),
+    "gc": Kind(starts="third", what=("gc", "--output", OUTPUT, "--keep", "1", "--yes")),
+}
+
+
+def write_inputs(folder: Path) -> Path:
+    """Write the configuration and its data; returns the path of the configuration."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    rows = []
+    for _ in range(16):
+        a, b = draw.randint(1, 9), draw.randint(1, 9)
+        rows.append(
+            {
+                "prompt": f"{a} + {b} = ?",
+                "chosen": f"answer {a + b}",
+                "rejected": f"answer {a + b + draw.randint(1, 5)}",
+            }
+        )
+    data = folder / "preferences.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stages = {**STAGES, "prepare_data": {**STAGES["prepare_data"], "preferences": str(data)}}
+    config = {
+        "name": "small",
+        "seed": 0,
+        "threads": 1,
+        "output": str(folder / "work" / "outputs"),
+        "environment": {"name": "arithmetic"},
+        "model": {"preset": "nano", "vocab_size": 300, "context": 192},
+        "tracking": {"traces": 2, "system_metrics_seconds": 0},
+        "stages": stages,
+    }
+    path = folder / "small.yaml"
+    path.write_text(json.dumps(config, indent=1))  # JSON is YAML
+    return path
+
+
+def command(config: Path, kind: str = "pipeline", version: int = 2) -> list[str]:
+    """Arguments of the command line that runs it. `version`: to be promoted by hand."""
+    found = KINDS[kind]
+    named = {CONFIG: str(config), OUTPUT: str(config.parent / "work" / "outputs"), "VERSION": str(version)}
+    arguments = [named.get(part, part) for part in found.what]
+    if found.what[0] in ("gc", "evaluate-champion"):
+        return arguments
+    changed = [*(f"stages.{stage}=null" for stage in found.without), f"seed={found.seed}", *found.overrides]
+    quiet = ["--quiet"] if found.what[0] in ("run", "retrain") else []
+    return [*arguments, *quiet, *(part for setting in changed for part in ("--set", setting))]

@@ -1,0 +1,144 @@
+"""Figures of a crash test: a table for the terminal, JSON for programs, a section of Markdown for the documents."""
+
+from __future__ import annotations
+
+import collections
+import json
+import statistics
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from crash.content import MAY_DIFFER
+from rl_core.storage.fault_points import GROUPS, POINTS
+
+__all__ = ["figures", "markdown", "read", "table"]
+
+Row = Mapping[str, Any]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Trials that were kept so far; a torn last line is passed over."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+
+
+def points_of(row: Row) -> list[str]:
+    """Points at which a trial was killed; [] for one that was killed at random times."""
+    return [kill["fault"].partition(":")[0] for kill in row["kills"][: row["killed"]] if kill["fault"]]
+
+
+def figures(rows: Iterable[Row], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers of trials, kills and failures, and times.
+
+    facts: of the undisturbed runs: hits by kind and point, seconds by kind.
+    """
+    rows = list(rows)
+    at_points = [row for row in rows if row["kills"] and row["kills"][0]["fault"]]
+    randomly = [row for row in rows if row["kills"] and row["kills"][0]["after"] is not None]
+    kills = sum(row["killed"] for row in rows)
+    lost = [row["seconds"] - facts["seconds"][row["kind"]] for row in rows if row["killed"] == 1 and not row["fresh"]]
+    back = [row["back"] for row in rows if row["back"] is not None]
+    return {
+        "trials": len(rows),
+        "kills": kills,
+        "failures": sum(bool(row["failures"]) for row in rows),
+        "points": {
+            "points": len({point for row in at_points for point in points_of(row)}),
+            "kinds": len({row["kind"] for row in at_points}),
+            "kills": sum(row["killed"] for row in at_points),
+            "failures": sum(bool(row["failures"]) for row in at_points),
+        },
+        "random": {
+            "trials": len(randomly),
+            "kills": sum(row["killed"] for row in randomly),
+            "failures": sum(bool(row["failures"]) for row in randomly),
+        },
+        "fresh processes": sum(row["fresh"] for row in rows),
+        "seconds": {
+            "undisturbed": facts["seconds"],
+            "median lost by one kill": _median(lost),
+            "median until the open stage goes on": _median([s for s, row in _with_back(rows) if not row["fresh"]]),
+            "the same in a fresh process": _median([s for s, row in _with_back(rows) if row["fresh"]]),
+            "restarts timed": len(back),
+        },
+        "hits": facts["hits"],
+    }
+
+
+def _with_back(rows: Iterable[Row]) -> list[tuple[float, Row]]:
+    return [(row["back"], row) for row in rows if row["back"] is not None]
+
+
+def _median(values: list[float]) -> float | None:
+    return round(statistics.median(values), 3) if values else None
+
+
+def by_group(rows: Iterable[Row]) -> list[tuple[str, int, int]]:
+    """(group of points, points, kills)."""
+    kills = collections.Counter(point for row in rows for point in points_of(row))
+    found = []
+    for heading, points in GROUPS.items():
+        names = [point.name for point in points if kills[point.name]]
+        found.append((heading, len(names), sum(kills[name] for name in names)))
+    return found
+
+
+def table(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
+    """Summary for the terminal."""
+    rows = list(rows)
+    found = figures(rows, facts)
+    lines = [f"{'':42}{'points':>8}{'kills':>8}"]
+    lines += [f"{heading:42}{points:8}{kills:8}" for heading, points, kills in by_group(rows)]
+    lines.append(f"{'at random times':42}{'':8}{found['random']['kills']:8}")
+    lines.append(f"{'all':42}{found['points']['points']:8}{found['kills']:8}")
+    lines.append(f"{found['trials']} runs, {found['failures']} failures")
+    bad = [row for row in rows if row["failures"]]
+    lines += [f"FAILED {row['name']}\n    " + "\n    ".join(row["failures"][:6]) for row in bad[:40]]
+    return "\n".join(lines)
+
+
+def markdown(rows: Iterable[Row], facts: Mapping[str, Any]) -> str:
+    """Sections for docs/reliability.md."""
+    rows = list(rows)
+    found = figures(rows, facts)
+    times = found["seconds"]
+    plain = times["undisturbed"].get("prepared") or next(iter(times["undisturbed"].values()))
+    lines = [
+        f"{found['kills']} kills in {found['trials']} runs, {found['failures']} failures. At fault points: "
+        f"{found['points']['kills']} kills at {found['points']['points']} points in {found['points']['kinds']} kinds "
+        f"of runs, one after the other in the same run. At random times: {found['random']['kills']} kills in "
+        f"{found['random']['trials']} runs. {found['fresh processes']} of the runs in fresh processes, the others "
+        "forked from a warm one.",
+        "",
+        "| at | points | kills |",
+        "|---|---|---|",
+    ]
+    lines += [f"| {heading} | {points} | {kills} |" for heading, points, kills in by_group(rows) if kills]
+    lines += [
+        f"| random times | | {found['random']['kills']} |",
+        "",
+        "What may differ from the undisturbed run, and nothing else:",
+        "",
+        *(f"- {name}: {what}" for name, what in MAY_DIFFER.items()),
+        "",
+        "| recovery | seconds |",
+        "|---|---|",
+        f"| the undisturbed run | {plain:.2f} |",
+        f"| until the open stage goes on, median of {times['restarts timed']} restarts | "
+        f"{_said(times['median until the open stage goes on'])} |",
+        f"| the same in a fresh process, imports included | {_said(times['the same in a fresh process'])} |",
+        f"| lost by one kill in all, median | {_said(times['median lost by one kill'])} |",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _said(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.2f}"
+
+
+def unreached(hits: Mapping[str, Mapping[str, int]], kinds: Iterable[str]) -> list[str]:
+    """Points that the table says these kinds of runs reach, and that they did not."""
+    reached = {point for counts in hits.values() for point in counts}
+    return [point.name for point in POINTS.values() if point.run in kinds and point.name not in reached]

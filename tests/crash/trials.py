@@ -1,0 +1,311 @@
+"""Trials: a run that is killed at given places, goes on until it has ended, and is compared with one that was not."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from crash.content import content, count_parents, leftovers, problems_of_store, shared_memory
+from crash.forks import Ended, Forks, Request
+from crash.pipelines import KINDS, command
+
+__all__ = ["Bench", "Kill", "Trial", "kills_at_points", "random_kills"]
+
+PROGRESS = bool(os.environ.get("CRASH_PROGRESS"))  # print every kill
+RESTARTS = 3  # after which a run that still fails is a failure
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One end of a process that nobody asked for."""
+
+    fault: str = ""  # point:hit:action
+    after: float | None = None  # share of the time of an undisturbed run
+
+
+@dataclass
+class Trial:
+    """A run with its kills, and what came of it."""
+
+    kind: str  # of pipelines.KINDS
+    kills: list[Kill]
+    fresh: bool = False
+    tried: int = 0  # of the kills; the run ended before the others
+    killed: int = 0  # of these, those that came before the end
+    restarts: int = 0
+    seconds: float = 0.0  # of all processes
+    back: float | None = None  # seconds until the first restart was where the kill was
+    failures: list[str] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """The kills in words."""
+        places = [kill.fault or f"after {kill.after:.1%} of the time" for kill in self.kills]
+        few = places if len(places) < 7 else [*places[:2], f"{len(places) - 4} more", *places[-2:]]
+        said = ", then ".join(few) or "undisturbed"
+        return f"{self.kind}{' fresh' if self.fresh else ''}: {said}"
+
+
+class Bench:
+    """One folder in which all trials run, so that their absolute paths are equal too."""
+
+    def __init__(self, folder: Path, config: Path, forks: Forks) -> None:
+        self.folder, self.config, self.forks = folder, config, forks
+        self.output = folder / "work" / "outputs"
+        self.temporary = folder / "work" / "tmp"
+        self.log, self.said = folder / "work" / "reached.txt", folder / "work" / "said.txt"
+        self.templates = folder / "templates"
+        self.wanted: dict[str, dict[str, Any]] = {}  # content of an undisturbed run, by kind
+        self.hits: dict[str, dict[str, int]] = {}  # by kind and point
+        self.order: dict[str, list[str]] = {}  # points by the time of their last hit
+        self.seconds: dict[str, float] = {}
+        self.parents: dict[str, int] = {}  # number of parent runs after an undisturbed run
+        self.began_with = ""  # start time of the newest run of the template
+        self.seen: set[str] = set()  # points that any run reached
+
+    # -- undisturbed runs ---------------------------------------------------------------------------------------
+
+    def prepare(self, kinds: Sequence[str], times: int = 2) -> None:
+        """Run each kind twice: what the two differ in is no matter of kills, and has to be in MAY_DIFFER."""
+        for kind in kinds:
+            for turn in range(times):
+                self._begin(kind)
+                ended = self._run(kind, Kill())
+                assert ended.code == 0, f"{kind}: {ended}\n{self.said.read_text()}"
+                found = content(self.output)
+                if turn == 0:
+                    self.wanted[kind], self.seconds[kind] = found, ended.seconds
+                    self.order[kind] = list(dict.fromkeys(name for _, _, name in reversed(self._reached())))[::-1]
+                    self.hits[kind] = dict(collections.Counter(name for _, _, name in self._reached()))
+                assert (odd := differences(self.wanted[kind], found)) == [], f"two runs differ: {odd}"
+                assert (odd := self._odd(kind, ended)) == [], odd
+
+    def _template(self, kind: str) -> Path | None:
+        """Folder to begin in; made when it is first asked for."""
+        starts, template = KINDS[kind].starts, self.templates / kind
+        if starts == "nothing" or template.is_dir():
+            return template if starts != "nothing" else None
+        if starts == "database":
+            self._clear()
+            ended = self._run(kind, Kill("store.experiment:1:kill"))
+            shutil.rmtree(self.output / "small")
+        else:
+            self._begin(starts)
+            ended = self._run(starts, Kill())
+        assert ended.code == (-9 if starts == "database" else 0), self.said.read_text()
+        shutil.copytree(self.output, template, symlinks=True)
+        return template
+
+    def _clear(self) -> None:
+        shutil.rmtree(self.folder / "work", ignore_errors=True)
+        for folder in (self.temporary, self.output):
+            folder.mkdir(parents=True)
+        self.log.touch()
+
+    def _begin(self, kind: str) -> None:
+        template = self._template(kind)
+        self._clear()
+        if template is not None:
+            shutil.copytree(template, self.output, symlinks=True, dirs_exist_ok=True)
+        record = self.output / "small" / "run.json"
+        self.began_with = json.loads(record.read_text())["started"] if record.exists() else ""
+
+    def _run(self, kind: str, kill: Kill, fresh: bool = False) -> Ended:
+        self.log.write_text("")
+        after = None if kill.after is None else kill.after * self.seconds[kind]
+        request = Request(
+            arguments=command(self.config, kind),
+            said=str(self.said),
+            fault=kill.fault,
+            log=str(self.log),
+            kill_after=after,
+            environment={"TMPDIR": str(self.temporary)},
+            fresh=fresh,
+        )
+        ended = self.forks.run(request)
+        self.seen |= {name for _, _, name in self._reached()}
+        return ended
+
+    def also(self, *arguments: str, fault: str = "", code: int = 0) -> str:
+        """Output of another command on the output folder of the last run, which has to end with this code."""
+        self.log.write_text("")
+        self.said.write_text("")
+        ended = self.forks.run(Request(list(arguments), str(self.said), fault=fault, log=str(self.log)))
+        self.seen |= {name for _, _, name in self._reached()}
+        assert ended.code == code, self.said.read_text()
+        return self.said.read_text()
+
+    def _reached(self) -> list[tuple[int, float, str]]:
+        """Points that the last process and its children reached: pid, time, name."""
+        rows = (line.split() for line in self.log.read_text().splitlines())
+        return [(int(pid), float(when), name) for pid, when, name in rows]
+
+    # -- disturbed ones -----------------------------------------------------------------------------------------
+
+    def run(self, trial: Trial) -> Trial:
+        """Run a trial and note what is wrong with its end."""
+        before = shared_memory()
+        self._begin(trial.kind)
+        open_stages: set[str] = set()
+        for kill in trial.kills:
+            trial.tried += 1
+            ended = self._run(trial.kind, kill, trial.fresh)
+            trial.seconds += ended.seconds
+            trial.failures += [f"outlived its parent: {name}" for name in ended.orphans]
+            trial.back = trial.back if trial.back is not None else self._back(ended, open_stages)
+            if ended.code == 0:
+                break
+            if PROGRESS:
+                print(f"    {kill.fault or kill.after}: {ended.code} after {ended.seconds:.1f} s", flush=True)
+            trial.killed += 1
+            if (ended.code > 0 and "kill" in kill.fault) or ended.code not in (-9, 1, 143):
+                trial.failures.append(f"ended with {ended.code}: {self._last_words()}")
+            open_stages = {path.name for path in self.output.glob("small/stages/*/*.open")}
+            if self._is_over(trial.kind):
+                ended = dataclasses.replace(ended, code=0)  # the kill came when all was done; another run would be anew
+                break
+        else:
+            ended = self._finish(trial, open_stages)
+        if ended.code:
+            trial.failures.append(f"does not go on: exit {ended.code}: {self._last_words()}")
+            return trial
+        trial.failures += differences(self.wanted[trial.kind], content(self.output))
+        trial.failures += self._odd(trial.kind, ended)
+        trial.failures += [f"left in /dev/shm: {name}" for name in sorted(shared_memory() - before)]
+        return trial
+
+    def _is_over(self, kind: str) -> bool:
+        """True = the run's record says that it has ended."""
+        record = self.output / "small" / "run.json"
+        if KINDS[kind].what[0] != "run" or not record.exists():
+            return False
+        found = json.loads(record.read_text())
+        return found["status"] == "finished" and found["started"] != self.began_with
+
+    def _finish(self, trial: Trial, open_stages: set[str]) -> Ended:
+        for _ in range(RESTARTS):
+            ended = self._run(trial.kind, Kill(), trial.fresh)
+            trial.restarts += 1
+            trial.seconds += ended.seconds
+            trial.failures += [f"outlived its parent: {name}" for name in ended.orphans]
+            trial.back = trial.back if trial.back is not None else self._back(ended, open_stages)
+            if ended.code == 0:
+                break
+        if trial.restarts > 1:
+            trial.failures.append(f"took {trial.restarts} restarts: {self._last_words()}")
+        return ended
+
+    def _back(self, ended: Ended, open_stages: set[str]) -> float | None:
+        """Seconds from the start of a restarted process until it goes on with the stage that was open."""
+        if not open_stages:
+            return None
+        names = [(when, name) for _, when, name in self._reached()]
+        return next((when - ended.began for when, name in names if name == "stage.tracked"), None)
+
+    def _odd(self, kind: str, ended: Ended) -> list[str]:
+        found = [f"left over: {name}" for name in leftovers(self.output, self.temporary)]
+        found += [f"outlived its parent: {name}" for name in ended.orphans]
+        return found + problems_of_store(self.output, self.parents.setdefault(kind, count_parents(self.output)))
+
+    def _last_words(self) -> str:
+        return " | ".join(self.said.read_text(errors="replace").strip().splitlines()[-3:])[-600:]
+
+
+def differences(wanted: dict[str, Any], found: dict[str, Any]) -> list[str]:
+    """Differences in words; [] where there are none."""
+    said = [f"missing: {name}" for name in sorted(wanted.keys() - found.keys())]
+    said += [f"too much: {name}" for name in sorted(found.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & found.keys()):
+        if wanted[name] != found[name]:
+            said.append(f"differs: {name}{_where(wanted[name], found[name])}")
+    return said
+
+
+def _where(wanted: Any, found: Any) -> str:
+    if isinstance(wanted, list) and isinstance(found, list):
+        ours, theirs = (collections.Counter(map(repr, rows)) for rows in (wanted, found))
+        lost, extra = list((ours - theirs).elements()), list((theirs - ours).elements())
+        return f": lost {lost[:3]} ({len(lost)}), extra {extra[:3]} ({len(extra)})"
+    if isinstance(wanted, dict) and isinstance(found, dict):
+        keys = [key for key in {**wanted, **found} if wanted.get(key) != found.get(key)]
+        return "".join(f"; {key}: {str(wanted.get(key))[:80]} / {str(found.get(key))[:80]}" for key in keys[:3])
+    return f": {str(wanted)[:80]} / {str(found)[:80]}"
+
+
+def kills_at_points(
+    hits: dict[str, int], most: int, action: str = "kill", only: str = ".*", seed: int = 0
+) -> Iterator[Kill]:
+    """A kill at each point: at all of its hits, or at `most` of them, the first and the last among these.
+
+    In rounds: the first hits of all points come first.
+    """
+    draw = random.Random(seed)
+    plans = []
+    for point, count in sorted(hits.items()):
+        if not re.fullmatch(only, point):
+            continue
+        ends = [1, count] if count > 1 else [1]
+        inner = list(range(2, count))
+        chosen = draw.sample(inner, min(len(inner), max(0, most - len(ends))))
+        plans.append([Kill(f"{point}:{hit}:{action}") for hit in [*ends[:most], *chosen]])
+    for turn in itertools.zip_longest(*plans):
+        yield from (kill for kill in turn if kill is not None)
+
+
+def random_kills(count: int, seed: int = 0) -> Iterator[list[Kill]]:
+    """Kills at random times of a run; in every third trial several in a row."""
+    draw = random.Random(seed)
+    for index in range(count):
+        times = draw.choice((2, 3, 5)) if index % 3 == 2 else 1
+        yield [Kill(after=round(draw.random(), 4)) for _ in range(times)]
+
+
+def as_row(trial: Trial) -> dict[str, Any]:
+    """The trial for JSON."""
+    return {**asdict(trial), "name": trial.name, "when": time.time()}
+
+
+def append(path: Path, job: str, trials: Sequence[Trial]) -> None:
+    """Keep the outcome of a job."""
+    with path.open("a") as file:
+        for trial in trials:
+            file.write(json.dumps({**as_row(trial), "job": job}) + "\n")
+
+
+def chains(bench: Bench, kind: str, step: int = 1) -> Iterator[Trial]:
+    """Trials that together kill at every point once, one kill after the other in one folder: little is done twice.
+
+    step: 3 = at every third point.
+    """
+    yield from _in_chains(bench, kind, [Kill(f"{point}:1:kill") for point in bench.order[kind][::step]])
+
+
+def walks(bench: Bench, kind: str, points: Sequence[str]) -> Iterator[Trial]:
+    """Trials that kill at one point after the other, each time that it is reached: as often as it has hits.
+
+    A restarted process may reach the place of the kill before anything new, so every second hit is the one.
+    """
+    for point in points:
+        count = bench.hits[kind][point]
+        hits = [2] * count if count > 2 else [1] * count
+        yield bench.run(Trial(kind, [Kill(f"{point}:{hit}:kill") for hit in hits]))
+
+
+def _in_chains(bench: Bench, kind: str, left: list[Kill]) -> Iterator[Trial]:
+    while left:
+        trial = bench.run(Trial(kind, left))
+        done = max(1, trial.tried if trial.killed == trial.tried else trial.tried - 1)
+        trial.kills = left[:done]
+        yield trial
+        left = left[done:]

@@ -1,0 +1,63 @@
+"""`posttrain why`: why a stage was run or not, and what has changed since."""
+
+import dataclasses
+
+import pytest
+from helpers.stage_doubles import PipelineRun
+
+from flows.cli.why import explain
+from rl_core.errors import SettingsError, Stopped
+from rl_core.storage.checkpoint import CheckpointStore
+from tasks.config import from_dict
+from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.stage import run_stage
+
+
+def settings_of(tmp_path, **sft):
+    return from_dict(
+        {"name": "t", "output": str(tmp_path), "environment": {"name": "arithmetic"}, "stages": {"sft": sft}}
+    )
+
+
+def play(tmp_path, body, options=RunOptions(), **sft):  # noqa: B008 frozen
+    pipeline_run = PipelineRun(tmp_path / "t" / "stages", options)
+    pipeline_run.settings = settings_of(tmp_path, **sft)
+    settings = pipeline_run.settings.stages.sft
+    return run_stage(pipeline_run, "sft", body, settings=settings, inputs={"model": "org/name"})
+
+
+def stopped(context):
+    CheckpointStore(context.checkpoints).save({"loop": {"iteration": 4}})
+    raise Stopped("asked", 15)
+
+
+def test_it_tells_what_was_run_and_what_changed(tmp_path):
+    assert explain(settings_of(tmp_path), "sft").startswith(f"sft was never run in {tmp_path / 't'}")
+    first = play(tmp_path, lambda context: {}, learning_rate=1e-3)
+    play(tmp_path, lambda context: {}, learning_rate=1e-3)
+    with pytest.raises(Stopped):
+        play(tmp_path, stopped, learning_rate=2e-3)
+    play(tmp_path, lambda context: {}, RunOptions(on_drift="resume"), learning_rate=3e-3)
+    told = [line.partition("  ")[2] for line in explain(settings_of(tmp_path, learning_rate=3e-3), "sft").splitlines()]
+    changed = "  stages.sft.learning_rate: "
+    assert [line.partition("  ")[2] or line for line in told[:7]] == [
+        "resumed from its checkpoint although this changed",
+        f"{changed}0.002 -> 0.003"[2:],
+        f"run, since this changed against {first.key}",
+        f"{changed}0.001 -> 0.002"[2:],
+        "not run again: finished before with the same settings, inputs and code",
+        "run for the first time",
+        "",
+    ]
+    now = explain(settings_of(tmp_path, learning_rate=3e-3), "sft").partition("now:\n")[2]
+    assert now.splitlines()[0] == "  sft: settings and code as before"
+    other = explain(settings_of(tmp_path, learning_rate=5e-3), "sft").partition("now:\n")[2].splitlines()
+    assert other[0] == "  sft: changed"
+    assert other[1] in [f"    stages.sft.learning_rate: {old} -> 0.005" for old in (0.001, 0.003)]  # of one second
+
+
+def test_a_stage_that_the_settings_lack_is_refused(tmp_path):
+    settings = settings_of(tmp_path)
+    without = dataclasses.replace(settings, stages=dataclasses.replace(settings.stages, preference=None))
+    with pytest.raises(SettingsError, match="stages: has no 'preference', only sft"):
+        explain(without, "preference")

@@ -1,0 +1,81 @@
+"""The short crash test: a small pipeline is killed at every point that it reaches, goes on each time, and is compared.
+
+`make crash-test` is the long one: every point, random times, runs that meet a champion; `--walk` takes every hit.
+"""
+
+import pytest
+from crash.forks import Forks
+from crash.pipelines import command, write_inputs
+from crash.servers import environment, prefect_server
+from crash.trials import Bench, chains
+
+from flows import parameters
+from flows.runtime import prefect_access, prefect_home
+from rl_core.storage import faults
+from rl_core.storage.faults import POINTS
+
+KIND = "analysis"  # from data over SFT to the gate
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("crash")
+    with prefect_server() as api, Forks(environment(api)) as forks:
+        bench = Bench(folder, write_inputs(folder), forks)
+        bench.prepare([KIND], times=1)
+        yield bench
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_point_after_point_it_goes_on_to_the_same_bits(bench, step):
+    killed = set()
+    for trial in chains(bench, KIND, step):
+        assert trial.failures == [], trial.name
+        killed |= {kill.fault.partition(":")[0] for kill in trial.kills[: trial.killed]}
+    assert killed == set(bench.order[KIND][::step]) and len(killed) >= 70 // step
+
+
+def listed(*runs):
+    return {name for name, point in POINTS.items() if point.run in runs}
+
+
+@pytest.mark.timeout(900)
+def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
+    bench.also(*command(bench.config, "again"))
+    bench.also(*command(bench.config, "approval"), "--set", "seed=2")  # nobody answers: version 3 stays challenger
+    bench.also(*command(bench.config, "by hand", version=3))
+    bench.also(*command(bench.config, "retrain"))
+    bench.also(*command(bench.config, "check"))
+    bench.also("run", "--fresh", *command(bench.config, "empty")[1:])
+    bench.also(*command(bench.config, "gc"))
+    everything = (*command(bench.config, "training"), "--set", f"output={bench.output}/all")
+    for fault in ("store.made:1:kill", "cursor.written:9:kill", "rewards.recorded:3:kill"):
+        bench.also(*everything, fault=fault, code=-9)
+    assert "promoted" in bench.also(*everything)
+    left = listed("torchrun", "damage", "own server", "up", "deployment")  # below, and in test_launch.py
+    assert bench.seen >= set(POINTS) - left, sorted(set(POINTS) - left - bench.seen)
+
+
+@pytest.fixture
+def reached(tmp_path):
+    log = tmp_path / "reached"
+    faults.log_to(log)
+    yield lambda: {line.split()[2] for line in log.read_text().splitlines()}
+    faults.log_to(None)
+
+
+def test_points_of_servers_and_deployments(reached, tmp_path, monkeypatch):
+    monkeypatch.delenv(prefect_access.SERVER, raising=False)
+    assert prefect_access.password(tmp_path).startswith("posttrain:")
+    declared = {"name": "mine", "environment": {"name": "arithmetic"}, "stages": {"prepare_data": {}, "sft": {}}}
+    monkeypatch.setattr(parameters, "declared_parameters", lambda: {"settings": declared})
+    assert parameters.read_settings(declared, None).name == "mine"
+
+    from prefect.server.api.server import SubprocessASGIServer
+    from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+
+    monkeypatch.setattr(SubprocessASGIServer, "start", lambda self: None)
+    with temporary_settings({PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}, restore_defaults={PREFECT_API_URL}):
+        prefect_home.start_embedded_server()
+    assert reached() >= listed("own server", "up", "deployment")

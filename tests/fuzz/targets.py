@@ -1,0 +1,199 @@
+"""Fuzzing targets: each reads an input, and raises for anything but a clean result or one of our errors.
+
+A clean result can be stored: written as JSON in UTF-8, and read again as the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from helpers import chat_templates
+
+from rl_core.analysis.trajectories import read_trajectories
+from rl_core.data import records
+from rl_core.data.chat import ChatRenderer
+from rl_core.data.files import BadRow
+from rl_core.data.messages import checked_messages, checked_tools
+from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.calculator import CALCULATOR
+from rl_core.environments.external_scoring import read_tagged_answer
+from rl_core.environments.solutions import read_final
+from rl_core.environments.tools import Tool, Toolset
+from rl_core.errors import DataError, PosttrainError, SettingsError, ToolMisuse
+from rl_core.readers import iter_metrics, iter_rewards
+from rl_core.rollouts.token_files import _rows
+from rl_core.storage.checked_lines import read_checked
+from tasks.config import from_dict, load, resolve, settings_digest
+
+__all__ = ["CORPUS", "SOURCES", "TARGETS", "corpus"]
+
+CORPUS = Path(__file__).with_name("corpus")
+MAX_MESSAGE = 50_000
+TOOLS = Toolset([CALCULATOR, Tool("zoom", "part", {"row": int, "col": float, "why": str}, lambda row, col, why: why)])
+# Files whose lines count as covered, by target.
+SOURCES = {
+    "config": ("tasks/config/", "rl_core/settings/"),
+    "data": ("rl_core/data/files", "rl_core/data/records", "rl_core/data/messages", "rl_core/analysis/trajectories",
+             "rl_core/readers", "rl_core/storage/checked_lines", "rl_core/rollouts/token_files"),
+    "tool_call": ("rl_core/environments/tools", "rl_core/environments/calculator", "rl_core/environments/solutions",
+                  "rl_core/environments/external_scoring", "rl_core/data/reasoning"),
+    "chat": ("rl_core/data/chat", "rl_core/data/messages", "rl_core/data/assistant", "rl_core/data/conversation"),
+    "template": ("rl_core/data/template", "rl_core/data/chat"),
+}  # fmt: skip
+
+
+def corpus(target: str) -> list[bytes]:
+    """Kept inputs of a target, sorted by name."""
+    return [path.read_bytes() for path in sorted((CORPUS / target).iterdir())]
+
+
+@functools.cache
+def _scratch() -> Path:
+    folder = tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _file(name: str, data: bytes) -> Path:
+    path = _scratch() / name
+    path.write_bytes(data)
+    return path
+
+
+def _said(error: Exception) -> None:
+    text = str(error)
+    assert 0 < len(text) < MAX_MESSAGE, f"a message of {len(text)} characters"
+
+
+def config(data: bytes) -> None:
+    """A configuration: settings that stay the same when they are stored, or problems with their places."""
+    path = _file("config.yaml", data)
+    try:
+        settings = load(path, check_files=False, import_code=False)
+    except SettingsError as error:
+        _said(error)
+        assert "config.yaml" in str(error), "the message names no place"
+        return
+    plain = json.loads(json.dumps(resolve(settings), allow_nan=False, ensure_ascii=False).encode())
+    again = from_dict(plain, check_files=False, import_code=False)
+    assert settings_digest(again) == settings_digest(settings)
+
+
+def _consume(rows: Iterable[Any]) -> None:
+    for row in rows:
+        assert row is not None
+
+
+_READERS: tuple[Callable[[Path], object], ...] = (
+    lambda path: _consume(read_trajectories(path)),
+    lambda path: _consume(iter_metrics(path)),
+    lambda path: _consume(iter_rewards(path)),
+    lambda path: _consume(_rows(path)),
+    lambda path: _consume(read_checked(path)),
+)
+_RECORDS: tuple[Callable[..., records.Records], ...] = (
+    records.read_demonstrations, records.read_preferences, records.read_prompts, records.read_questions,
+)  # fmt: skip
+
+
+def data(data: bytes) -> None:
+    """Every reader of lines; rows that are taken can be stored and are then read as the same."""
+    path = _file("data.jsonl", data)
+    for read in _READERS:
+        try:
+            read(path)
+        except DataError as error:
+            _said(error)
+    for read_records in _RECORDS:
+        try:
+            found = read_records(path, on_bad_row="skip")
+        except DataError as error:
+            _said(error)
+            continue
+        kept = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in found.rows)
+        again = read_records(_file("again.jsonl", kept.encode("utf-8")))
+        assert again.rows == found.rows
+
+
+def tool_call(data: bytes) -> None:
+    """A policy's text: a call that runs, misuse, or no call; and answers within it."""
+    text = data.decode("utf-8", "replace")
+    try:
+        call = TOOLS.parse(text)
+        said = "" if call is None else TOOLS.run(call)[0]
+    except ToolMisuse as misuse:
+        said = str(misuse)
+    assert len(said.encode("utf-8")) < 9000
+    for answer in (read_final(text), read_tagged_answer(text)):
+        assert answer is None or len(answer) <= len(text)
+
+
+@functools.cache
+def _renderers() -> tuple[ChatRenderer, ...]:
+    plain = ChatRenderer(train_tokenizer(chat_templates.TEXTS, vocab_size=300))
+    kinds = (chat_templates.OPENS_AND_STRIPS, chat_templates.OPENS_KEEPS_LAST, chat_templates.HERMES)
+    return (plain, *(ChatRenderer(chat_templates.family(kind)) for kind in kinds))
+
+
+def _tried(function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except (DataError, SettingsError) as error:
+        _said(error)
+        return None
+
+
+def chat(data: bytes) -> None:
+    """Messages of a data file, through every kind of chat template, to token ids and a mask."""
+    try:
+        row = json.loads(data)
+        messages = checked_messages(row["messages"], "messages")
+        tools = checked_tools(row["tools"]) if row.get("tools") else []
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError, BadRow):
+        return
+    for renderer in _renderers():
+        with_tools = _tried(lambda renderer=renderer: renderer.with_tools(tools)) or renderer
+        opening: Any = [message for message in messages if message["role"] != "assistant"]
+        made = _tried(lambda r=with_tools, given=opening: r.prompt_ids(given))
+        assert made is None or all(token >= 0 for token in made)
+        found = _tried(lambda r=with_tools: r.conversation(messages))
+        if found is not None:
+            ids, mask = found
+            assert len(ids) == len(mask) and (
+                any(mask) or all(m.get("weight") == 0 for m in messages if m["role"] == "assistant")
+            )
+        for message in messages:
+            ids = _tried(lambda r=with_tools, m=message: r.action_ids(m["content"]))
+            assert ids is None or ids[-1] == with_tools.eos_id
+            if ids is not None:
+                with_tools.action_text(ids).encode("utf-8")
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    return chat_templates.family(chat_templates.HERMES)
+
+
+def template(data: bytes) -> None:
+    """A chat template: examined and used, or refused."""
+    tokenizer = _tokenizer()
+    tokenizer.chat_template = data.decode("utf-8", "replace")
+    renderer = _tried(lambda: ChatRenderer(tokenizer))
+    if renderer is None:
+        return
+    ids = _tried(lambda: renderer.prompt_ids([{"role": "user", "content": "zoom 2 3"}]))
+    assert ids is None or all(0 <= token < len(tokenizer) for token in ids)
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "config": config, "data": data, "tool_call": tool_call, "chat": chat, "template": template,
+}  # fmt: skip
+assert issubclass(SettingsError, PosttrainError)

@@ -1,0 +1,22 @@
+"""A stand-in for datasketch: whole sets in place of sketches, so every pair that shares a shingle is a candidate."""
+
+
+class MinHash:
+    def __init__(self, num_perm=128, seed=1):
+        self.parts = set()
+
+    def update_batch(self, parts):
+        self.parts |= set(parts)
+
+
+class MinHashLSH:
+    def __init__(self, threshold=0.9, num_perm=128):
+        self.threshold, self.known = threshold, {}
+
+    def insert(self, key, sketch):
+        if key in self.known:
+            raise ValueError("The given key already exists")
+        self.known[key] = sketch.parts
+
+    def query(self, sketch):
+        return [key for key, parts in self.known.items() if parts & sketch.parts]

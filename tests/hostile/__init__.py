@@ -1,0 +1,1 @@
+"""Tables of hostile input: `test_hostile_input.py` runs each case."""

@@ -1,0 +1,37 @@
+"""Moments of an optimizer: its settings stay those of the run; moments of other parameters are refused by name."""
+
+import pytest
+import torch
+from torch import nn
+
+from rl_core.errors import CheckpointError
+from rl_core.storage.moments import load_moments, moments
+
+
+def adam(shapes, **options):
+    parameters = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = torch.optim.AdamW(parameters, lr=0.1, fused=True, **options)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 0.5)
+    optimizer.step()
+    return optimizer
+
+
+def test_the_settings_are_those_of_the_run_that_resumes():
+    state = moments(adam([(2, 3)], weight_decay=0.3, betas=(0.5, 0.6)))
+    assert set(state) == {"state"} and set(state["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    other = adam([(2, 3)], weight_decay=0.7)
+    load_moments(other, state)
+    (group,) = other.param_groups
+    assert group["weight_decay"] == 0.7 and group["betas"] == (0.9, 0.999)
+    # one step of gradient 0.5 at betas 0.5 and 0.6: 0.5 * 0.5, 0.4 * 0.25
+    assert float(other.state[group["params"][0]]["exp_avg"][0, 0]) == pytest.approx(0.25)
+    assert float(other.state[group["params"][0]]["exp_avg_sq"][0, 0]) == pytest.approx(0.1)
+
+
+def test_moments_of_other_parameters_are_refused():
+    """torch's fused kernel would read and write beyond them, which ended the process."""
+    with pytest.raises(CheckpointError, match=r"exp_avg of parameter 0 has shape \(2, 3\), not \(4,\)"):
+        load_moments(adam([(4,)]), moments(adam([(2, 3)])))
+    with pytest.raises(CheckpointError, match="moments of parameter 1, but 1 are trained"):
+        load_moments(adam([(4,)]), moments(adam([(4,), (2,)])))

@@ -1,0 +1,200 @@
+"""Names of TRL and verl: hints in errors, and their files as configurations of ours."""
+
+import dataclasses
+import json
+from typing import get_args, get_type_hints
+
+import pytest
+from helpers import ROOT
+
+from flows.cli.main import main
+from flows.cli.parser import TRAINERS as OFFERED
+from rl_core import PolicySettings
+from rl_core.errors import SettingsError
+from rl_core.settings.peer_names import TRAINER_STAGES, peer_hint, trl_name, trl_names, verl_name, verl_names
+from tasks.config import ConfigError, from_dict
+from tasks.config.convert import TRAINERS, convert
+from tasks.config.settings import PipelineSettings
+from tasks.config.yaml_loader import read_yaml
+
+RECORDED = json.loads((ROOT / "tests/helpers/peers/names.json").read_text())
+COMMON = RECORDED["trl"]["common"]
+TRL = {
+    name: own + COMMON * (name not in ("Model", "DatasetMixture", "Script"))
+    for name, own in RECORDED["trl"]["own"].items()
+}
+VERL = [name for group in RECORDED["verl"].values() if isinstance(group, list) for name in group]
+
+
+def settings_of(text, tmp_path):
+    path = tmp_path / "converted.yaml"
+    path.write_text(text)
+    return from_dict(read_yaml(path).data, check_files=False)
+
+
+def block_at(path):
+    """Settings class (or type) at a dotted path; KeyError where there is none."""
+    tree = PipelineSettings
+    for part in path.split("."):
+        hint = get_type_hints(tree)[part]
+        tree = next((kind for kind in (hint, *get_args(hint)) if hasattr(kind, "__dataclass_fields__")), hint)
+    return tree
+
+
+def exists(path):
+    try:
+        return block_at(path) is not None
+    except KeyError:
+        return False
+
+
+def test_every_recorded_name_has_an_entry():
+    assert len(TRL["GRPO"]) == 191 and len(TRL["SFT"]) == 135 and len(TRL["DPO"]) == 139 and len(TRL["Reward"]) == 125
+    missing = [(trainer, name) for trainer, names in TRL.items() for name in names if trl_name(name, trainer) is None]
+    assert missing == [] and [name for name in VERL if verl_name(name) is None] == [] and len(VERL) == 357
+
+
+def test_every_entry_names_settings_that_exist_or_says_why_there_are_none():
+    assert [row.names for row in (*trl_names(), *verl_names()) if len(row.note) < 4 or not row.names] == []
+    wrong = []
+    for row in (*trl_names(), *verl_names()):
+        stages = {TRAINER_STAGES.get(trainer, "preference") for trainer in row.trainers} or {"sft"}
+        for path in (path for stage in stages for path in row.paths(stage)):
+            if not exists(path):
+                wrong.append(path)
+    # A round of distillation is sampled as a policy's, but it has no critic, KL or entropy terms: none is named
+    assert wrong == []
+
+
+def test_names_have_their_own_meaning_in_each_stage():
+    assert "stages.policy.kl_coef" in peer_hint("beta", "policy")
+    assert peer_hint("num_generations", "policy").startswith("TRL's num_generations is stages.policy.group_size here")
+    assert "a number of parts here" in peer_hint("ppo_mini_batch_size", "policy")
+    assert "stages.policy.clip_eps here" in peer_hint("epsilon", "sft")  # written in the wrong stage
+    assert "stages.policy.epochs" in peer_hint("num_iterations", "policy")
+    assert "stages.policy.iterations" in peer_hint("max_steps", "policy")
+    assert "no equal" in peer_hint("max_length", "sft") and peer_hint("clip_epsilon", "policy") == ""
+
+
+@pytest.mark.parametrize(
+    ("stage", "trainer"), [("policy", "GRPO"), ("sft", "SFT"), ("preference", "DPO"), ("reward_model", "Reward")]
+)
+def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trainer):
+    """Each name that ours does not have itself; before the table, `beta` in policy was answered by 'betas'."""
+    fields = {name for name in block_at(f"stages.{stage}").__dataclass_fields__}
+    names = [name for name in TRL[trainer] if name not in fields]
+    with pytest.raises(ConfigError) as error:
+        from_dict({"name": "x", "stages": {stage: dict.fromkeys(names, 1)}}, check_files=False)
+    said = {problem.key[-1]: problem.text for problem in error.value.problems if problem.key[-1] in names}
+    assert set(said) == set(names)
+    for name, text in said.items():
+        row = trl_name(name, trainer)
+        assert row.note in text or "it belongs to stages." in text, (name, text)
+
+
+def test_blocks_of_verl_are_answered_leaf_by_leaf():
+    block = {"actor": {"clip_ratio": 0.2, "ppo_epochs": 1}, "rollout": {"n": 4}}
+    with pytest.raises(ConfigError) as error:
+        from_dict({"name": "x", "stages": {"evaluate": {}}, "actor_rollout_ref": block, "algorithm": {"lam": 1.0}})
+    text = str(error.value)
+    for words in (
+        "stages.policy.clip_eps",
+        "stages.policy.epochs",
+        "stages.policy.group_size",
+        "stages.policy.gae_lambda",
+    ):
+        assert words in text
+    assert "posttrain convert" in text
+
+
+def test_the_library_says_it_too():
+    with pytest.raises(SettingsError, match="TRL's num_generations is group_size here"):
+        PolicySettings(num_generations=4)
+    with pytest.raises(SettingsError, match=r"did you mean 'learning_rate'\?"):
+        PolicySettings(learing_rate=0.1)
+
+
+def test_trl_grpo_becomes_a_configuration(tmp_path):
+    text = convert(
+        {
+            "learning_rate": 1e-5, "num_generations": 4, "per_device_train_batch_size": 8, "steps_per_generation": 4,
+            "gradient_accumulation_steps": 2, "max_completion_length": 100, "beta": 0.04, "epsilon": 0.1,
+            "loss_type": "grpo", "model_name_or_path": "org/model", "max_steps": 10, "warmup_steps": 0.2,
+            "use_vllm": True, "top_p": 0.9, "num_iterations": 2, "odd": 1,
+        },
+        "my run.yaml",
+    )  # fmt: skip
+    policy = settings_of(text, tmp_path).stages.policy
+    # 8 completions x 4 steps per generation = 32 = 8 prompts x 4; 2 of the 4 steps make one optimizer step
+    assert (policy.prompts_per_iteration, policy.group_size, policy.minibatches, policy.epochs) == (8, 4, 2, 2)
+    assert policy.iterations == 3  # 10 optimizer steps, 4 in each round
+    assert (policy.kl_coef, policy.clip_eps, policy.algorithm, policy.aggregation) == (
+        0.04,
+        0.1,
+        "grpo",
+        "sequence_mean",
+    )
+    assert (policy.schedule, policy.min_lr_ratio, policy.warmup_steps, policy.betas) == ("linear", 0, 2, (0.9, 0.999))
+    left = text.partition("# Not taken over:")[2]
+    assert "use_vllm: true" in left and "top_p: 0.9" in left and "odd: 1" in left and "epsilon" not in left
+
+
+def test_verl_becomes_a_configuration(tmp_path):
+    values = {
+        "data": {"train_batch_size": 64, "max_response_length": 99, "train_files": "a.parquet"},
+        "actor_rollout_ref": {
+            "model": {"path": "org/model"},
+            "actor": {
+                "optim": {"lr": 3e-6}, "ppo_mini_batch_size": 16, "use_kl_loss": True, "kl_loss_coef": 0.002,
+                "kl_loss_type": "mse", "clip_ratio_high": 0.3, "_target_": "x.Y",
+            },
+            "rollout": {"n": 5, "response_length": "${data.max_response_length}", "top_k": -1},
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+    }  # fmt: skip
+    text = convert(values, "v.yaml")
+    policy = settings_of(text, tmp_path).stages.policy
+    assert (policy.algorithm, policy.prompts_per_iteration, policy.group_size, policy.minibatches) == ("grpo", 64, 5, 4)
+    assert (policy.kl_coef, policy.kl_in, policy.kl_estimator) == (0.002, "loss", "k2")
+    assert policy.clip == (0.2, 0.3) and policy.dual_clip == 3 and policy.learning_rate == 3e-6
+    assert policy.sampling.max_completion_tokens == 99
+    assert "data.train_files: a.parquet" in text and "_target_" not in text and "top_k" not in text
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_any_value_of_any_name_gives_text_that_names_it(trainer, tmp_path):
+    """Nonsense values: each name is in the result, carried over or in a comment, and what is written validates."""
+    own = next(name for name in TRL if name.lower() == trainer)
+    names = [*TRL[own], *TRL["Model"]]
+    text = convert(dict.fromkeys(names, 3), "x.yaml", trainer)
+    allowed = {"eval_strategy", "save_strategy", "lora_task_type"}
+    assert [name for name in names if name not in text and name not in allowed] == []
+
+
+def test_what_ours_refuses_goes_into_the_comments_with_the_reason(tmp_path):
+    text = convert({"epsilon": 1.5, "num_generations": 4, "model_name_or_path": "org/m"}, "x.yaml")
+    assert "less than 1" in text and "clip_eps:" not in text.partition("# Not")[0]
+    assert settings_of(text, tmp_path).stages.policy.clip_eps is None
+
+
+def test_command_and_its_refusals(tmp_path, capsys):
+    path = tmp_path / "sft.json"
+    path.write_text(json.dumps({"packing": True, "dataset_name": "rows.jsonl", "model_name_or_path": "org/m"}))
+    assert main(["convert", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "packing: true  # packing" in out and "demonstrations: rows.jsonl" in out
+    path.write_text('{"learning_rate": 0.1}')
+    assert main(["convert", str(path)]) == 2 and "--trainer grpo|" in capsys.readouterr().err
+    path.write_text('{"what": 0.1}')
+    assert main(["convert", str(path)]) == 2 and "no name of TRL's" in capsys.readouterr().err
+    assert OFFERED == TRAINERS
+
+
+def test_recorded_names_are_those_of_an_installed_trl():
+    """Comparison with TRL itself, in an environment that has it."""
+    trl = pytest.importorskip("trl")
+    if trl.__version__ != RECORDED["trl"]["version"]:
+        pytest.skip("another version of TRL")
+    for name, names in TRL.items():
+        cls = trl.ScriptArguments if name == "Script" else getattr(trl, f"{name}Config", None)
+        assert cls is None or {field.name for field in dataclasses.fields(cls)} == set(names), name
