@@ -323,7 +323,7 @@ def summarize(trajectories: Iterable[Trajectory], seconds: float = 0.0) -> Evalu
         pass_at_k=_pass_at_ks(episodes),
         reward_mean=_mean(t.reward for t in played),
         turns_mean=len(turns) / len(played),
-        tool_calls_mean=sum(turn.tool_call is not None for turn in turns) / len(played),
+        tool_calls_mean=sum(len(turn.calls) for turn in turns) / len(played),
         action_tokens_mean=tokens / len(played),
         misuse_rate=sum(turn.is_error for turn in turns) / max(1, len(turns)),
         truncated_rate=_mean(t.stop_reason != StopReason.TERMINATED for t in played),

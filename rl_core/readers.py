@@ -186,7 +186,7 @@ def _episode_row(trajectory: Trajectory) -> dict[str, Any]:
     rewards = {
         name if name.startswith("weighted/") else f"reward/{name}": value for name, value in trajectory.rewards.items()
     }
-    calls = sum(turn.tool_call is not None for turn in trajectory.turns)
+    calls = sum(len(turn.calls) for turn in trajectory.turns)
     errors = sum(turn.is_error for turn in trajectory.turns)
     columns = {f"row/{name}": value for name, value in trajectory.row.items()}
     counts = {
@@ -211,6 +211,8 @@ def _turn_rows(trajectory: Trajectory, head: Mapping[str, Any]) -> list[dict[str
             "observation": turn.observation,
             "is_error": turn.is_error,
             "num_tokens": turn.num_tokens,
+            "calls": len(turn.calls),
+            **{f"info/{name}": value for name, value in turn.info.items()},
         }
         for index, turn in enumerate(trajectory.turns)
     ]

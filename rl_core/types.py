@@ -68,6 +68,24 @@ class Turn:
     observation: str | None = None  # None = the episode ended here
     is_error: bool = False  # True = misuse: the action did not parse, named no tool, or the tool failed
     num_tokens: int = 0  # tokens that the policy sampled in this turn, its end-of-turn token included
+    more_calls: list[ToolCall] = field(default_factory=list)  # calls after `tool_call`, of a turn with several
+    info: dict[str, Any] = field(default_factory=dict)  # what the environment told of this step (`Step.info`)
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """All calls of the turn, in order."""
+        return [*([self.tool_call] if self.tool_call is not None else []), *self.more_calls]
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dict; empty `more_calls` and `info` are left out."""
+        plain = asdict(self)
+        return {name: value for name, value in plain.items() if value or name not in ("more_calls", "info")}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Turn:
+        """Inverse of `to_json`."""
+        call = ToolCall(**row["tool_call"]) if row.get("tool_call") else None
+        return cls(**{**row, "tool_call": call, "more_calls": [ToolCall(**c) for c in row.get("more_calls", ())]})
 
 
 @dataclass(slots=True)
@@ -100,6 +118,11 @@ class Trajectory:
     row: dict[str, Any] = field(default_factory=dict)  # columns of the data row behind the episode; {} = it has none
 
     @property
+    def info(self) -> dict[str, Any]:
+        """Values that the environment told over all turns; of one name the last."""
+        return {name: value for turn in self.turns for name, value in turn.info.items()}
+
+    @property
     def completion(self) -> str:
         """Text written by the policy, one line a turn; the answer of a single-turn task, also if it was cut off."""
         return "\n".join(turn.action for turn in self.turns)
@@ -107,6 +130,7 @@ class Trajectory:
     def to_json(self) -> dict[str, Any]:
         """A plain dict, as written to trajectories.jsonl; an empty `row` is left out."""
         plain = asdict(self)
+        plain["turns"] = [turn.to_json() for turn in self.turns]
         if not plain["row"]:
             del plain["row"]
         return plain
@@ -114,11 +138,7 @@ class Trajectory:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> Trajectory:
         """Inverse of `to_json`."""
-        turns = [
-            Turn(**{**turn, "tool_call": ToolCall(**turn["tool_call"]) if turn.get("tool_call") else None})
-            for turn in row["turns"]
-        ]
-        return cls(**{**row, "turns": turns})
+        return cls(**{**row, "turns": [Turn.from_json(turn) for turn in row["turns"]]})
 
 
 @dataclass(slots=True)

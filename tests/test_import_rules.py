@@ -19,7 +19,10 @@ FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 # Rooms of each floor, the lowest first: a room imports rooms of its own level or below, never one above it.
 LEVELS = {
     "rl_core": [
-        {"settings", "metrics", "timing", "time_limits", "tracking", "types", "errors", "memory"},
+        {
+            "settings", "metrics", "timing", "time_limits", "tracking", "types", "errors", "memory", "importing",
+            "json_server",
+        },
         {"cpu", "distributed", "losses", "storage", "trackers"},
         {"environments", "analysis", "data", "models", "capabilities"},  # capabilities asks cpu what this machine has
         {"curriculum", "rewards"},

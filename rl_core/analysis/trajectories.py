@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.errors import DataError
 from rl_core.storage.single_files import replacing
-from rl_core.types import ToolCall, Trajectory, Turn
+from rl_core.types import Trajectory, Turn
 
 __all__ = [
     "action_key",
@@ -118,6 +118,8 @@ def action_key(turn: Turn) -> Hashable:
     """
     call = turn.tool_call
     if call is not None:
+        if turn.more_calls:
+            return _encode([[each.name, each.arguments] for each in turn.calls])
         try:
             return call.name, frozenset(call.arguments.items())
         except TypeError:  # unhashable arguments (list or object)
@@ -208,17 +210,24 @@ def _turn(row: Any, place: str) -> Turn:
     if "action" not in row:
         raise DataError(f"field '{place}.action' is missing")
     _check_fields(row, _TURN_FIELDS, f"{place}.")
-    call = row.get("tool_call")
-    if call is None:
-        return Turn(**row)
-    if not (
+    for name in ("tool_call", "more_calls"):
+        calls = row.get(name)
+        calls = [] if calls is None else calls if name == "more_calls" else [calls]
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            kind = "null or an object" if name == "tool_call" else "a list of objects"
+            raise DataError(f"field '{place}.{name}': expected {kind} of 'name' and 'arguments'")
+    if not isinstance(row.get("info", {}), dict):
+        raise DataError(f"field '{place}.info': found {_name(row['info'])}, expected an object")
+    return Turn.from_json(row)
+
+
+def _is_call(call: Any) -> bool:
+    return (
         isinstance(call, dict)
         and call.keys() == {"name", "arguments"}
         and isinstance(call["name"], str)
         and isinstance(call["arguments"], dict)
-    ):
-        raise DataError(f"field '{place}.tool_call': expected null or an object of 'name' and 'arguments'")
-    return Turn(**{**row, "tool_call": ToolCall(call["name"], call["arguments"])})
+    )
 
 
 def _check_fields(row: dict[str, Any], fields: dict[str, tuple[set[type], str]], prefix: str) -> None:

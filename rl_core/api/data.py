@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
+from rl_core.data.prompt_files import PromptRows, read_prompt_rows
 from rl_core.data.records import Records, Row, RowSource, misfit, read_demonstrations, read_preferences, read_prompts
 from rl_core.data.splits import opening_text, overlap_report, prompt_key, prompt_text, split_by_prompt
 from rl_core.data.token_rows import TokenRows
@@ -68,10 +70,21 @@ def as_environment(
             raise SettingsError("heldout_prompts, system: go with prompts; an environment has its own")
         return environment, ""
     assert prompts is not None
-    rows = read_prompts(prompts)
-    heldout = read_prompts(heldout_prompts) if heldout_prompts is not None else None
+    rows = _read_prompts(prompts)
+    heldout = _read_prompts(heldout_prompts) if heldout_prompts is not None else None
     digest = rows.digest + (heldout.digest if heldout is not None else "")
     return Prompts(rows.rows, heldout.rows if heldout is not None else (), system=system), digest
+
+
+def _read_prompts(source: RowSource) -> PromptRows | Records:
+    """Rows of a file or a folder, or in memory."""
+    if not isinstance(source, str | Path):
+        return read_prompts(source)
+    try:
+        return read_prompt_rows(source)
+    except SettingsError as error:
+        text = str(error).replace("options.path: ", "").replace("options.prompt: ", "")
+        raise DataError(f"prompts: {text}") from error
 
 
 def check_prompts(

@@ -122,11 +122,12 @@ def policy_gradient(
     Args:
         model: folder, hub name, ModelSettings (for adapters, dtype, device), (model, tokenizer) pair, or policy.
         environment: what the policy acts in; or else `prompts`, which it answers in a single turn.
-        prompts: a JSONL or Parquet file of rows with a `prompt` (text or messages), or a list of rows or texts. All
-            other columns reach the reward function as `trajectory.row`.
-        reward: a function that takes a list of `Trajectory` and gives as many numbers; a component's name; several of
-            them; or a mapping from them to weights. It takes the place of the environment's own reward, which is the
-            component "task". None = the environment's, or what `settings.rewards` says.
+        prompts: a file of rows with a `prompt` (text or messages; JSONL, JSON array, Parquet, CSV) or a folder of them,
+            or a list of rows or texts. All other columns reach the reward function by name.
+        reward: a function that takes a list of `Trajectory`, and columns of the rows by name, and gives as many numbers
+            (one of TRL's is taken as it is); a component's name; several of them; or a mapping from them to weights.
+            It takes the place of the environment's own reward, which is the component "task". None = the
+            environment's, or what `settings.rewards` says.
         settings: every option of the algorithm, of the optimizer and of the loop.
         heldout_prompts: rows for validation (`settings.eval_every`); an environment has held-out episodes of its own.
         system: a system message before every prompt.
@@ -257,7 +258,8 @@ def _rewards_of(
         raise SettingsError('reward_model: no part of the reward uses it; add the component "learned"')
     if "learned" in names and reward_model is None and names["learned"]:
         raise SettingsError('reward: the component "learned" needs reward_model=FOLDER')
-    if isinstance(environment, Prompts) and not {name for name, weight in names.items() if weight} - {"task"}:
+    rewarded = {name for name, weight in names.items() if weight} - {"task"}
+    if isinstance(environment, Prompts) and not environment.knows_success and not rewarded:
         raise SettingsError(
             "reward: prompts alone reward nothing; hand in reward=function, which takes a list of trajectories and "
             "gives as many numbers"

@@ -151,6 +151,10 @@ def policy_gradient(
         best_metric: of the evaluator; chooses the best weights where `settings.patience` is given.
         teacher: see `distillation`.
     """
+    rewards = RewardOrchestrator(
+        settings.rewards, scorer=scorer, options=settings.reward_options, seed=seed, functions=functions
+    )
+    rewards.check_columns(environment.columns)
     trainer = PolicyGradientTrainer(
         policy.model,
         reference,
@@ -158,9 +162,7 @@ def policy_gradient(
         environment,
         settings,
         seed,
-        RewardOrchestrator(
-            settings.rewards, scorer=scorer, options=settings.reward_options, seed=seed, functions=functions
-        ),
+        rewards,
         policy.backend(),
         evaluator=evaluator,
         record=record,

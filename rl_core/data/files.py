@@ -50,11 +50,11 @@ class BadRow(Exception):
         self.reason = reason
 
 
-def data_files(path: Path) -> list[Path]:
-    """The file itself, or all JSONL, CSV and Parquet files under a folder, sorted by name, without hidden ones."""
+def data_files(path: Path, suffixes: tuple[str, ...] = DATA_SUFFIXES) -> list[Path]:
+    """The file itself, or all data files under a folder, sorted by name, without hidden ones."""
     if not path.is_dir():
         return [path]
-    found = (item for item in path.rglob("*") if item.suffix in DATA_SUFFIXES and item.is_file())
+    found = (item for item in path.rglob("*") if item.suffix in suffixes and item.is_file())
     return sorted(item for item in found if not any(p.startswith(".") for p in item.relative_to(path).parts))
 
 

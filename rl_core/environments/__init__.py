@@ -24,6 +24,7 @@ SHIPPED = {
     "gsm8k": "rl_core.environments.gsm8k:GSM8K",
     "gymnasium": "rl_core.environments.gymnasium_text:GymnasiumText",
     "reasoning_gym": "rl_core.environments.reasoning_gym_tasks:ReasoningGym",
+    "prompts": "rl_core.environments.prompts:Prompts",
     "verifiers": "rl_core.environments.verifiers_tasks:Verifiers",
 }
 

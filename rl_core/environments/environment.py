@@ -37,11 +37,12 @@ class Step:
     terminated: bool = False  # the episode reached its end
     truncated: bool = False  # the environment cut the episode off
     tool_call: ToolCall | None = None  # the executed call, if the action was one
+    more_calls: list[ToolCall] = field(default_factory=list)  # those after it, of an action with several
     is_error: bool = False  # misuse: the action did not parse, named no tool, or its tool failed
     answer: str | None = None  # the final answer, if the action gave one
     success: bool | None = None  # set at the end of the episode
     is_grounded: bool | None = None  # the answer follows from the observations; None = unknown
-    info: dict[str, Any] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)  # kept with the turn, for rewards and analysis: plain values
 
 
 @dataclass(slots=True)
@@ -99,6 +100,9 @@ class Episode(ABC):
         self._ended = step.terminated or step.truncated
         return step
 
+    def close(self) -> None:  # noqa: B027 most hold nothing open
+        """End what the episode holds open (a session, a process); called once it is over, however that came about."""
+
 
 class Environment(ABC):
     """A family of episodes, a tool set and levels of difficulty."""
@@ -113,6 +117,8 @@ class Environment(ABC):
     knows_success: bool = True
     # Share of the different questions that is held out from training; 0 = held-out episodes differ in their seed alone.
     heldout_share: float = 0.2
+    # Columns of `Episode.row`, known before anything is played; () = episodes are no rows of data, None = not known.
+    columns: tuple[str, ...] | None = None
     # True = `episode` itself gives training and held-out seeds different questions.
     splits_itself: bool = False
 

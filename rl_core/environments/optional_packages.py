@@ -11,17 +11,20 @@ from rl_core.errors import SettingsError
 __all__ = ["require", "require_module"]
 
 
-def require(package: str, environment: str) -> None:
-    """Raise SettingsError with install instructions if `package` is missing. Nothing is imported."""
+def require(package: str, environment: str, user: str | None = None) -> None:
+    """Raise SettingsError with install instructions if `package` is missing. Nothing is imported.
+
+    `user`: the part that needs it, where that is not the environment; the extra is named as `environment` is.
+    """
     try:
         found = importlib.util.find_spec(package) is not None
     except ValueError:  # a module built by hand has no spec
         found = True
     if not found:
         extra = environment.replace("_", "-")
+        who = user or f"name: environment '{environment}'"
         raise SettingsError(
-            f"name: environment '{environment}' needs the package '{package}', which is not installed; "
-            f"pip install 'posttrain[{extra}]'"
+            f"{who} needs the package '{package}', which is not installed; pip install 'posttrain[{extra}]'"
         )
 
 

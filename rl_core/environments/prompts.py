@@ -1,46 +1,73 @@
-"""Single-turn tasks over rows of data: the policy answers a prompt once, and reward functions judge the answer.
+"""Tasks over rows of data: the policy answers a prompt, in one turn or with tools, and verifiers or rewards judge it.
 
+    environment: {name: prompts, options: {path: questions.jsonl, verifier: numeric}}
     Prompts([{"prompt": "2 + 3 = ?", "target": "5"}, ...])
 
-A row's `target` is the right answer as text, its `level` (in all rows or none) a level of difficulty. All columns reach
-reward functions as `trajectory.row`; the environment itself gives no reward and knows no success.
+A row's target is the right answer as text, its level (in all rows or none) a level of difficulty. All columns reach
+reward functions as `trajectory.row`. Without a verifier the environment itself gives no reward and knows no success.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
 
-from rl_core.environments.environment import HELDOUT_START, Environment, Episode, Step
-from rl_core.environments.tools import Toolset
-from rl_core.errors import DataError
+from rl_core.data.prompt_files import PromptRows, read_prompt_rows, table_files
+from rl_core.environments.answer_checks import AnswerCheck, make_check
+from rl_core.environments.environment import HELDOUT_START, Demonstration, Environment, Episode, Step
+from rl_core.environments.heldout import digest, is_heldout
+from rl_core.environments.tools import CallFormat, Tool, Toolset
+from rl_core.errors import DataError, SettingsError, ToolMisuse, nearest
+from rl_core.importing import import_named
 from rl_core.types import Message
 
 __all__ = ["Prompts"]
 
 ONE_LEVEL = "all"
+MAX_CALLS = 16  # of one turn
+_TARGETS = ("target", "answer")  # columns that are the right answer where no option says so
+Rows = Sequence[Mapping[str, Any]]
 
 
 class PromptEpisode(Episode):
-    """One row: its prompt, then the answer, which ends the episode."""
+    """One row: its prompt, then tool calls if there are tools, then the answer, which ends the episode."""
 
-    def __init__(self, seed: int, level: str, row: Mapping[str, Any], system: str) -> None:
+    def __init__(self, seed: int, level: str, row: Mapping[str, Any], environment: Prompts) -> None:
         super().__init__(seed, level)
-        prompt = row["prompt"]
-        messages = [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
-        self._messages = [Message(role="system", content=system)] * bool(system) + messages
-        self.prompt = messages[-1]["content"]
-        self.target = str(row.get("target", ""))
+        self._messages = environment.opening(row)
+        self.prompt = self._messages[-1]["content"]
+        self.target = environment.target_of(row)
         self.kind = str(row.get("kind", ""))
         self.row = dict(row)
+        self._check, self._tools = environment.check, environment.tools_of_episode()
 
     def reset(self) -> list[Message]:
         """The prompt, after the system message where there is one."""
         return list(self._messages)
 
     def act(self, text: str) -> Step:
-        """Take the answer."""
-        return Step(terminated=True, answer=text)
+        """Run the calls, or take the answer."""
+        try:
+            calls = self._tools.parse_all(text, MAX_CALLS)
+        except ToolMisuse as misuse:
+            return Step([Message(role="tool", content=f"error: {misuse}")], is_error=True)
+        if calls:
+            results = self._tools.run_all(calls)
+            messages = [Message(role="tool", content=shown) for shown, _ in results]
+            is_error = any(failed for _, failed in results)
+            info = {"failed_calls": [n for n, (_, failed) in enumerate(results) if failed]} if is_error else {}
+            return Step(messages, tool_call=calls[0], more_calls=calls[1:], is_error=is_error, info=info)
+        self.close()
+        if self._check is None:
+            return Step(terminated=True, answer=text)
+        score = self._check.score(text, self.target, self.row)
+        return Step(reward=score, terminated=True, answer=text, success=score >= 1, info={"score": score})
+
+    def close(self) -> None:
+        """End the tools' sessions."""
+        self._tools.close()
 
 
 class Prompts(Environment):
@@ -51,42 +78,141 @@ class Prompts(Environment):
     knows_success = False
 
     def __init__(
-        self, rows: Sequence[Mapping[str, Any]], heldout: Sequence[Mapping[str, Any]] = (), *, system: str = ""
+        self,
+        rows: Rows | None = None,
+        heldout: Rows | float | str | None = None,
+        *,
+        path: str | None = None,
+        files: str | None = None,
+        revision: str | None = None,
+        prompt: str = "prompt",
+        target: str | None = None,
+        level: str = "level",
+        system: str = "",
+        verifier: str | dict[str, Any] | None = None,
+        tools: str | list[Any] | None = None,
+        mcp: dict[str, Any] | None = None,
+        call_format: CallFormat = "hermes",
+        describe_tools: bool = True,
+        demonstrations: str | None = None,
+        on_bad_row: Literal["stop", "skip"] = "stop",
+        max_rows: int | None = None,
+        data: Path | None = None,
     ) -> None:
-        """Rows as `data.records.read_prompts` gives them; `system`: a system message before every prompt.
+        """Rows of a file, or in memory as `data.records.read_prompts` gives them.
 
-        Raises: DataError where there is no row, or some rows have a level and others none.
+        Args:
+            rows: in place of a path.
+            heldout: share of the different questions that is held out (default 0.1 with a path, else none), a file of
+                held-out rows, or the rows.
+            path: JSONL, JSON array, Parquet or CSV file, a folder of them, or with `revision` a hub data set.
+            files: pattern of the files that are read of a folder or data set, as 'data/train-*.parquet'.
+            revision: commit of the hub data set, 40 hex digits.
+            prompt: column of the prompt, text or a list of messages.
+            target: column of the right answer; default: target or answer, where the rows have one.
+            level: column of the level of difficulty.
+            system: system message before every prompt.
+            verifier: exact, numeric, regex, math, code, or {name: options}: reward and success of an answer.
+            tools: functions with type hints, a list of them or of `Tool`, or a `Toolset`, at an import path or file.
+            mcp: MCP servers by name, see `environments.mcp_tools`.
+            call_format: syntax of calls in the system message, line or hermes.
+            describe_tools: False leaves their description out of the system message (with model.native_tools).
+            demonstrations: column of an answer to imitate, text or the messages after the prompt.
+            on_bad_row: 'skip' leaves bad rows out; 'stop' refuses the file.
+            max_rows: rows read at most.
+        Raises: SettingsError; DataError where there is no row, or some rows have a level and others none.
         """
-        super().__init__()
-        if not rows:
-            raise DataError("prompts: there is no row to train on")
-        self._rows = {"train": list(rows), "heldout": list(heldout)}
-        self._system = system
-        levels = [row.get("level") for part in self._rows.values() for row in part]
-        if any(level is None for level in levels) and any(level is not None for level in levels):
-            count = sum(level is None for level in levels)
-            raise DataError(f"prompts: {count} of {len(levels)} rows have no level; give it in every row or in none")
-        self.levels = tuple(dict.fromkeys(str(level) for level in levels if level is not None)) or (ONE_LEVEL,)
+        super().__init__(data)
+        self._prompt, self._target, self._level, self._demonstrations = prompt, target, level, demonstrations
+        self.check = _check_of(verifier)
+        self.knows_success = self.check is not None
+        self._tools = _toolset(tools, mcp)
+        self._has_tools = bool(mcp) or bool(self._tools.tools)
+        self._told, self._call_format, self._describe_tools = system, call_format, describe_tools
+        self._report: dict[str, Any] = {}
+        reader = functools.partial(_read, prompt, on_bad_row, max_rows)
+        self._rows = self._split(rows, heldout, path, reader, files, revision)
+        every = [row for part in self._rows.values() for row in part]
+        self.columns = tuple(dict.fromkeys(name for row in every for name in row))
+        self._check_options()
+        levels = [row.get(level) for row in every]
+        if any(one is None for one in levels) and any(one is not None for one in levels):
+            count = sum(one is None for one in levels)
+            raise DataError(f"prompts: {count} of {len(levels)} rows have no {level}; give it in every row or in none")
+        self.levels = tuple(dict.fromkeys(str(one) for one in levels if one is not None)) or (ONE_LEVEL,)
         self._seeds = {
-            (split, level): [
+            (split, one): [
                 seed
                 for seed, row in zip(self.seeds(split), part, strict=True)
-                if len(self.levels) == 1 or str(row["level"]) == level
+                if len(self.levels) == 1 or str(row[level]) == one
             ]
             for split, part in self._rows.items()
-            for level in self.levels
+            for one in self.levels
         }
+        waits = bool(mcp) or any(tool.timeout_s is not None for tool in self._tools.tools.values())
+        self.blocking = waits or bool(self.check is not None and self.check.blocking)
+
+    @classmethod
+    def named_code(cls, options: Mapping[str, Any]) -> tuple[str, ...]:
+        """The tools."""
+        named = options.get("tools")
+        paths = named if isinstance(named, list) else [named]
+        return tuple(path for path in paths if isinstance(path, str))
+
+    @functools.cached_property
+    def _system(self) -> str:
+        """System message: the option's, and the description of the tools, for which MCP servers are asked."""
+        if not self._has_tools or not self._describe_tools:
+            return self._told
+        described = self._tools.instructions(self._call_format, 1 if self._call_format == "line" else MAX_CALLS)
+        return "\n\n".join(part for part in (self._told, described) if part)
 
     @property
     def tools(self) -> Toolset:
-        """None."""
-        return Toolset([])
+        """Those of the options."""
+        return self._tools
+
+    def tools_of_episode(self) -> Toolset:
+        """The tools with sessions of their own."""
+        return self._tools.session()
 
     def episode(self, seed: int, level: str) -> Episode:
         """The row of that seed."""
         self.check_level(level)
-        part, index = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
-        return PromptEpisode(seed, level, self._rows[part][index], self._system)
+        return PromptEpisode(seed, level, self._row(seed), self)
+
+    def opening(self, row: Mapping[str, Any]) -> list[Message]:
+        """Opening messages of a row."""
+        messages = _messages(row)
+        if self._system and messages[0]["role"] == "system":
+            first = Message(role="system", content=f"{messages[0]['content']}\n\n{self._system}")
+            return [first, *messages[1:]]
+        return [Message(role="system", content=self._system)] * bool(self._system) + messages
+
+    def target_of(self, row: Mapping[str, Any]) -> str:
+        """Right answer of a row as text; "" = it has none."""
+        columns = (self._target,) if self._target is not None else _TARGETS
+        return next((str(row[name]) for name in columns if row.get(name) is not None), "")
+
+    def demonstration(self, seed: int, level: str) -> Demonstration | None:
+        """The row's answer in the column of demonstrations. Raises: DataError for a row without one."""
+        if self._demonstrations is None:
+            return None
+        row = self._row(seed)
+        answer = row.get(self._demonstrations)
+        if isinstance(answer, str) and answer.strip():
+            answer = [Message(role="assistant", content=answer)]
+        if not isinstance(answer, list) or not answer or answer[-1].get("role") != "assistant":
+            raise DataError(
+                f"options.demonstrations: the column '{self._demonstrations}' of the row of "
+                f"{str(row['prompt'])[:60]!r} holds no answer (text, or messages that end with the assistant's)"
+            )
+        return Demonstration([*self.opening(row), *answer], level, str(row.get("kind", "")), seed, True)
+
+    def prepare(self, folder: Path, seed: int) -> dict[str, Any]:
+        """Summary of what was read, for the data stage; the rows stay where they are."""
+        counts = {f"num_{split}_rows": len(part) for split, part in self._rows.items()}
+        return {**self._report, **counts, "levels": list(self.levels)} if self._report else {}
 
     def seeds(self, split: str) -> range:
         """One seed a row."""
@@ -95,9 +221,157 @@ class Prompts(Environment):
 
     def seeds_of(self, split: str, level: str) -> Sequence[int]:
         """Seeds of the rows of one level."""
+        self.check_level(level)
         return self._seeds[split, level]
 
     def heldout_levels(self) -> list[tuple[str, int]]:
         """(level, seed) of every held-out row, in order."""
         found = {seed: level for level in self.levels for seed in self._seeds["heldout", level]}
         return [(found[seed], seed) for seed in self.seeds("heldout")]
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def _row(self, seed: int) -> Mapping[str, Any]:
+        part, index = ("heldout", seed - HELDOUT_START) if seed >= HELDOUT_START else ("train", seed)
+        if not 0 <= index < len(self._rows[part]):
+            raise SettingsError(f"seed {seed}: there are {len(self._rows[part])} {part} rows")
+        return self._rows[part][index]
+
+    def _split(
+        self,
+        rows: Rows | None,
+        heldout: Rows | float | str | None,
+        path: str | None,
+        read: Callable[..., PromptRows],
+        files: str | None,
+        revision: str | None,
+    ) -> dict[str, Rows]:
+        """Training and held-out rows."""
+        if (rows is None) == (path is None):
+            found = "both are given" if path is not None else "neither is given"
+            raise SettingsError(f"options.path: {found}; name a file of rows with a prompt, or hand in rows")
+        if path is not None:
+            records = read(path, files, revision)
+            rows = records.rows
+            self._report = {
+                "files": records.files, "digest": records.digest, "num_rows": records.num_rows,
+                "num_skipped": records.num_skipped,
+            }  # fmt: skip
+            heldout = 0.1 if heldout is None else heldout
+        if not rows:
+            raise DataError("prompts: there is no row to train on")
+        if isinstance(heldout, str):
+            return {"train": rows, "heldout": read(heldout, None, None).rows}
+        if isinstance(heldout, int | float):
+            if not 0 <= heldout < 1:
+                raise SettingsError(f"options.heldout: {heldout} must be a share from 0 to below 1, or a file")
+            self.splits_itself = heldout > 0
+            return self._by_content(rows, heldout)
+        return {"train": rows, "heldout": heldout or ()}
+
+    def _by_content(self, rows: Rows, share: float) -> dict[str, Rows]:
+        """Rows split by the digest of their question, at least one question of each level on either side."""
+        if not share:
+            return {"train": rows, "heldout": ()}
+        keys = [digest([[m["role"], m["content"]] for m in _messages(row)]) for row in rows]
+        held = {key for key in keys if is_heldout(key, share)}
+        for level in dict.fromkeys(str(row.get(self._level)) for row in rows):
+            own = sorted({key for key, row in zip(keys, rows, strict=True) if str(row.get(self._level)) == level})
+            if len(own) > 1 and held.isdisjoint(own):
+                held.add(own[0])
+            elif len(own) > 1 and held.issuperset(own):
+                held.discard(own[-1])
+        if not held or held.issuperset(keys):
+            raise SettingsError(
+                f"options.heldout: {len(set(keys))} different questions cannot be split into a training and a held-out "
+                "set; give more rows, or heldout: 0"
+            )
+        parts: dict[str, list[Any]] = {"train": [], "heldout": []}
+        for key, row in zip(keys, rows, strict=True):
+            parts["heldout" if key in held else "train"].append(row)
+        return {name: part for name, part in parts.items()}
+
+    def _check_options(self) -> None:
+        """Columns that the options name are there. Raises: SettingsError."""
+        assert self.columns is not None
+        named = {"target": self._target, "demonstrations": self._demonstrations}
+        if self._level != "level":
+            named["level"] = self._level
+        for option, column in named.items():
+            if column is not None and column not in self.columns:
+                known = ", ".join(self.columns)
+                raise SettingsError(
+                    f"options.{option}: no row has a column '{column}', they have {known}; "
+                    f"{nearest(column, self.columns)}"
+                )
+        if self.check is None:
+            return
+        self.check.check_columns(self.columns)
+        if self.check.needs_target and self._target is None and not set(_TARGETS) & set(self.columns):
+            raise SettingsError(
+                f"options.target: the verifier '{self.check.name}' compares with the right answer; name its column, "
+                f"one of {', '.join(self.columns)}"
+            )
+
+
+def _messages(row: Mapping[str, Any]) -> list[Message]:
+    prompt = row["prompt"]
+    return [Message(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
+
+
+def _read(
+    prompt: str, on_bad_row: str, max_rows: int | None, path: str, files: str | None, revision: str | None
+) -> PromptRows:
+    """Rows of a path, read once in a process as long as no file changes. Raises: SettingsError, DataError."""
+    place = Path(path).expanduser()
+    stamps: tuple[Any, ...] = ()
+    if place.exists() and revision is None:
+        states = [(str(file), file.stat()) for file in table_files(place, files)]
+        stamps = tuple((name, state.st_mtime_ns, state.st_size) for name, state in states)
+    return _read_once(prompt, on_bad_row, max_rows, path, files, revision, stamps)
+
+
+@functools.lru_cache(maxsize=4)
+def _read_once(
+    prompt: str,
+    on_bad_row: str,
+    max_rows: int | None,
+    path: str,
+    files: str | None,
+    revision: str | None,
+    stamps: tuple[Any, ...],
+) -> PromptRows:
+    return read_prompt_rows(
+        path, prompt=prompt, files=files, revision=revision, on_bad_row=on_bad_row, max_rows=max_rows
+    )
+
+
+def _check_of(verifier: str | dict[str, Any] | None) -> AnswerCheck | None:
+    if verifier is None:
+        return None
+    if isinstance(verifier, dict) and len(verifier) != 1:
+        raise SettingsError(f"options.verifier: {sorted(verifier)}: name one, as {{numeric: {{tolerance: 0.01}}}}")
+    name, options = (verifier, None) if isinstance(verifier, str) else next(iter(verifier.items()))
+    try:
+        return make_check(name, options)
+    except SettingsError as error:
+        raise SettingsError(f"options.verifier: {error}") from error
+
+
+def _toolset(named: str | list[Any] | None, mcp: dict[str, Any] | None) -> Toolset:
+    """Tools at import paths or handed in, and those of MCP servers."""
+    found: list[Tool] = []
+    for item in named if isinstance(named, list) else [named] if named is not None else []:
+        value = import_named(item, "options.tools") if isinstance(item, str) else item
+        if isinstance(value, Toolset):
+            found += value.tools.values()
+            continue
+        for each in value if isinstance(value, Iterable) and not callable(value) else [value]:
+            if not isinstance(each, Tool) and not callable(each):
+                raise SettingsError(f"options.tools: {each!r} is neither a Tool nor a function")
+            found.append(each if isinstance(each, Tool) else Tool.from_function(each))
+    if mcp:
+        from rl_core.environments.mcp_tools import McpToolset
+
+        return McpToolset(mcp, found)
+    return Toolset(found)

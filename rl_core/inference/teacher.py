@@ -7,11 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -21,16 +17,13 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rl_core.errors import BackendError, DataError, SettingsError
+from rl_core.json_server import Limits, ask_server, v1_address
 from rl_core.models.causal_lm import evaluating
 from rl_core.models.logprobs import completion_logprobs
 from rl_core.settings import TeacherSettings
 from rl_core.types import TrainBatch
 
 __all__ = ["LocalTeacher", "ServedTeacher", "Teacher", "check_vocabulary", "vocabulary_digest"]
-
-logger = logging.getLogger(__name__)
-
-_TRANSIENT = {408, 409, 425, 429}  # and all above 499: another try may succeed
 
 
 class Teacher(Protocol):
@@ -74,8 +67,7 @@ class ServedTeacher:
         if settings.url is None or settings.model is None:
             raise SettingsError("teacher: a served one needs url and model, the name that the server knows it by")
         self.settings = settings
-        base = settings.url.rstrip("/")
-        self.url = f"{base if base.endswith('/v1') else f'{base}/v1'}/completions"
+        self.url = v1_address(settings.url, "completions")
 
     def logprobs(self, batch: TrainBatch) -> torch.Tensor:
         """See `Teacher`. Raises: BackendError without a complete answer; DataError for a temperature other than 1."""
@@ -115,26 +107,17 @@ class ServedTeacher:
 
     def _ask(self, asked: dict[str, Any]) -> Any:
         """The server's answer. Raises: BackendError after the last try, or at once for a request that it refuses."""
-        body = json.dumps(asked).encode()
-        for attempt in range(self.settings.retries + 1):
-            request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-            try:
-                with urllib.request.urlopen(request, timeout=self.settings.timeout_s) as answer:
-                    return json.loads(answer.read())
-            except urllib.error.HTTPError as error:
-                text = error.read(500).decode(errors="replace")
-                problem = f"{error.code} {error.reason}: {text}"
-                if error.code < 500 and error.code not in _TRANSIENT:
-                    raise BackendError(f"{self.url} refuses the request: {problem}") from error
-            except (OSError, ValueError) as error:  # ValueError: half an answer is no JSON
-                problem = f"{type(error).__name__}: {error}"
-            if attempt < self.settings.retries:
-                logger.warning("%s: %s; asked again", self.url, problem)
-                time.sleep(self.settings.retry_delay_s * 2**attempt)
-        raise BackendError(
-            f"{self.url} did not answer in {self.settings.retries + 1} tries (the last: {problem}); start the "
-            "teacher's server, or raise teacher.retries or teacher.timeout_s; the same command resumes"
-        )
+        settings = self.settings
+        limits = Limits(settings.timeout_s, settings.retries, settings.retry_delay_s)
+        try:
+            return ask_server(self.url, asked, limits, read=lambda answer: answer)
+        except BackendError as error:
+            if "did not answer" not in str(error):
+                raise
+            raise BackendError(
+                f"{error}; start the teacher's server, or raise teacher.retries or teacher.timeout_s; the same command "
+                "resumes"
+            ) from error
 
 
 def _of_echo(choice: dict[str, Any], count: int) -> list[float | None]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from rl_core.models.turn_states import TurnStates
 from rl_core.types import Rollout
 
-__all__ = ["Component", "describe"]
+__all__ = ["Component", "SampleFailure", "describe"]
+
+
+class SampleFailure(NamedTuple):
+    """Failure of a component on one sample."""
+
+    error: str  # continues "reward 'name' ..."
+    trace: str = ""
 
 
 class Component(ABC):
@@ -22,10 +29,14 @@ class Component(ABC):
 
     def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
+        self.failed: dict[int, SampleFailure] = {}  # of the last call, by index of the rollout
 
     @abstractmethod
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> Sequence[float | None]:
         """Score them. Raises: RewardError."""
+
+    def check_columns(self, columns: Sequence[str] | None) -> None:  # noqa: B027 most look at no column
+        """Raise SettingsError for a column that it reads and the environment's rows do not have; None = not known."""
 
     def state_dict(self) -> dict[str, Any]:
         """State that a resumed run needs; empty for most components."""

@@ -7,8 +7,7 @@ import logging
 from collections.abc import Sequence
 from statistics import fmean
 
-import regex
-
+from rl_core.data.timed_pattern import MATCH_S, TimedPattern
 from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component
 from rl_core.settings import FormatSettings
@@ -18,37 +17,32 @@ __all__ = ["FormatReward"]
 
 logger = logging.getLogger(__name__)
 
-MATCH_S = 1.0  # processor time of one turn's match; texts of ten thousand characters take milliseconds
-MAX_TIMED_OUT = 10
-
 
 class FormatReward(Component):
     """Share of well-formed turns, 0 to 1; 0 for an episode without a turn.
 
     Malformed is a turn that is neither a call nor an answer (a call whose tool failed was well-formed), the last one of
-    an episode that ran out of tokens, and with `pattern` one whose whole text does not match it. Nested repeats, as in
-    (a+)+b, may try a number of ways that doubles with each character: a turn that is not matched within MATCH_S seconds
-    of processor time is malformed, and counted in timed_out.
+    an episode that ran out of tokens, and with `pattern` one whose whole text does not match it, or not within MATCH_S
+    seconds of processor time (counted in timed_out).
     Metrics: malformed_turns (mean per rollout), perfect (share of rollouts without one), with `pattern` timed_out
     (turns of the batch).
     """
 
     def __init__(self, settings: FormatSettings) -> None:
         super().__init__()
-        # Not `re`, whose matching cannot be stopped, not even by a signal.
-        self._pattern = regex.compile(settings.pattern, regex.DOTALL) if settings.pattern is not None else None
-        self._timed_out = 0
+        self._pattern = TimedPattern(settings.pattern, MATCH_S) if settings.pattern is not None else None
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float]:
         """One number for each rollout."""
-        self._timed_out = 0
+        if self._pattern is not None:
+            self._pattern.timed_out = 0
         malformed = [self._malformed(rollout.trajectory) for rollout in rollouts]
         turns = [len(rollout.trajectory.turns) for rollout in rollouts]
         values = [1 - bad / count if count else 0.0 for bad, count in zip(malformed, turns, strict=True)]
         if rollouts:
             self.metrics = {"malformed_turns": fmean(malformed), "perfect": fmean(value == 1 for value in values)}
             if self._pattern is not None:
-                self.metrics["timed_out"] = float(self._timed_out)
+                self.metrics["timed_out"] = float(self._pattern.timed_out)
         return values
 
     def _malformed(self, trajectory: Trajectory) -> int:
@@ -62,14 +56,11 @@ class FormatReward(Component):
     def _fits(self, text: str) -> bool:
         if self._pattern is None:
             return True
-        # A batch whose turns keep running out of time gets less for each: ten limits in all, then a tenth of one.
-        limit = MATCH_S if self._timed_out < MAX_TIMED_OUT else MATCH_S / 10
-        try:
-            return self._pattern.fullmatch(text, timeout=limit) is not None
-        except TimeoutError:
-            self._timed_out += 1
+        timed_out = self._pattern.timed_out
+        fits = self._pattern.matches(text, whole=True)
+        if self._pattern.timed_out > timed_out:
             _warn(self._pattern.pattern)
-            return False
+        return fits
 
 
 @functools.lru_cache(maxsize=64)  # each pattern is named once

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rl_core.environments.answer_checks import CHECKS, make_check
 from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode
 from rl_core.errors import RewardError, SettingsError, nearest
 from rl_core.models.turn_states import Embed, TurnStates
@@ -16,12 +17,14 @@ from rl_core.rewards.component import Component, describe
 from rl_core.rewards.curiosity import CuriosityReward
 from rl_core.rewards.format import FormatReward
 from rl_core.rewards.hacking_monitor import HackingMonitor
+from rl_core.rewards.judge import JudgeReward
 from rl_core.rewards.learned import LearnedReward, Scorer
 from rl_core.rewards.length import LengthReward
 from rl_core.rewards.running_stats import RunningNorm
 from rl_core.rewards.task import TaskReward
 from rl_core.rewards.tool_use import ToolUseReward
 from rl_core.rewards.user_function import RewardFunction, UserReward
+from rl_core.rewards.verifier import VerifierReward
 from rl_core.settings import RewardSettings
 from rl_core.storage.faults import fault
 from rl_core.types import Rollout, RolloutGroup
@@ -40,14 +43,20 @@ COMPONENTS: dict[str, str] = {
     "learned": "score of the reward model, normalised over the run",
     "format": "share of turns that the environment can read",
     "length": "what is written beyond the free length costs",
+    "exact": "the answer is the target's text",
+    "numeric": "the answer is the target's number",
+    "regex": "the answer matches a pattern",
+    "math": "the answer is mathematically equal to the target",
+    "code": "the program in the answer passes the row's tests",
+    "judge": "score of a model behind an OpenAI-compatible URL",
 }
 
 
 class RewardOrchestrator:
     """Scores rollouts: the only place that sets `Trajectory.reward` once an episode has been played.
 
-    A component is a name from COMPONENTS or an import path 'package.module:function' of a function that takes a list of
-    Trajectory and gives as many numbers.
+    A component is a name from COMPONENTS, or the import path or file of a function ('package.module:function',
+    'file.py:function'): see `rewards.signature`.
     """
 
     def __init__(
@@ -85,6 +94,14 @@ class RewardOrchestrator:
     def needs_states(self) -> bool:
         """True = `score` needs `embed`."""
         return any(component.needs_states for component in self.components.values())
+
+    def check_columns(self, columns: Sequence[str] | None) -> None:
+        """Raise SettingsError for a column that a component reads and the environment's rows do not have.
+
+        `columns`: those of the rows; () = its episodes are no rows, None = not known.
+        """
+        for component in self.components.values():
+            component.check_columns(columns)
 
     def set_weights(self, changes: Mapping[str, float]) -> None:
         """Set the weights to the initial ones with these changes. Raises: SettingsError for an unknown component."""
@@ -171,10 +188,14 @@ class RewardOrchestrator:
             "tool_use": lambda: ToolUseReward(options.tool_use),
             "format": lambda: FormatReward(options.format),
             "length": lambda: LengthReward(options.length),
+            "judge": lambda: JudgeReward(options.judge, self.failures.too_many),
         }
         if name in made:
             component: Component = made[name]()
             return component
+        if name in CHECKS:
+            settings = getattr(options, name)
+            return VerifierReward(make_check(name, settings), getattr(settings, "workers", 1))
         if name == "learned":
             if scorer is None:
                 raise SettingsError(
@@ -184,7 +205,7 @@ class RewardOrchestrator:
         if ":" not in name:
             raise SettingsError(
                 f"rewards.{name}: no such component; {nearest(name, COMPONENTS)} "
-                "A function of yours is named by its import path, 'package.module:function'"
+                "A function of yours is named by its place, 'package.module:function' or 'file.py:function'"
             )
         return UserReward(name, options, too_many=self.failures.too_many)
 
@@ -209,6 +230,8 @@ class RewardOrchestrator:
         except Exception as error:
             raise RewardError(f"reward '{name}' raised {type(error).__name__}: {error}") from error
         for value, rollout in zip(values, rollouts, strict=True):
+            if value is None and component.failed:  # those that were left untried after too many failures too
+                continue
             if value is None or not math.isfinite(value):
                 raise RewardError(f"reward '{name}' gave {value!r}, no finite number, for {describe(rollout)}")
         return values
@@ -239,7 +262,7 @@ class RewardOrchestrator:
             kept = [value for value, total in zip(weighted[name], totals, strict=True) if total is not None]
             metrics[f"reward/weighted/{short}"] = statistics.fmean(kept)
             metrics |= {f"reward/{short}/{key}": value for key, value in self.components[name].metrics.items()}
-        if any(isinstance(component, UserReward) for component in self.components.values()):
+        if any(isinstance(component, UserReward | JudgeReward) for component in self.components.values()):
             metrics["reward/masked_rate"] = (len(totals) - len(known)) / len(totals)
         return metrics
 
@@ -259,7 +282,7 @@ class RewardOrchestrator:
         """Count and keep the rollouts on which a user function failed. Raises: RewardError where they are too many."""
         failed: dict[int, FailedEpisode] = {}
         for name, component in self.components.items():
-            for index, failure in component.failed.items() if isinstance(component, UserReward) else ():
+            for index, failure in component.failed.items():
                 trajectory = rollouts[index].trajectory
                 failed.setdefault(index, FailedEpisode(trajectory, [], f"reward '{name}'", *failure))
         episodes = [failed[index] for index in sorted(failed)]

@@ -37,11 +37,12 @@ class ToolUseReward(Component):
     def _count(self, trajectory: Trajectory) -> tuple[int, int, float]:
         """Misused turns, calls beyond the free ones, bonus."""
         settings = self.settings
-        called = [turn for turn in trajectory.turns if turn.tool_call is not None]
+        called = [call for turn in trajectory.turns for call in turn.calls]
         worked = {
-            (turn.tool_call.name, json.dumps(turn.tool_call.arguments, sort_keys=True, default=str))
-            for turn in called
-            if turn.tool_call is not None and not turn.is_error
+            (call.name, json.dumps(call.arguments, sort_keys=True, default=str))
+            for turn in trajectory.turns
+            if not turn.is_error
+            for call in turn.calls
         }
         extra = 0 if settings.max_calls is None else max(0, len(called) - settings.max_calls)
         bonus = min(settings.bonus * len(worked), settings.max_bonus)

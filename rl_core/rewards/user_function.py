@@ -2,37 +2,35 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any
 
 from rl_core.environments.failed_episodes import error_trace
-from rl_core.errors import RewardError, SettingsError, nearest
+from rl_core.errors import RewardError, SettingsError
+from rl_core.importing import import_named
 from rl_core.models.turn_states import TurnStates
-from rl_core.rewards.component import Component
+from rl_core.rewards.component import Component, SampleFailure
+from rl_core.rewards.signature import Signature
 from rl_core.settings import RewardSettings
 from rl_core.time_limits import CallTimeout, TooManyHung, call_within
-from rl_core.types import Rollout, Trajectory
+from rl_core.types import Rollout
 
-__all__ = ["RewardFunction", "SampleFailure", "UserReward", "import_function"]
+__all__ = ["RewardFunction", "UserReward", "import_function"]
 
-RewardFunction = Callable[[list[Trajectory]], Sequence[float]]  # written by a user
+RewardFunction = Callable[..., Any]  # written by a user; see `signature` for its arguments
 
 
 class _Failure(Exception):
     """A call that returned no list; the message continues "reward 'name' ..."."""
 
 
-class SampleFailure(NamedTuple):
-    """Failure of the function on one sample."""
-
-    error: str  # continues "reward 'name' ..."
-    trace: str = ""
-
-
 class UserReward(Component):
-    """A function at 'package.module:function' that takes a list of Trajectory and gives as many numbers.
+    """A function at 'package.module:function' or 'file.py:function' that gives one number for each trajectory.
+
+    Its arguments: `rewards.signature`. A None that a function of TRL's gives means there that it does not apply: it
+    adds nothing, and is counted in the metric `skipped`.
 
     It runs in a thread of its own, which is made to end after `timeout_s` (`rl_core.time_limits`: one that waits in C
     goes on until that returns; with MAX_HUNG of them the stage ends). Where a call fails, the samples are tried one at
@@ -58,27 +56,33 @@ class UserReward(Component):
         super().__init__()
         self.name = name
         self.options = options
-        self.function = import_function(name) if function is None else function
-        self.failed: dict[int, SampleFailure] = {}  # of the last call, by index of the sample
+        self.signature = Signature(import_function(name) if function is None else function, name)
         self._too_many = too_many
 
     def __call__(self, rollouts: Sequence[Rollout], states: Sequence[TurnStates] = ()) -> list[float | None]:
         """One number for each rollout; None = it failed. Raises: RewardError naming the function."""
         self.failed = {}
+        self.signature.logged.clear()
         try:
             values = self._call(rollouts)
         except _Failure as failure:
             return self._one_by_one(rollouts, failure)
+        if self.signature.is_trl:
+            self.metrics = {"skipped": sum(value is None for value in values) / max(1, len(values))}
+            self.metrics |= {name: fmean(logged) for name, logged in self.signature.logged.items()}
         return self._checked(values, range(len(rollouts)))
+
+    def check_columns(self, columns: Sequence[str] | None) -> None:
+        """See `Component`."""
+        self.signature.check(columns)
 
     def _call(self, rollouts: Sequence[Rollout]) -> list[Any]:
         """Return value of the function. Raises: _Failure when it raises, hangs, or returns no list."""
-        trajectories = [rollout.trajectory for rollout in rollouts]
         seconds, name = self.options.timeout_s, f"reward {self.name}"
         try:
             if seconds is None:
-                return _as_list(self.function, trajectories)
-            return call_within(seconds, name, _as_list, self.function, trajectories)
+                return _as_list(self.signature.call, rollouts)
+            return call_within(seconds, name, _as_list, self.signature.call, rollouts)
         except _Failure:
             raise
         except TooManyHung as error:
@@ -94,7 +98,7 @@ class UserReward(Component):
             raise RewardError(f"reward '{self.name}' gave {len(values)} values for {len(indices)} trajectories")
         checked: list[float | None] = []
         for value, index in zip(values, indices, strict=True):
-            number = _finite(value)
+            number = 0.0 if value is None and self.signature.is_trl else _finite(value)
             if number is None:
                 self.failed[index] = SampleFailure(f"gave {value!r}, no finite number")
             checked.append(number)
@@ -125,8 +129,8 @@ class UserReward(Component):
         return [found.get(index) for index in range(len(rollouts))]
 
 
-def _as_list(function: RewardFunction, trajectories: list[Trajectory]) -> list[Any]:
-    values = function(trajectories)
+def _as_list(call: Callable[[Sequence[Rollout]], Any], rollouts: Sequence[Rollout]) -> list[Any]:
+    values = call(rollouts)
     if not isinstance(values, Iterable):
         raise _Failure(f"gave {type(values).__name__}, expected a list of numbers")
     return list(values)
@@ -141,16 +145,9 @@ def _finite(value: Any) -> float | None:
 
 
 def import_function(path: str) -> RewardFunction:
-    """The function at 'package.module:function'. Raises SettingsError."""
-    module_name, _, function_name = path.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # any error raised by a user's module on import
-        raise SettingsError(
-            f"rewards.{path}: module '{module_name}' cannot be imported ({type(error).__name__}: {error})"
-        ) from error
-    function = getattr(module, function_name, None)
+    """The function at an import path or in a file. Raises: SettingsError."""
+    function = import_named(path, f"rewards.{path}")
     if not callable(function):
-        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise SettingsError(f"rewards.{path}: no function '{function_name}' there; {nearest(function_name, known)}")
+        name = path.partition(":")[2]
+        raise SettingsError(f"rewards.{path}: no function '{name}' there, but a {type(function).__name__} of that name")
     return function

@@ -16,6 +16,7 @@ from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode, error_trace
 from rl_core.environments.step_pool import Call, NewContext, Observation, PendingTurn, StepPool, Turnover
+from rl_core.environments.tool_schema import example, schema_of
 from rl_core.environments.tools import Toolset
 from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
@@ -106,7 +107,12 @@ def collect(
             begun = [sequence for sequence in group if not sequence.has_failed]
             if any(sequence.messages != begun[0].messages for sequence in begun):
                 raise EnvironmentFault(f"{begun[0].place}: two episodes of the same seed began with different messages")
-        backend.run([sequence for group in groups for sequence in group if not sequence.has_failed], sampling)
+        try:
+            backend.run([sequence for group in groups for sequence in group if not sequence.has_failed], sampling)
+        finally:
+            for group in groups:
+                for sequence in group:
+                    sequence.close()
     played = [
         RolloutGroup([sequence.rollout(policy_version) for sequence in group if not sequence.has_failed])
         for group in groups
@@ -154,7 +160,7 @@ def _with_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
     if not isinstance(renderer, ChatRenderer) or not renderer.settings.native_tools or not tools.tools:
         return renderer
     tool = next(iter(tools.tools.values()))
-    call = ToolCall(tool.name, {name: kind(1) for name, kind in tool.parameters.items()})
+    call = ToolCall(tool.name, {name: example(schema_of(kind)) for name, kind in tool.parameters.items()})
     function = {"name": call.name, "arguments": call.arguments}
     told = renderer.with_tools(tools.schema())
     text = told.assistant_text(
@@ -277,6 +283,7 @@ class _EpisodeSequence:
         self._last, turn = step, self._turns[-1]
         self._reward += step.reward
         turn.tool_call, turn.is_error = step.tool_call, step.is_error
+        turn.more_calls, turn.info = step.more_calls, step.info
         if step.terminated or step.truncated:
             self._stop_reason = StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT
             return None
@@ -293,6 +300,15 @@ class _EpisodeSequence:
         ids = observation.ids if isinstance(observation, NewContext) else observation
         self._append(ids, [0.0] * len(ids), sampled=False)
         return observation
+
+    def close(self) -> None:
+        """End the episode's sessions, where it has some; an error of that is logged."""
+        if self._episode is None:
+            return
+        try:
+            self._episode.close()
+        except Exception:
+            logger.warning("%s: its close failed", self.place, exc_info=True)
 
     def _continuation(self, messages: list[Message]) -> Observation:
         """Tokens to append, or the context that the chat template renders anew; None = no room for a token after it."""
@@ -394,9 +410,14 @@ def plain_step(step: Step) -> Step:
     if isinstance(step.answer, str):
         step.answer = printable(step.answer)
     if step.tool_call is not None:
-        step.tool_call = ToolCall(printable(step.tool_call.name), plain_json(step.tool_call.arguments))
+        step.tool_call = _plain_call(step.tool_call)
+    step.more_calls, step.info = [_plain_call(call) for call in step.more_calls], plain_json(step.info)
     step.messages, step.reward = plain_messages(step.messages), float(step.reward)
     return step
+
+
+def _plain_call(call: ToolCall) -> ToolCall:
+    return ToolCall(printable(call.name), plain_json(call.arguments))
 
 
 def plain_messages(messages: Sequence[Message]) -> list[Message]:

@@ -18,9 +18,10 @@ from rl_core.environments.environment import Environment, Episode, Step
 from rl_core.environments.failed_episodes import FailedEpisode, error_trace
 from rl_core.environments.heldout import within
 from rl_core.errors import EnvironmentFault
+from rl_core.rewards.signature import Signature
 from rl_core.rewards.user_function import RewardFunction
 from rl_core.rollouts.collect import plain_messages, plain_step
-from rl_core.types import Message, StopReason, Trajectory, Turn
+from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
 
 __all__ = ["Replay", "replay_episode"]
 
@@ -166,7 +167,7 @@ def _score(
     found: list[Any] = []
     for _ in range(2):
         try:
-            value = within(timeout_s, f"reward '{name}'", lambda: list(function([copy.deepcopy(bare)])))
+            value = within(timeout_s, f"reward '{name}'", lambda: _values(Signature(function, name), bare))
             found.append(value[0] if len(value) == 1 else f"{len(value)} values for 1 trajectory")
         except (Exception, SystemExit) as error:
             found.append(f"raised {type(error).__name__}: {error}")
@@ -182,6 +183,12 @@ def _score(
         replay.compare(f"error of reward '{name}'", expected, now)
     elif name in played.rewards:
         replay.compare(f"reward '{name}'", played.rewards[name], found[0])
+
+
+def _values(signature: Signature, played: Trajectory) -> list[Any]:
+    """Values of a copy of the trajectory, which knows no token ids; see `rewards.user_function` for None."""
+    values = signature.call([Rollout([], [], [], [], copy.deepcopy(played))])
+    return [0.0 if value is None and signature.is_trl else value for value in values]
 
 
 def _same(one: Any, other: Any) -> bool:

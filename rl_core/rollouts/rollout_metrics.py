@@ -32,7 +32,7 @@ def rollout_metrics(groups: Sequence[RolloutGroup], *, with_success: bool = True
         "train/action_tokens": _mean(trajectory.num_action_tokens for trajectory in played),
         "train/turns": _mean(len(trajectory.turns) for trajectory in played),
         "train/truncation_rate": _mean(rollout.is_truncated for rollout in rollouts),
-        "tool/calls": sum(turn.tool_call is not None for turn in turns) / len(played),
+        "tool/calls": sum(len(turn.calls) for turn in turns) / len(played),
         "tool/misuse_rate": _mean(turn.is_error for turn in turns),
         "tool/hung_calls": float(hung_calls()),
         "policy/mean_logprob": math.fsum(t.mean_logprob * t.num_action_tokens for t in played) / max(action_tokens, 1),

@@ -9,6 +9,14 @@ import regex
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
 from rl_core.settings.defaults import DEFAULTS, is_open
+from rl_core.settings.verifiers import (
+    CodeSettings,
+    ExactSettings,
+    JudgeSettings,
+    MathSettings,
+    NumericSettings,
+    RegexSettings,
+)
 
 __all__ = [
     "CoherenceSettings",
@@ -102,9 +110,9 @@ class RewardSettings(Settings):
         0.1,
         ge=0,
         le=1,
-        doc="share of samples on which user functions may raise, hang or give no finite number (counted over ten "
-        "iterations and at least 50 samples); they carry no loss. Beyond it the stage stops; 0: at the first, 1: only "
-        "if all fail",
+        doc="share of samples on which user functions may raise, hang or give no finite number, or the judge give no "
+        "judgement (counted over ten iterations and at least 50 samples); they carry no loss. Beyond it the stage "
+        "stops; 0: at the first, 1: only if all fail",
     )
     timeout_s: float | None = setting(
         120.0, gt=0, doc="timeout in seconds of one call of a user function; none: no limit, hangs go undetected"
@@ -120,3 +128,9 @@ class RewardSettings(Settings):
     tool_use: ToolUseSettings = setting(ToolUseSettings(), doc="options of component tool_use")
     format: FormatSettings = setting(FormatSettings(), doc="of the component format")
     length: LengthSettings = setting(LengthSettings(), doc="of the component length")
+    exact: ExactSettings = setting(ExactSettings(), doc="of the component exact")
+    numeric: NumericSettings = setting(NumericSettings(), doc="of the component numeric")
+    regex: RegexSettings = setting(RegexSettings(), doc="of the component regex")
+    math: MathSettings = setting(MathSettings(), doc="of the component math")
+    code: CodeSettings = setting(CodeSettings(), doc="of the component code")
+    judge: JudgeSettings = setting(JudgeSettings(), doc="of the component judge")

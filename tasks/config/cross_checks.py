@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -217,11 +218,15 @@ def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Fin
         return
     options = dict(settings.environment.options)
     path = options.get("path")
-    if isinstance(path, str) and not Path(path).is_file():
+    if settings.environment.name == "prompts":
+        if isinstance(path, str) and not Path(path).exists() and options.get("revision") is None:
+            return  # tasks/config/files says so; the levels are those of the rows
+    elif isinstance(path, str) and not Path(path).is_file():
         # tasks/config/files says what is wrong with it; names and levels are checked all the same
         options["path"] = os.devnull
     try:
-        known = tuple(make(settings.environment.name, options).levels)
+        environment = make(settings.environment.name, options)
+        known = tuple(environment.levels)
     except PosttrainError as error:
         name, colon, text = str(error).partition(": ")
         inside = colon and name.split(".")[0] in ("name", "options")
@@ -231,6 +236,17 @@ def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Fin
     except Exception as error:  # a user's own class: whatever it raises is for the user to see
         yield _finding(("environment",), f"{settings.environment.name!r} raised {type(error).__name__}: {error}")
         return
+    yield from _columns(settings, environment.columns, import_code)
+    policy = settings.stages.policy
+    if policy is not None and settings.environment.name == "prompts" and not environment.knows_success:
+        by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]
+        if not any(weight for weights in by_stage for name, weight in weights.items() if name != "task"):
+            yield _finding(
+                (*POLICY, "rewards"),
+                "prompts alone reward nothing: set environment.options.verifier (exact, numeric, regex, math, code), "
+                'or name a reward, as `rewards: {exact: 1.0}` or {"rewards.py:correct": 1.0}',
+                ("environment",),
+            )
     for key, levels in _named_levels(settings):
         for level in levels:
             if level not in known:
@@ -257,6 +273,22 @@ def _named_levels(settings: PipelineSettings) -> Iterator[tuple[Key, Collection[
             yield ("stages", name, "curriculum", index, "levels"), part.levels
 
 
+def _columns(settings: PipelineSettings, columns: tuple[str, ...] | None, import_code: bool) -> Iterator[_Finding]:
+    """Columns that rewards read are columns of the environment's rows."""
+    from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
+
+    policy = settings.stages.policy
+    for name, weight in policy.rewards.items() if policy is not None else ():
+        if name == "learned" or (":" in name and not import_code):
+            continue
+        with contextlib.suppress(PosttrainError):  # `_rewards` says what is wrong with it
+            rewards = RewardOrchestrator({name: weight}, options=policy.reward_options if policy else None)
+            try:
+                rewards.check_columns(columns)
+            except PosttrainError as error:
+                yield _finding((*POLICY, "rewards", name), str(error), ("environment",))
+
+
 def _rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:
     from rl_core.rewards.orchestrator import RewardOrchestrator  # imports torch
 
@@ -268,7 +300,7 @@ def _rewards(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding
         if name == "learned" or (":" in name and not import_code):
             continue
         try:
-            RewardOrchestrator({name: weight})
+            RewardOrchestrator({name: weight}, options=policy.reward_options)
         except PosttrainError as error:
             yield _finding((*key, name), str(error).partition(": ")[2] or str(error))
     by_stage = [{**policy.rewards, **stage.rewards} for stage in policy.curriculum] or [policy.rewards]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rl_core.data.files import DATA_SUFFIXES, data_files
+from rl_core.data.prompt_files import TABLE_SUFFIXES
 from rl_core.errors import CheckpointError, SettingsError
 from rl_core.settings import DataSettings, EnvironmentSettings, ModelSettings, Settings
 from tasks.config.problems import Key, Problem, dotted
@@ -95,8 +96,9 @@ class _Finder:
             self.problems.append(Problem(key, f"{text}, or name another place with --set {dotted(key)}=FILE"))
             return name
         if path.is_dir() and folder:
-            if not data_files(path):
-                kinds = ", ".join(DATA_SUFFIXES)
+            suffixes = TABLE_SUFFIXES if key[0] == "environment" else DATA_SUFFIXES
+            if not data_files(path, suffixes):
+                kinds = ", ".join(suffixes)
                 self.problems.append(Problem(key, f"{path} is a folder without a data file in it ({kinds})"))
         elif path.is_dir():
             self.problems.append(
@@ -147,13 +149,19 @@ def _with_data_files(data: DataSettings, finder: _Finder) -> DataSettings:
 
 
 def _with_environment_file(environment: EnvironmentSettings, finder: _Finder) -> EnvironmentSettings:
-    """An environment's option `path` names its data file."""
-    path = environment.options.get("path")
-    if not isinstance(path, str):
-        return environment
-    key = ("environment", "options", "path")
-    found = finder.data_file(path, key, _WHERE_TO_GET.get(environment.name, ""))
-    return replaced(environment, options={**environment.options, "path": found})
+    """An environment's option `path` names its data file; `prompts` takes a folder too, and a file held out."""
+    options = dict(environment.options)
+    takes_tables = environment.name == "prompts"
+    for name in ("path", "heldout") if takes_tables else ("path",):
+        path = options.get(name)
+        if not isinstance(path, str) or (takes_tables and options.get("revision") is not None):
+            continue
+        key = ("environment", "options", name)
+        advice = _WHERE_TO_GET.get(environment.name, "")
+        if takes_tables and _HUB_NAME.fullmatch(path) and "/" in path:
+            advice = "a data set of the hub needs options.revision too, the 40 hex digits of a commit"
+        options[name] = finder.data_file(path, key, advice, folder=takes_tables)
+    return replaced(environment, options=options)
 
 
 def _model_folder(name: str | None, key: Key, finder: _Finder) -> str | None:

@@ -75,9 +75,10 @@ def _content_digests(
     Raises: SettingsError for a module that cannot be found.
     """
     digests = {}
-    option = pipeline.environment.options.get("path")
-    if isinstance(option, str) and Path(option).is_file():
-        digests["path"] = digest_file(Path(option))
+    for name in ("path", "heldout"):
+        option = pipeline.environment.options.get(name)
+        if isinstance(option, str) and Path(option).exists():
+            digests[name] = input_digest(Path(option))
     if pipeline.model.chat_template is not None and Path(pipeline.model.chat_template).is_file():
         digests["chat_template"] = digest_file(Path(pipeline.model.chat_template))
     named = [pipeline.environment.name, *(stage_settings or {}).get("rewards", {})]

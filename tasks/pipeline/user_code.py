@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.importing import is_file
 from rl_core.storage.folders import digest_bytes
 
 __all__ = ["UserModule", "import_paths", "user_code_digests", "user_modules"]
 
-_IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):\S+")
+_IMPORT_PATH = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|[^:\s]+\.py):\S+")
 _OWN = ("rl_core", "tasks", "flows")
 _INSTALLED = ("site-packages", "dist-packages")
 _STDLIB = tuple(Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib"))
@@ -38,7 +39,7 @@ _IMPORT_ERRORS = ("ImportError", "ModuleNotFoundError", "Exception", "BaseExcept
 
 
 def import_paths(value: Any) -> set[str]:
-    """Texts within plain settings, keys of mappings included, that read like 'package.module:name'."""
+    """Texts within plain settings, keys of mappings too, that read like 'package.module:name' or 'file.py:name'."""
     if isinstance(value, str):
         return {value} if _IMPORT_PATH.fullmatch(value) else set()
     if isinstance(value, dict):
@@ -147,8 +148,8 @@ class _Import:
 
 
 def _with_parents(name: str) -> Iterator[str]:
-    """'a', 'a.b', 'a.b.c' of 'a.b.c': what Python runs for it, in this order."""
-    parts = name.split(".")
+    """'a', 'a.b', 'a.b.c' of 'a.b.c': what Python runs for it, in this order; a file alone."""
+    parts = [name] if is_file(name) else name.split(".")
     return (".".join(parts[: end + 1]) for end in range(len(parts)))
 
 
@@ -156,19 +157,22 @@ def _spec_of(name: str) -> ModuleSpec | None:
     """Location of a module, found as by Python but without running its packages; None = not found."""
     path: list[str] | None = None
     spec: ModuleSpec | None = None
+    if is_file(name):
+        file = Path(name).expanduser().absolute()
+        return spec_from_file_location(file.stem, file) if file.is_file() else None
     for part in _with_parents(name):
         spec = next((found for finder in sys.meta_path if (found := finder.find_spec(part, path))), None)
         if spec is None:
             break
         path = list(spec.submodule_search_locations or ())
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if spec is None and file:  # loaded by other means, as a script is
-        spec = spec_from_file_location(name, file)
+    loaded = getattr(sys.modules.get(name), "__file__", None)
+    if spec is None and loaded:  # loaded by other means, as a script is
+        spec = spec_from_file_location(name, loaded)
     return spec
 
 
 def _is_users(name: str, spec: ModuleSpec) -> bool:
-    if name.partition(".")[0] in _OWN:
+    if not is_file(name) and name.partition(".")[0] in _OWN:
         return False
     if not spec.has_location:  # built in, frozen, or a namespace package
         places = [Path(place).resolve() for place in spec.submodule_search_locations or ()]

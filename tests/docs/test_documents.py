@@ -18,7 +18,8 @@ from documents import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
 import rl_core
 from flows.cli.parser import build_parser
 from rl_core.environments import make
-from rl_core.types import Trajectory
+from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
 from tasks.config import from_dict
 from tasks.config.yaml_loader import read_yaml
 
@@ -27,12 +28,14 @@ FOLDERS = r"configs|deployments|docs|examples|flows|rl_core|tasks|tests"
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The blocks marked `run: NAME` as modules my_package.NAME."""
+    """The blocks marked `run: NAME` as modules my_package.NAME, and as files NAME.py of the current folder."""
     (tmp_path / "my_package").mkdir()
     for block in blocks("python"):
         if block.note.startswith("run: "):
-            (tmp_path / "my_package" / f"{block.note.removeprefix('run: ')}.py").write_text(block.text)
+            for folder in (tmp_path, tmp_path / "my_package"):
+                (folder / f"{block.note.removeprefix('run: ')}.py").write_text(block.text)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "my_package"]:
         del sys.modules[name]
@@ -138,6 +141,20 @@ def test_the_reward_is_called_as_shown(package):
 
     trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", num_action_tokens=30)
     assert brevity([trajectory, trajectory]) == pytest.approx([-0.3, -0.3])  # -0.01 a token
+
+
+def test_rewards_by_column_and_tools_are_used_as_shown(package):
+    rows = [{"prompt": "2 + 3 =", "answer": "5"}]
+    acting = make("prompts", {"rows": rows, "tools": "tools.py:TOOLS"})
+    episode = acting.episode(0, "all")
+    call = '<tool_call>{"name": "search", "arguments": {"words": ["a", "b"]}}</tool_call>'
+    assert episode.step(call).messages == [{"role": "tool", "content": "3 articles on a b"}]
+    trajectory = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", row=rows[0])
+    trajectory.turns = [Turn("5")]
+    for name, expected in (("correct", 1.0), ("of_trl", 1.0)):
+        group = RolloutGroup([Rollout([1], [2], [True], [0.0], trajectory)])
+        RewardOrchestrator({f"rewards.py:{name}": 1.0}).score([group])
+        assert group.rewards == [expected]
 
 
 def calls_of(block):

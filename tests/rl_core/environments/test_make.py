@@ -56,7 +56,7 @@ def test_shipped_names():
     assert type(make("pixel_grid")) is PixelGrid and type(make("arithmetic", {"max_number": 9})) is Arithmetic
     assert make("arithmetic", {"max_number": 9}).max_number == 9
     assert make("pixel_grid", {}, data=Path("somewhere")).data == Path("somewhere")
-    own = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k"}
+    own = {"pixel_grid", "arithmetic", "reckoning", "maze", "gsm8k", "prompts"}
     assert set(SHIPPED) == own | {"gymnasium", "reasoning_gym", "verifiers"}
 
 

@@ -236,7 +236,8 @@ def test_schema_and_instructions():
 
 @pytest.mark.parametrize(
     "options",
-    [{"name": "two words"}, {"name": ""}, {"parameters": {"x": list}}, {"parameters": {"a b": int}}, {"timeout_s": 0.0},
+    [{"name": "two words"}, {"name": ""}, {"parameters": {"x": set}}, {"parameters": {"a b": int}}, {"timeout_s": 0.0},
+         {"optional": ("x",)},
      {"timeout_s": float("nan")}, {"max_output_chars": 0}],
 )  # fmt: skip
 def test_bad_tools_are_refused(options):
@@ -248,3 +249,119 @@ def test_names_are_unique():
     tool = Tool("zoom", "", {}, time.time)
     with pytest.raises(SettingsError, match="share a name"):
         Toolset([tool, tool])
+
+
+BOTH, PUT = {"words": ["a", "b"], "exact": True}, {"place": {"at": [1, 2]}, "mode": "b"}
+
+
+def rich_tools(**options):
+    def find(words: list[str], exact: bool = False, limit: int | None = None, filters: dict[str, float] | None = None):
+        """Find texts.
+
+        More about it.
+
+        Args:
+            words: the words to look for
+        """
+        return [words, exact, limit, filters]
+
+    nested = {
+        "type": "object", "properties": {"at": {"$ref": "#/$defs/point"}}, "required": ["at"],
+        "additionalProperties": False,
+        "$defs": {"point": {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": 2}},
+    }  # fmt: skip
+    return Toolset(
+        [
+            Tool.from_function(find, **options),
+            Tool("put", "put it", {"place": nested, "mode": {"enum": ["a", "b"]}}, lambda **given: given, **options),
+        ]
+    )
+
+
+def test_a_function_s_hints_and_docstring_are_its_schema():
+    function = rich_tools().schema()[0]["function"]
+    assert (function["name"], function["description"]) == ("find", "Find texts.")
+    assert function["parameters"]["required"] == ["words"]
+    assert function["parameters"]["properties"]["words"] == {
+        "type": "array", "items": {"type": "string"}, "description": "the words to look for"
+    }  # fmt: skip
+    assert function["parameters"]["properties"]["limit"] == {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+    assert rich_tools().tools["find"].usage == "find WORDS [EXACT] [LIMIT] [FILTERS]"
+    with pytest.raises(SettingsError, match="the argument x has no type hint"):
+        Tool.from_function(lambda x: x)
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        (hermes({"name": "find", "arguments": BOTH}), BOTH),
+        (hermes({"name": "find", "arguments": {"words": [], "exact": None}}), {"words": []}),
+        ('find ["a"] True', {"words": ["a"], "exact": True}),
+        ('find ["a"]', {"words": ["a"]}),
+        (hermes({"name": "put", "arguments": PUT}), PUT),
+    ],
+)  # fmt: skip
+def test_lists_truth_values_objects_and_what_may_be_left_out(text, arguments):
+    tools = rich_tools()
+    call = tools.parse(text)
+    assert call.arguments == arguments
+    for style in ("line", "hermes"):
+        assert tools.parse(tools.format(call, style)) == call
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"words": "a"}, 'find: words must be a list, not "a"'),
+        ({"words": [1]}, r"find: words\[0\] must be text, not 1"),
+        ({"words": [], "exact": 1}, "find: exact must be true or false, not 1"),
+        ({"words": [], "limit": 1.5}, "find: limit must be a whole number, not 1.5; or .* must be null"),
+        ({"words": [], "filters": {"x": "y"}}, "find: filters.x must be a number"),
+        ({}, r"takes the arguments .* of which \['exact', 'limit', 'filters'\] may be left out"),
+        ({"words": [], "other": 1}, "takes the arguments"),
+    ],
+)
+def test_arguments_that_do_not_fit_their_schema(arguments, message):
+    with pytest.raises(ToolMisuse, match=message):
+        rich_tools().parse(hermes({"name": "find", "arguments": arguments}))
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "message"),
+    [
+        ({"at": [1, -1]}, "a", r"place.at\[1\] must be at least 0, not -1"),
+        ({"at": [1, 2, 3]}, "a", "place.at must have 0 to 2 items, not 3"),
+        ({}, "a", "place lacks 'at'"),
+        ({"at": [], "to": 1}, "a", "place has no field 'to', only at"),
+        ({"at": []}, "c", 'mode must be one of "a", "b", not "c"'),
+    ],
+)
+def test_nested_schemas_are_checked(place, mode, message):
+    with pytest.raises(ToolMisuse, match=message):
+        rich_tools().parse(hermes({"name": "put", "arguments": {"place": place, "mode": mode}}))
+
+
+def test_several_calls_of_a_turn_run_at_once_and_answer_in_order():
+    both = threading.Barrier(2)
+
+    def meet(name: str):
+        both.wait(30)  # neither goes on alone
+        return name
+
+    tools = Toolset([Tool.from_function(meet, timeout_s=60.0)])
+    text = hermes({"name": "meet", "arguments": {"name": "a"}}) + hermes({"name": "meet", "arguments": {"name": "b"}})
+    mistral = '[TOOL_CALLS]meet[ARGS]{"name": "a"}[TOOL_CALLS]meet[ARGS]{"name": "b"}'
+    for written in (
+        text,
+        mistral,
+        "[TOOL_CALLS]" + json.dumps([{"name": "meet", "arguments": {"name": n}} for n in "ab"]),
+    ):
+        calls = tools.parse_all(written)
+        assert [call.arguments["name"] for call in calls] == ["a", "b"]
+        assert tools.run_all(calls) == [("a", False), ("b", False)]
+    with pytest.raises(ToolMisuse, match="more than one tool call in a turn"):
+        tools.parse(text)
+    with pytest.raises(ToolMisuse, match="18 tool calls in a turn; make at most 16"):
+        tools.parse_all(text * 9)
+    with pytest.raises(ToolMisuse, match="no tool 'meat'"):  # one wrong call: none is run
+        tools.parse_all(text + hermes({"name": "meat", "arguments": {}}))

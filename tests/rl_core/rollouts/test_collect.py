@@ -20,7 +20,7 @@ from rl_core.models.logprobs import completion_logprobs
 from rl_core.rollouts.batching import make_batches
 from rl_core.rollouts.collect import EpisodeRequest, collect
 from rl_core.settings import SamplingSettings
-from rl_core.types import Message, StopReason, ToolCall
+from rl_core.types import Message, StopReason, ToolCall, Trajectory, Turn
 
 EOS = 1
 
@@ -303,3 +303,37 @@ def test_with_a_model_the_trainer_sees_the_same_logprobs(backend_class: Any, tem
     assert run(requests[3:5], 100) == everything[3:5]
     if temperature >= 1:
         assert len({tuple(ids) for group in everything for ids in group}) > 20, "samples of a group differ"
+
+
+class Telling(LookThenAnswer):
+    closed: list[int] = []  # noqa: RUF012 looked at by the test
+
+    def act(self, text: str) -> Step:
+        step = super().act(text)
+        step.info = {"said": text, "number": float("nan")}
+        if step.tool_call is not None:
+            step.more_calls = [ToolCall("again", {"x": "\ud800"})]
+        return step
+
+    def close(self) -> None:
+        self.closed.append(self.seed)
+
+
+class Tells(Looking):
+    def episode(self, seed: int, level: str) -> Telling:
+        return Telling(seed, level)
+
+
+def test_info_and_further_calls_are_kept_and_episodes_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Telling, "closed", [])
+    groups = collect(
+        Tells(), Typist(lambda sequence, turn: ["L", "A"][turn]), Renderer(), [EpisodeRequest("easy", 2)],
+        group_size=2, sampling=SamplingSettings(max_turns=4, max_completion_tokens=40), seed=0,
+    )  # fmt: skip
+    assert Telling.closed == [2, 2]
+    played = groups[0].rollouts[0].trajectory
+    assert [turn.info["said"] for turn in played.turns] == ["L", "A"] and played.info == {"said": "A", "number": "nan"}
+    assert played.turns[0].calls == [ToolCall("look", {}), ToolCall("again", {"x": "?"})]
+    again = Trajectory.from_json(played.to_json())
+    assert again == played
+    assert "info" not in Turn("x").to_json() and "more_calls" not in Turn("x").to_json()

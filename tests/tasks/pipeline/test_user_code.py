@@ -163,3 +163,17 @@ def test_texts_that_read_like_import_paths():
     settings = {"rewards": {"a.b:c": 1.0, "task": 1.0}, "list": ["d:e"], "text": "a note: with a space", "n": 1}
     assert import_paths(settings) == {"a.b:c", "d:e"}
     assert user_code_digests([], ["level:easy"]) == {}
+
+
+def test_a_function_in_a_file_counts_with_its_imports(home, monkeypatch):
+    monkeypatch.chdir(home)
+    write(home, tasks="import own_helper\n\ndef score(trajectories): ...", own_helper="SCALE = 1")  # a file, not ours
+    assert set(user_code_digests(["tasks.py:score", f"{home}/tasks.py:score"])) == {
+        "tasks.py", f"{home}/tasks.py", "own_helper",
+    }  # fmt: skip
+    before = key("tasks.py:score")
+    write(home, own_helper="SCALE = 2")
+    assert key("tasks.py:score") != before
+    assert import_paths({"tools": "tools/mine.py:TOOLS", "path": "data.jsonl"}) == {"tools/mine.py:TOOLS"}
+    with pytest.raises(SettingsError, match=r"'other.py'"):
+        user_code_digests(["other.py:score"])

@@ -1,0 +1,334 @@
+"""Tools of MCP servers, by the official package `mcp`: each episode has sessions of its own.
+
+    mcp: {files: {command: [python, server.py]}, search: {url: "http://127.0.0.1:8000/mcp", tools: [find]}}
+
+A server on standard input and output is started with an episode's first call and ended with the episode; one behind a
+URL (streamable HTTP) is connected to. The tools are listed once, in a session for that alone.
+Source: Model Context Protocol, https://modelcontextprotocol.io/specification.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import functools
+import json
+import os
+import re
+import threading
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from rl_core.environments.optional_packages import require_module
+from rl_core.environments.tools import Tool, Toolset
+from rl_core.errors import EnvironmentFault, SettingsError, nearest
+
+__all__ = ["McpToolset"]
+
+T = TypeVar("T")
+MAX_PAGES = 100  # of a server's list of tools
+CLOSE_S = 10.0
+_OPTIONS = ("command", "url", "env", "cwd", "tools", "timeout_s", "start_timeout_s")
+_UNNAMED = re.compile(r"[^A-Za-z0-9_-]")
+
+
+@dataclass(frozen=True)
+class _Server:
+    """One server of the options."""
+
+    name: str
+    command: tuple[str, ...]  # () = it has a URL
+    url: str
+    env: Mapping[str, str]
+    cwd: str | None
+    tools: tuple[str, ...] | None  # None = all
+    timeout_s: float
+    start_timeout_s: float
+
+
+class McpToolset(Toolset):
+    """Tools of MCP servers, and others beside them."""
+
+    def __init__(self, servers: Mapping[str, Any], others: Iterable[Tool] = ()) -> None:
+        """Nothing is started yet. Raises: SettingsError for options that name no server, or without the package."""
+        require_module("mcp", "mcp")
+        self._servers = [_server_of(name, options) for name, options in servers.items()]
+        self._others = list(others)
+        self._session: _Session | None = None
+        self._context = ()
+        self._lock = threading.Lock()
+        self._listed: dict[str, Tool] | None = None
+
+    @property
+    def _tools(self) -> dict[str, Tool]:  # type: ignore[override]
+        """Tools by name, listed at the first need. Raises: EnvironmentFault where a server does not start."""
+        with self._lock:
+            if self._listed is None:
+                found = [_without_session(tool) for tool in self._others]
+                session = _Session(self._servers)
+                try:
+                    for server in self._servers:
+                        found += _tools_of(server, session.list(server), {tool.name for tool in found})
+                finally:
+                    session.close()
+                self._listed = {tool.name: tool for tool in found}
+            return self._listed
+
+    def session(self) -> Toolset:
+        """The tools with a session of their own, opened by the first call."""
+        bound = _Bound(self._tools, _Session(self._servers))
+        return bound
+
+
+class _Bound(Toolset):
+    """The tools of one episode."""
+
+    def __init__(self, tools: dict[str, Tool], session: _Session) -> None:
+        self._tools, self._context, self._own = tools, (session,), session
+
+    def close(self) -> None:
+        """End the session."""
+        self._own.close()
+
+
+class _Session:
+    """Connections to some servers, opened one by one when they are needed. Thread-safe."""
+
+    def __init__(self, servers: Sequence[_Server]) -> None:
+        self._servers = {server.name: server for server in servers}
+        self._open: dict[str, _Connection] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def call(self, server: str, tool: str, arguments: dict[str, Any]) -> str:
+        """Text of a tool's result. Raises: EnvironmentFault where the server does not start; _ToolFailed."""
+        return self._connection(server).call(tool, arguments)
+
+    def list(self, server: _Server) -> list[Any]:
+        """The server's tools."""
+        return self._connection(server.name).list()
+
+    def close(self) -> None:
+        """Tell every server that this was all; nothing is waited for."""
+        with self._lock:
+            self._is_closed = True
+            connections, self._open = list(self._open.values()), {}
+        for connection in connections:
+            connection.close()
+
+    def _connection(self, name: str) -> _Connection:
+        with self._lock:
+            if self._is_closed:
+                raise EnvironmentFault(f"MCP server '{name}': the episode is over")
+            if name not in self._open:
+                self._open[name] = _Connection(self._servers[name])
+            return self._open[name]
+
+
+class _ToolFailed(Exception):
+    """A call that failed; the message is shown to the policy."""
+
+
+class _Connection:
+    """One server's client, in a task of the common event loop that both opens and closes it."""
+
+    def __init__(self, server: _Server) -> None:
+        """Blocks until the server answers. Raises: EnvironmentFault."""
+        self._server, self._loop = server, _event_loop()
+        self._client: Any = None
+        self._stop: asyncio.Event | None = None
+        ready: asyncio.Future[None] = _run(self._loop, _new_future())
+        task = asyncio.run_coroutine_threadsafe(self._live(ready), self._loop)
+        _running.add(task)
+        try:
+            _run(self._loop, asyncio.wait_for(asyncio.shield(ready), server.start_timeout_s))
+        except BaseException as error:
+            task.cancel()  # it may still wait for the server
+            found = _reason(error)
+            if isinstance(error, TimeoutError):
+                found = f"it did not answer within {server.start_timeout_s:g} s (start_timeout_s)"
+            place = " ".join(server.command) or server.url
+            raise EnvironmentFault(f"MCP server '{server.name}' ({place}) cannot be used: {found}") from error
+
+    def call(self, tool: str, arguments: dict[str, Any]) -> str:
+        """Text of a result. Raises: _ToolFailed."""
+        seconds = self._server.timeout_s
+        try:
+            result = _run(self._loop, asyncio.wait_for(self._client.call_tool(tool, arguments), seconds))
+        except TimeoutError:
+            raise _ToolFailed(f"{tool} did not answer within {seconds:g} seconds") from None
+        except Exception as error:
+            raise _ToolFailed(_reason(error)) from error
+        text = _text_of(result)
+        if getattr(result, "is_error", None) or getattr(result, "isError", None):
+            raise _ToolFailed(text)
+        return text
+
+    def list(self) -> list[Any]:
+        """All tools, page by page. Raises: EnvironmentFault."""
+
+        async def pages() -> list[Any]:
+            found: list[Any] = []
+            cursor = None
+            for _ in range(MAX_PAGES):
+                page = await self._client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = getattr(page, "next_cursor", None) or getattr(page, "nextCursor", None)
+                if not cursor:
+                    break
+            return found
+
+        try:
+            return _run(self._loop, asyncio.wait_for(pages(), self._server.start_timeout_s))
+        except Exception as error:
+            raise EnvironmentFault(f"MCP server '{self._server.name}' lists no tools: {_reason(error)}") from error
+
+    def close(self) -> None:
+        """Ask the task to end."""
+        self._loop.call_soon_threadsafe(lambda: self._stop.set() if self._stop is not None else None)
+
+    async def _live(self, ready: asyncio.Future[None]) -> None:
+        self._stop = asyncio.Event()
+        try:
+            async with AsyncExitStack() as stack:
+                self._client = await stack.enter_async_context(_client(self._server, stack))
+                if not ready.done():
+                    ready.set_result(None)
+                await self._stop.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else EnvironmentFault(repr(error)))
+            if not isinstance(error, Exception):
+                raise
+
+
+def _client(server: _Server, stack: AsyncExitStack) -> Any:
+    """The package's client of a server; what the server writes to standard error is dropped."""
+    import mcp
+
+    if server.url:
+        return mcp.Client(server.url)
+    nowhere = stack.enter_context(os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+    parameters = mcp.StdioServerParameters(
+        command=server.command[0], args=list(server.command[1:]), env=dict(server.env), cwd=server.cwd
+    )
+    return mcp.Client(mcp.stdio_client(parameters, errlog=nowhere))
+
+
+async def _new_future() -> asyncio.Future[None]:
+    return asyncio.get_running_loop().create_future()
+
+
+_running: set[Any] = set()  # futures of connections, waited for at the end of the process
+_loop_lock = threading.Lock()
+
+
+@functools.cache
+def _started_loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True, name="MCP sessions").start()
+    atexit.register(_end_sessions)
+    return loop
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The event loop of all sessions, in a thread of its own."""
+    with _loop_lock:
+        _running.difference_update([future for future in _running if future.done()])
+        return _started_loop()
+
+
+def _end_sessions() -> None:
+    """Cancel what is still open, and give servers time to end."""
+    pending = [future for future in _running if not future.done()]
+    for future in pending:
+        future.cancel()
+
+
+def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+
+def _reason(error: BaseException) -> str:
+    """Message of an error, the first one of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)[:500] or type(error).__name__
+
+
+def _text_of(result: Any) -> str:
+    """Text parts of a result; structured content where there is none; other kinds by name."""
+    parts = [getattr(part, "text", None) or f"[{getattr(part, 'type', 'content')}]" for part in result.content]
+    structured = getattr(result, "structured_content", None) or getattr(result, "structuredContent", None)
+    if not parts and structured is not None:
+        return json.dumps(structured)
+    return "\n".join(parts)
+
+
+def _tools_of(server: _Server, listed: Sequence[Any], taken: set[str]) -> list[Tool]:
+    """Tools of a server that the options ask for. Raises: SettingsError for a name that it does not have."""
+    known = {tool.name: tool for tool in listed}
+    for name in server.tools or ():
+        if name not in known:
+            raise SettingsError(f"options.mcp.{server.name}.tools: no tool '{name}'; {nearest(name, known)}")
+    found: list[Tool] = []
+    for name, tool in known.items():
+        if server.tools is not None and name not in server.tools:
+            continue
+        schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None) or {}
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        properties = {key: {**value, **definitions} for key, value in schema.get("properties", {}).items()}
+        shown = _UNNAMED.sub("_", name)[:64]
+        if shown in taken:
+            shown = f"{_UNNAMED.sub('_', server.name)}_{shown}"[:64]
+        required = schema.get("required", ())
+        found.append(
+            Tool(
+                shown,
+                tool.description or name,
+                properties,
+                functools.partial(_call, server.name, name),
+                optional=tuple(key for key in properties if key not in required),
+                waits=True,
+            )
+        )
+    return found
+
+
+def _call(server: str, tool: str, session: _Session, /, **arguments: Any) -> str:
+    return session.call(server, tool, arguments)
+
+
+def _without_session(tool: Tool) -> Tool:
+    """The tool, called without the session that the toolset is bound to."""
+
+    def function(_: _Session, /, **arguments: Any) -> Any:
+        return tool.function(**arguments)
+
+    return Tool(
+        tool.name, tool.description, tool.parameters, function, tool.timeout_s, tool.max_output_chars, tool.optional
+    )
+
+
+def _server_of(name: str, options: Any) -> _Server:
+    place = f"options.mcp.{name}"
+    if not isinstance(options, Mapping):
+        raise SettingsError(f"{place}: must be {{command: [PROGRAM, ...]}} or {{url: ADDRESS}}")
+    for key in options:
+        if key not in _OPTIONS:
+            raise SettingsError(f"{place}.{key}: no such option; {nearest(key, _OPTIONS)}")
+    command, url = options.get("command", ()), options.get("url", "")
+    command = command.split() if isinstance(command, str) else command
+    if bool(command) == bool(url) or not all(isinstance(word, str) for word in command) or not isinstance(url, str):
+        raise SettingsError(f"{place}: give either command, a list of words, or url")
+    limits = {key: options.get(key, default) for key, default in (("timeout_s", 30.0), ("start_timeout_s", 60.0))}
+    for key, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+            raise SettingsError(f"{place}.{key}: {value!r} must be a number of seconds above 0")
+    wanted = options.get("tools")
+    return _Server(
+        name, tuple(command), url, {str(k): str(v) for k, v in (options.get("env") or {}).items()}, options.get("cwd"),
+        None if wanted is None else tuple(wanted), float(limits["timeout_s"]), float(limits["start_timeout_s"]),
+    )  # fmt: skip

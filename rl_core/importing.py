@@ -1,0 +1,61 @@
+"""Code that a user names: 'package.module:name', or 'path/to/file.py:name' from the current folder."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rl_core.errors import SettingsError, nearest
+
+__all__ = ["import_named", "is_file"]
+
+_SUFFIX = ".py"
+
+
+def is_file(module: str) -> bool:
+    """True if the part before the colon is a file rather than a module."""
+    return module.endswith(_SUFFIX)
+
+
+def import_named(path: str, key: str) -> Any:
+    """The object at a path; `key`: the setting that holds it, for messages.
+
+    A file is run once per process. Raises: SettingsError where the module cannot be imported or has no such name.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        module = _run_file(module_name) if is_file(module_name) else importlib.import_module(module_name)
+    except SettingsError as error:
+        raise SettingsError(f"{key}: {error}") from error
+    except Exception as error:  # any error raised by a user's module on import
+        raise SettingsError(
+            f"{key}: module '{module_name}' cannot be imported ({type(error).__name__}: {error})"
+        ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise SettingsError(f"{key}: no function '{name}' there; {nearest(name, known)}")
+    return found
+
+
+def _run_file(path: str) -> ModuleType:
+    file = Path(path).expanduser().absolute()
+    if not file.is_file():
+        raise SettingsError(f"no such file: {file}; a path is looked up from the folder that posttrain is called from")
+    name = f"{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickles look their module up
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
