@@ -20,7 +20,15 @@ FORBIDDEN = ("prefect", "mlflow", "pydantic", "yaml", "tasks", "flows")
 LEVELS = {
     "rl_core": [
         {
-            "settings", "metrics", "timing", "time_limits", "tracking", "types", "errors", "memory", "importing",
+            "settings",
+            "metrics",
+            "timing",
+            "time_limits",
+            "tracking",
+            "types",
+            "errors",
+            "memory",
+            "importing",
             "json_server",
         },
         {"cpu", "distributed", "losses", "storage", "trackers"},

@@ -14,6 +14,7 @@ import pytest
 from helpers import ROOT
 from helpers.adapters import fakes
 
+from flows.cli import arguments_to_settings, review_commands
 from flows.cli import main as cli
 from flows.cli.parser import build_parser
 from rl_core.errors import BackendError, CheckpointError, DataError, ModelError, SettingsError, Stopped
@@ -44,7 +45,7 @@ def flow(monkeypatch):
 
     module = SimpleNamespace(run_pipeline=run_pipeline, calls=calls)
     monkeypatch.setitem(sys.modules, "flows.post_training", module)
-    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
     return module
 
 
@@ -72,10 +73,10 @@ def test_help_imports_nothing_heavy():
 
 def test_every_command_has_help_with_examples(capsys):
     names = list(cli.COMMANDS)
-    assert names[:7] == ["init", "run", "retrain", "validate", "stage", "why", "profile"]
-    assert names[7:12] == ["evaluate", "analyze", "promote", "approve", "resume"]
-    assert names[12:18] == ["up", "down", "status", "ui", "monitor", "runs"]
-    assert names[18:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
+    assert names[:9] == ["init", "convert", "data", "run", "retrain", "validate", "stage", "why", "profile"]
+    assert names[9:14] == ["evaluate", "analyze", "promote", "approve", "resume"]
+    assert names[14:20] == ["up", "down", "status", "ui", "monitor", "runs"]
+    assert names[20:] == ["replay", "verify-resume", "sync", "gc", "doctor"]
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     overview = capsys.readouterr().out
@@ -311,7 +312,7 @@ def test_models_are_analysed_with_a_config_only(config, tmp_path, monkeypatch, c
         return SimpleNamespace(ok=True, table=lambda: "the table", results=results)
 
     monkeypatch.setitem(sys.modules, "flows.single_stage", SimpleNamespace(analyze_models=analyze_models))
-    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").touch()
@@ -491,7 +492,7 @@ def test_reader_that_goes_away(tmp_path):
 
 def test_table_is_aligned():
     rows = [{"run": "demo 1", "status": "finished"}, {"run": "x", "status": "failed"}]
-    assert cli._table(rows) == "run     status\ndemo 1  finished\nx       failed"
+    assert review_commands._table(rows) == "run     status\ndemo 1  finished\nx       failed"
 
 
 # Operations
@@ -523,7 +524,7 @@ def test_resume_hands_over_what_the_run_began_with(flow, tmp_path, monkeypatch, 
     monkeypatch.setitem(
         sys.modules, "flows.cli.resume", SimpleNamespace(find=lambda *_: record, settings_of=lambda *_: settings)
     )
-    monkeypatch.setattr(cli, "_prepare", lambda settings: None)
+    monkeypatch.setattr(arguments_to_settings, "prepare", lambda settings: None)
     found = {}
 
     def run_pipeline(settings, **named):

@@ -1,0 +1,59 @@
+"""Settings and servers that a command's arguments name."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.cli.visible import visible
+from rl_core.errors import SettingsError
+
+if TYPE_CHECKING:
+    from tasks.config import PipelineSettings
+
+__all__ = ["connect_mlflow", "load", "optional", "prepare", "refuse_bad_rows", "warn"]
+
+
+def load(arguments: argparse.Namespace, import_code: bool = True) -> PipelineSettings:
+    """Settings of the configuration that is named, with `--set`."""
+    from tasks.config import load
+
+    return load(arguments.config, arguments.set, import_code=import_code, warn=warn)
+
+
+def warn(text: str) -> None:
+    """Print a warning on standard error."""
+    print(f"posttrain: warning: {visible(text)}", file=sys.stderr)
+
+
+def optional(arguments: argparse.Namespace, import_code: bool = False) -> PipelineSettings | None:
+    """Settings of --config, if given; without `import_code` the code that they name is not imported."""
+    if arguments.config is None and arguments.set:
+        raise SettingsError("--set changes a configuration; give one with --config")
+    return None if arguments.config is None else load(arguments, import_code)
+
+
+def prepare(settings: PipelineSettings) -> None:
+    """Configure Prefect before its import: files in the output folder, or the servers of `posttrain up`."""
+    from flows.operations.connect import connect
+    from flows.runtime.prefect_home import prepare_prefect
+
+    prepare_prefect(Path(settings.output))
+    connect(Path(settings.output))
+
+
+def refuse_bad_rows(settings: PipelineSettings) -> None:
+    """Before any server starts, and before a run of the refused data is recorded anywhere."""
+    from tasks.config.data_checks import refuse_bad_rows
+
+    refuse_bad_rows(settings)
+
+
+def connect_mlflow(output: str | Path) -> Path:
+    """Use the MLflow server of `posttrain up` if it runs; returns the folder."""
+    from flows.operations.connect import connect
+
+    connect(Path(output), prefect=False)
+    return Path(output)

@@ -1,0 +1,236 @@
+"""Commands that make data and configurations, and that run pipelines and stages.
+
+Each imports what it needs at its call, so that `posttrain --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.cli import arguments_to_settings as loading
+from flows.runtime.stopping import stop_after
+from rl_core.errors import SettingsError
+
+if TYPE_CHECKING:
+    from tasks.config import PipelineSettings
+
+__all__ = [
+    "convert",
+    "data",
+    "init",
+    "profile",
+    "resume",
+    "retrain",
+    "run",
+    "stage",
+    "validate",
+    "verify_resume",
+    "why",
+]
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write a starter config, environment and reward."""
+    from flows.cli.init import init
+
+    print(init(Path(arguments.folder)))
+    return 0
+
+
+def convert(arguments: argparse.Namespace) -> int:
+    """Print or write a configuration of TRL or verl as ours."""
+    from rl_core.storage.single_files import create_once
+    from tasks.config.convert import convert
+    from tasks.config.yaml_loader import read_yaml
+
+    text = convert(read_yaml(arguments.file).data, arguments.file, arguments.trainer)
+    if arguments.out is None:
+        print(text, end="")
+        return 0
+    if not create_once(arguments.out, text):
+        raise SettingsError(f"{arguments.out}: is there already; name a new file")
+    print(f"{arguments.out}: written; check it: posttrain validate {arguments.out}")
+    return 0
+
+
+def data(arguments: argparse.Namespace) -> int:
+    """Print a report on a data file."""
+    from flows.cli.data import describe_file
+
+    options: dict[str, Any] = {}
+    if arguments.model is not None:
+        from rl_core.data.chat import ChatRenderer
+        from rl_core.models import causal_lm
+        from rl_core.settings import ModelSettings
+
+        settings = ModelSettings(path=arguments.model)
+        renderer = ChatRenderer(causal_lm.load_tokenizer(arguments.model, settings), settings)
+        options = {"renderer": renderer, "context": causal_lm.context_length(arguments.model, settings)}
+    heldout = Path(arguments.heldout) if arguments.heldout else None
+    print(
+        describe_file(
+            Path(arguments.file), kind=arguments.kind, heldout=heldout, max_rows=arguments.max_rows,
+            near=arguments.near, **options,
+        )
+    )  # fmt: skip
+    return 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the pipeline of a configuration."""
+    stop_after(arguments.stop_after)
+    settings = loading.load(arguments)
+    loading.refuse_bad_rows(settings)
+    loading.prepare(settings)
+    from flows.post_training import run_pipeline
+
+    result = run_pipeline(
+        settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
+    )  # fmt: skip
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def retrain(arguments: argparse.Namespace) -> int:
+    """Retrain on new data, from the champion, with promotion through the gate."""
+    settings = loading.load(arguments)
+    loading.refuse_bad_rows(settings)
+    loading.prepare(settings)
+    from flows.retrain import run_retraining
+
+    result = run_retraining(
+        settings, start=arguments.start, force=arguments.force, reason=arguments.reason, quiet=arguments.quiet,
+        allow_drift=arguments.allow_drift, fresh=arguments.fresh,
+    )  # fmt: skip
+    if result.pipeline is not None:
+        print(result.pipeline.table())
+    print(result.message)
+    return 0
+
+
+def validate(arguments: argparse.Namespace) -> int:
+    """Check a configuration and print a summary of its pipeline."""
+    settings = loading.load(arguments, import_code=arguments.import_code)
+    from tasks.config import named_code, resolve, settings_digest
+    from tasks.config.data_checks import checked_files
+
+    if arguments.show:
+        import yaml
+
+        print(yaml.safe_dump(resolve(settings), sort_keys=False, allow_unicode=True), end="")
+        return 0
+    data = checked_files(settings)
+    code = ", ".join(named_code(settings))
+    if code and not arguments.import_code:
+        from tasks.pipeline.user_code import user_code_digests
+
+        try:
+            user_code_digests(named_code(settings))  # each is found, none is run
+        except SettingsError as error:
+            raise SettingsError(f"{arguments.config}: {error}") from error
+    print(
+        f"{arguments.config}: fine{', but for code that was not imported' * bool(code and not arguments.import_code)}"
+    )
+    print(f"  pipeline  {settings.name} (settings {settings_digest(settings)})")
+    print(f"  stages    {' -> '.join(settings.stages.active)}")
+    print(f"  model     {_model_line(settings)}")
+    for line in data:
+        print(f"  data      {line}")
+    if _acts(settings):
+        print(f"  acts in   {settings.environment.name}")
+    if code:
+        print(f"  code      {code} ({'imported' if arguments.import_code else 'found, not imported: --import-code'})")
+    print(f"  writes to {Path(settings.output).absolute() / settings.name}")
+    return 0
+
+
+def _model_line(settings: PipelineSettings) -> str:
+    path = settings.model.path
+    if path is None:
+        return f"preset {settings.model.preset}, from scratch"
+    if path.startswith("models:"):
+        return f"{path} (registered; looked up when it runs)"
+    return path if Path(path).is_dir() else f"{path} (no folder here, so a Hugging Face name; looked up when it runs)"
+
+
+def _acts(settings: PipelineSettings) -> bool:
+    """True if some stage plays episodes or asks the environment's demonstrator."""
+    stages = settings.stages
+    data = stages.prepare_data
+    own = {"prepare_data"}
+    if data is not None and data.demonstrations:
+        own.add("sft")
+    if data is not None and data.preferences:
+        own |= {"preference", "reward_model"}
+    return bool(set(stages.active) - own)
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Print the time profile of a stage."""
+    settings = loading.load(arguments)
+    loading.prepare(settings)
+    from flows.cli.time_profile import profile_stage
+
+    print(profile_stage(settings, arguments.stage, arguments.iterations, quiet=arguments.quiet))
+    return 0
+
+
+def stage(arguments: argparse.Namespace) -> int:
+    """Run one stage."""
+    settings = loading.load(arguments)
+    if getattr(settings.stages, arguments.name) is None:
+        raise SettingsError(
+            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; "
+            f"add it with --set stages.{arguments.name}={{}}"
+        )
+    loading.refuse_bad_rows(settings)
+    loading.prepare(settings)
+    from flows.single_stage import run_stage
+
+    result = run_stage(
+        settings, arguments.name, model=arguments.model, fresh=arguments.fresh, quiet=arguments.quiet,
+        allow_drift=arguments.allow_drift,
+    )  # fmt: skip
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def why(arguments: argparse.Namespace) -> int:
+    """Say why a stage was run or not."""
+    settings = loading.load(arguments, import_code=False)
+    from flows.cli.why import explain
+
+    print(explain(settings, arguments.name))
+    return 0
+
+
+def resume(arguments: argparse.Namespace) -> int:
+    """Resume an interrupted run."""
+    stop_after(arguments.stop_after)
+    chosen = loading.optional(arguments)
+    output = Path(chosen.output if chosen else arguments.output)
+    from flows.cli.resume import find, settings_of
+
+    record = find(output, arguments.run)
+    settings = settings_of(record, output)
+    loading.prepare(settings)
+    from flows.post_training import run_pipeline
+
+    print(f"going on with '{record.name}', which is {record.status}")
+    result = run_pipeline(
+        settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started,
+        allow_drift=arguments.allow_drift, restart=arguments.fresh,
+    )  # fmt: skip
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def verify_resume(arguments: argparse.Namespace) -> int:
+    """Compare a run in one piece with an interrupted one."""
+    settings = loading.load(arguments)
+    from flows.verification.verify import Plan, verify
+
+    plan = Plan(arguments.kills, arguments.slices, arguments.seed, arguments.minutes, arguments.keep)
+    return verify(arguments.config, arguments.set, settings, plan)

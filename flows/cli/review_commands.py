@@ -1,0 +1,161 @@
+"""Commands that evaluate, compare and promote models, and that look at runs and keep them in order.
+
+Each imports what it needs at its call, so that `posttrain --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flows.cli import arguments_to_settings as loading
+from flows.cli.visible import visible
+from rl_core.errors import DataError, SettingsError
+
+if TYPE_CHECKING:
+    from tasks.config import PipelineSettings
+
+__all__ = ["analyze", "approve", "evaluate", "gc", "promote", "replay", "runs", "sync"]
+
+
+def evaluate(arguments: argparse.Namespace) -> int:
+    """Evaluate one model on a configuration's held-out episodes."""
+    settings = loading.load(arguments)
+    loading.prepare(settings)
+    from flows.single_stage import evaluate_model
+
+    result = evaluate_model(settings, arguments.model, quiet=arguments.quiet)
+    print(result.table())
+    return 0 if result.ok else 1
+
+
+def analyze(arguments: argparse.Namespace) -> int:
+    """Analyse trajectory files, or models after evaluating them on the same episodes."""
+    settings = loading.optional(arguments, import_code=True)
+    from flows.cli.model_names import given_models
+
+    models = given_models(arguments.paths) if settings else {}
+    missing = [path for path in arguments.paths if not models and not Path(path).exists()]
+    if missing:
+        raise DataError(f"{missing[0]}: no such file; give trajectories.jsonl files or folders that hold some")
+    if not settings and (models := given_models(arguments.paths)):
+        raise SettingsError(f"{arguments.paths[0]}: is a model; give its episodes with --config CONFIG")
+    if settings and models:
+        return _analyze_models(settings, models, Path(arguments.out), arguments.quiet)
+    if settings:
+        loading.connect_mlflow(settings.output)
+    from flows.cli.analyze_files import analyze as analyze_paths
+
+    report = analyze_paths([Path(path) for path in arguments.paths], settings, Path(arguments.out))
+    print(f"report: {report}")
+    return 0
+
+
+def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Path, quiet: bool) -> int:
+    loading.prepare(settings)
+    from flows.single_stage import analyze_models
+    from rl_core.storage.single_files import copy_tree
+
+    result = analyze_models(settings, models, quiet=quiet)
+    print(result.table())
+    if "analyze" in result.results:
+        copy_tree(result.results["analyze"].path, out)
+        print(f"report: {out / 'report.html'}")
+    return 0 if result.ok else 1
+
+
+def promote(arguments: argparse.Namespace) -> int:
+    """Move the alias `champion`."""
+    settings = loading.load(arguments, import_code=False)
+    loading.connect_mlflow(settings.output)
+    from tasks.stages.promote import promote_version
+
+    print(promote_version(settings, arguments.version, arguments.note))
+    return 0
+
+
+def approve(arguments: argparse.Namespace) -> int:
+    """Decide on a pending promotion, or list the pending ones."""
+    settings = loading.optional(arguments)
+    from flows.cli.approve import decide
+
+    output = loading.connect_mlflow(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
+    where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
+    answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
+    print(decide(output, uri, arguments.run, **answer, where=where))
+    return 0
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Play a recorded episode again, or list the failed ones."""
+    settings = loading.optional(arguments, import_code=True)
+    from flows.cli.replay import kept_table, recorded_settings
+    from flows.cli.replay import replay as play_again
+
+    settings = settings or recorded_settings(Path(arguments.output))
+    if arguments.episode is None:
+        print(kept_table(settings))
+        return 0
+    text, is_same = play_again(settings, arguments.episode, trace=arguments.debug)
+    print(text)
+    return 0 if is_same else 1
+
+
+def runs(arguments: argparse.Namespace) -> int:
+    """List runs with status and result."""
+    settings = loading.optional(arguments)
+    from tasks.tracking import list_runs, run_records
+
+    output = loading.connect_mlflow(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
+    if arguments.format != "table":
+        print(_exported(run_records(output, uri=uri, limit=arguments.limit), arguments.format), end="")
+        return 0
+    rows = list_runs(output, uri=uri, limit=arguments.limit)
+    print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run demo")
+    return 0
+
+
+def _exported(records: Sequence[dict[str, Any]], form: str) -> str:
+    """Records as JSON, or as CSV with a column for each metric and tag (metrics.NAME, tags.NAME)."""
+    if form == "json":
+        return json.dumps(records, indent=1) + "\n"
+    import pandas as pd
+
+    text: str = pd.json_normalize(list(records)).to_csv(index=False)
+    return text if records else ""
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with equal keys as an aligned text table."""
+    head = list(rows[0])
+    cells = [head, *([visible(str(row.get(name, ""))) for name in head] for row in rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join(lines)
+
+
+def sync(arguments: argparse.Namespace) -> int:
+    """Deliver what still waits for the tracking store."""
+    settings = loading.optional(arguments)
+    from flows.cli.sync import sync as deliver
+
+    output = loading.connect_mlflow(settings.output if settings else arguments.output)
+    text, good = deliver(output, settings.tracking.uri if settings else None)
+    print(text)
+    return 0 if good else 1
+
+
+def gc(arguments: argparse.Namespace) -> int:
+    """List or remove unreferenced data."""
+    settings = loading.optional(arguments)
+    from flows.cli.gc import collect
+
+    output = loading.connect_mlflow(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
+    print(collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes))
+    return 0

@@ -1,0 +1,112 @@
+"""Commands around the servers: up, down, status, the pages, and the doctor.
+
+Each imports what it needs at its call, so that `posttrain --help` starts at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows.cli import arguments_to_settings as loading
+from rl_core.errors import PosttrainError
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["doctor", "down", "monitor", "status", "ui", "up"]
+
+
+def up(arguments: argparse.Namespace) -> int:
+    """Start servers, worker and deployments, or repair running ones."""
+    from flows.operations.commands import up as start
+
+    names = ("prefect_port", "mlflow_port", "database", "pool", "runs", "gpu_slots", "deployments")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    start(Path(arguments.output), given, detach=arguments.detach)
+    return 0
+
+
+def down(arguments: argparse.Namespace) -> int:
+    """Stop everything that `up` started."""
+    from flows.operations.commands import down as stop
+
+    print(stop(Path(arguments.output)))
+    return 0
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """Print the state of the servers of `up`."""
+    from flows.operations.commands import status as look
+
+    text, good = look(Path(arguments.output), as_json=arguments.json)
+    print(text)
+    return 0 if good else 1
+
+
+def ui(arguments: argparse.Namespace) -> int:
+    """Serve the MLflow and the Prefect pages until Ctrl-C."""
+    settings = loading.optional(arguments)
+    from flows.cli.ui import serve
+    from flows.operations.connect import running
+
+    output = Path(settings.output if settings else arguments.output)
+    if (state := running(output)) is not None:
+        from flows.operations.report import links
+
+        print(f"`posttrain up` serves both:\n{links(state, output)}")
+        return 0
+    serve(
+        output,
+        settings.tracking.uri if settings else None,
+        host=arguments.host,
+        mlflow_port=arguments.mlflow_port,
+        prefect_port=arguments.prefect_port,
+    )
+    return 0
+
+
+def monitor(arguments: argparse.Namespace) -> int:
+    """Serve the live page until Ctrl-C, or export a run as files."""
+    from flows.monitor import server
+
+    output, run = Path(arguments.output), arguments.run or ""
+    if arguments.export is None:
+        server.serve(output, run, arguments.port)
+        return 0
+    for path in server.export(output, run, Path(arguments.export)):
+        print(path)
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Check this machine for missing requirements, repair dead runs, or explain a model's fast paths."""
+    if arguments.faults:
+        from rl_core.storage.fault_points import listing
+
+        print(listing())
+        return 0
+    settings = loading.optional(arguments)
+    from flows.cli.doctor import examine, report
+
+    output, uri = Path(settings.output if settings else arguments.output), settings.tracking.uri if settings else None
+    with contextlib.suppress(PosttrainError):  # an unreachable server becomes a finding
+        from flows.operations.connect import connect
+
+        connect(output)
+    if arguments.repair:
+        from flows.runtime.repair import repair
+
+        print("\n".join(repair(output, uri)))
+        return 0
+    if arguments.model is not None:
+        from flows.cli.model_capabilities import explain
+
+        explanation = explain(arguments.model, settings.model if settings else None, output, uri)
+        print(explanation.text)
+        return 1 if explanation.is_refused else 0
+    findings = examine(output, uri)
+    print(report(findings))
+    return 1 if any(finding.is_bad for finding in findings) else 0
