@@ -15,11 +15,12 @@ from typing import Any
 
 import regex
 
-from rl_core.errors import BackendError, SettingsError, nearest
+from rl_core.errors import BackendError, CheckpointError, SettingsError, nearest
 from rl_core.json_server import Limits, ask_server, v1_address
 from rl_core.models.turn_states import TurnStates
 from rl_core.rewards.component import Component, SampleFailure
 from rl_core.settings import JudgeSettings
+from rl_core.storage.single_files import make_folder, write_json_atomic
 from rl_core.types import Rollout
 
 __all__ = ["JudgeReward"]
@@ -173,12 +174,10 @@ class JudgeReward(Component):
 
     def _keep(self, key: str, reply: str) -> None:
         place = self._place(key)
-        temporary = place.with_name(f"{place.name}.{os.getpid()}.{threading.get_ident()}")
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps({"reply": reply}), encoding="utf-8")
-            temporary.replace(place)
-        except OSError as error:
+            make_folder(place.parent)
+            write_json_atomic(place, {"reply": reply})
+        except CheckpointError as error:
             logger.warning("judgements cannot be kept in %s: %s", self._folder, error)
 
     def _place(self, key: str) -> Path:
