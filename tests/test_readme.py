@@ -72,8 +72,8 @@ def test_every_path_link_and_command_that_it_names_exists():
     assert len(links) > 20
     for link in links:
         assert (ROOT / link).is_file(), link
-    named = set(re.findall(r"^ {4}posttrain (\w+)", README, re.MULTILINE)) | set(
-        re.findall(r"`posttrain (\w+)", README)
+    named = set(re.findall(r"^ {4}posttrain ([\w-]+)", README, re.MULTILINE)) | set(
+        re.findall(r"`posttrain ([\w-]+)", README)
     )
     assert named <= set(COMMANDS) and len(named) > 5
     made = set(re.findall(r"make (\w+)", README))

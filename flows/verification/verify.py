@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import shutil
@@ -18,11 +19,14 @@ from flows.verification.trials import Command, Trial, run_killed, run_sliced, ru
 from rl_core.errors import CheckFailed
 from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, named_code
+from tasks.stage_registry import names
 
 __all__ = ["EQUAL", "Plan", "REFUSED", "verify"]
 
 EQUAL, DIFFERENT, REFUSED = 0, 1, 2  # exit codes
 SAY_S = 15.0  # between two progress lines where there is no terminal
+# Settings of any stage that make it short, as a proposal.
+_SHORT = {"num_demonstrations": 500, "episodes": 20, "iterations": 8, "max_steps": 30, "num_pairs": 60}
 UNSEEDED = "began with different messages"  # of the error for two episodes of one seed
 
 
@@ -118,23 +122,14 @@ def _whole_failed(said: str, settings: PipelineSettings, folder: Path) -> int:
 
 def _shorter(settings: PipelineSettings) -> list[str]:
     """Settings that make the pipeline short, as a proposal."""
-    wanted = {
-        "prepare_data": {"num_demonstrations": 500},
-        "evaluate": {"episodes": 20},
-        "policy": {"iterations": 8},
-        "distill": {"iterations": 8},
-        "thoughts": {"iterations": 8},
-        "sft": {"max_steps": 30},
-        "preference": {"max_steps": 30, "num_pairs": 60},
-        "reward_model": {"max_steps": 30, "num_pairs": 60},
-    }
     found = []
-    for stage, fields in wanted.items():
-        block = getattr(settings.stages, stage, None)
-        for name, value in fields.items() if block is not None else ():
-            present = getattr(block, name, None)
-            if present is None or present > value:
-                found.append(f"stages.{stage}.{name}={value}")
+    for stage in names():
+        block = getattr(settings.stages, stage)
+        fields = {field.name for field in dataclasses.fields(block)} & _SHORT.keys() if block is not None else ()
+        for name in sorted(fields):
+            present = getattr(block, name)
+            if present is None or present > _SHORT[name]:
+                found.append(f"stages.{stage}.{name}={_SHORT[name]}")
     return found
 
 

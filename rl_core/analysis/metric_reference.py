@@ -418,11 +418,11 @@ _PERF = MetricGroup(
         Metric("perf/memory_gb", "GB",
                "Peak memory so far: resident memory of the process on a CPU, allocated by torch on a GPU.",
                "Grows over iterations."),
-        Metric("perf/out_of_memory", "",
+        Metric("perf/out_of_memory", "times",
                "Times that memory ran out in the iteration (at step 0: in the stage outside of training), and a batch "
                "or the slots of the rollout engine were halved; absent where it did not.",
                "In every iteration: lower micro_batch_tokens or sampling.slots to what the log says."),
-        Metric("perf/eval_out_of_memory", "", "The same of one evaluation during training."),
+        Metric("perf/eval_out_of_memory", "times", "The same of one evaluation during training."),
     ),
 )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings.peer_names import TRAINER_STAGES, PeerName, trl_name, trl_names, verl_name
+from tasks import stage_registry
 from tasks.config.peer_values import TRL_DEFAULTS, TRL_RULES, Given, pipeline_name
 from tasks.config.problems import ConfigError, Problem, dotted
 from tasks.config.verl_values import VERL_DEFAULTS, VERL_RULES
@@ -24,7 +25,6 @@ TRAINERS = tuple(name.lower() for name in TRAINER_STAGES)
 _VERL_BLOCKS = {"actor_rollout_ref", "algorithm", "trainer", "critic", "data", "reward_model", "custom_reward_function"}
 _OF_HYDRA = ("_target_", "defaults", "hydra")
 _ORDER = ("name", "seed", "output", "environment", "model", "tracking", "stages")
-_STAGES = ("prepare_data", "sft", "distill", "preference", "reward_model", "policy", "evaluate")
 
 
 class _Draft:
@@ -253,7 +253,7 @@ _WHOLE = (".rewards", "chat_template_kwargs")  # values that are mappings
 
 
 def _rank(name: str, depth: int) -> int:
-    order: Iterable[str] = _ORDER if depth == 0 else _STAGES if depth == 1 else ()
+    order: Iterable[str] = _ORDER if depth == 0 else stage_registry.names() if depth == 1 else ()
     return list(order).index(name) if name in order else 99
 
 

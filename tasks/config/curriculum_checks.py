@@ -33,7 +33,8 @@ METRICS: dict[str, tuple[float, float]] = {
 _UPDATE_KL = (
     "the KL of one update is policy/update_kl, that to the reference policy/ref_kl; neither can be watched here"
 )
-_OTHER_NAMES = {"policy/kl": _UPDATE_KL, "policy/kl_k1": _UPDATE_KL, "kl": _UPDATE_KL, "train/kl": _UPDATE_KL}
+# Names of peers, and ours of before, under any prefix.
+_OTHER_NAMES = {"kl": _UPDATE_KL, "kl_k1": _UPDATE_KL}
 
 POLICY: Key = ("stages", "policy")
 
@@ -111,8 +112,8 @@ def _rollback(rollback: RollbackSettings, key: Key, iterations: int, metrics: Ra
 
 
 def _unknown(metric: str, key: Key, metrics: Ranges) -> Found:
-    if metric in _OTHER_NAMES:
-        return _found((*key, "metric"), f"no such metric '{metric}'; {_OTHER_NAMES[metric]}")
+    if (other := _OTHER_NAMES.get(metric.rpartition("/")[2])) is not None:
+        return _found((*key, "metric"), f"no such metric '{metric}'; {other}")
     known = [*metrics, *(name.removeprefix("train/") for name in metrics if name.startswith("train/"))]
     return _found((*key, "metric"), f"no such metric '{metric}'; {nearest(metric, known)}")
 

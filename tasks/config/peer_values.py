@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tasks import stage_registry
+
 __all__ = ["SCHEDULES", "TRL_DEFAULTS", "TRL_RULES", "Found", "Given", "chosen", "one", "pipeline_name", "restriction"]
 
 Found = dict[str, Any] | None
@@ -23,7 +25,7 @@ class Given(dict[str, Any]):
         super().__init__(values)
         self.trainer = trainer
         self.stage = f"stages.{stage}"
-        self.is_policy = stage in ("policy", "distill")
+        self.is_policy = stage in stage_registry.policy_stages()
 
     def number(self, name: str, otherwise: float) -> float:
         """A value that is a number; else `otherwise`."""

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -98,7 +99,9 @@ def numbers(trainer, process_group, *, folder=None, iterations=None, **options):
 def refusing(trainer):
     """The loss refuses one row of the second step, in whichever process has it; no other row holds the token 10."""
     loss = trainer._loss
-    trainer._train[trainer.order._rows[7]].completion_ids[-1] = 10
+    rows, place = list(trainer._train), trainer.order._rows[7]
+    rows[place] = replace(rows[place], completion_ids=[*rows[place].completion_ids[:-1], 10])
+    trainer._train = rows
 
     def refuse(batch, *counts):
         result = loss(batch, *counts)

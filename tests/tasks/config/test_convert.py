@@ -83,9 +83,11 @@ def test_a_peers_name_as_a_key_of_its_stage_is_answered_by_the_table(stage, trai
     """Each name that ours does not have itself; before the table, `beta` in policy was answered by 'betas'."""
     fields = {name for name in block_at(f"stages.{stage}").__dataclass_fields__}
     names = [name for name in TRL[trainer] if name not in fields]
-    with pytest.raises(ConfigError) as error:
-        from_dict({"name": "x", "stages": {stage: dict.fromkeys(names, 1)}}, check_files=False)
-    said = {problem.key[-1]: problem.text for problem in error.value.problems if problem.key[-1] in names}
+    said = {}
+    for start in range(0, len(names), 20):  # the reader stops after thirty problems
+        with pytest.raises(ConfigError) as error:
+            from_dict({"name": "x", "stages": {stage: dict.fromkeys(names[start : start + 20], 1)}}, check_files=False)
+        said |= {problem.key[-1]: problem.text for problem in error.value.problems if problem.key[-1] in names}
     assert set(said) == set(names)
     for name, text in said.items():
         row = trl_name(name, trainer)

@@ -167,10 +167,11 @@ def test_an_error_of_one_process_ends_all(tmp_path, monkeypatch):
         run_in_workers(context, launch_bodies.fail_in_the_second)
     faults.log_to(None)
     reached = [line.split() for line in log.read_text().splitlines()]
-    for name, processes in (("workers.job", 1), ("workers.started", 1), ("workers.ended", 1), ("worker.joined", 2),
-                            ("worker.computed", 1)):  # fmt: skip
+    for name, processes in (("workers.job", 1), ("workers.started", 1), ("workers.ended", 1), ("worker.joined", 2)):
         assert len({pid for pid, _, point in reached if point == name}) == processes, name
-    assert {name for name, point in faults.POINTS.items() if point.run == "torchrun"} <= {row[2] for row in reached}
+    assert {name for name, point in faults.POINTS.items() if point.run == "torchrun"} - {row[2] for row in reached} == {
+        "worker.computed"
+    }, "the first process waits for the second; test_killed_stopped_and_finished reaches it"
     assert context.tracker.metrics == [(1, {"train/loss": 2.5})]
     assert processes_of(tmp_path) == []
 
@@ -234,7 +235,7 @@ def losses_in(metrics):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_killed_stopped_and_finished(tmp_path):
+def test_killed_stopped_and_finished(tmp_path, monkeypatch):
     """SIGKILL of the stage, then SIGTERM, each leaving no process; the third run ends as one that was left alone."""
     folder, metrics = tmp_path / "stage/open", tmp_path / "stage/metrics.jsonl"
     process = started(folder, metrics, 3)
@@ -255,8 +256,11 @@ def test_killed_stopped_and_finished(tmp_path):
     assert process.wait(timeout=300) == 0
     assert sorted(losses_in(metrics)) == list(range(1, 17))
     alone = tmp_path / "alone/metrics.jsonl"
+    monkeypatch.setenv(faults.LOG, str(tmp_path / "reached"))
     assert started(tmp_path / "alone/open", alone, 16).wait(timeout=300) == 0
     assert losses_in(alone) == losses_in(metrics)
+    reached = [line.split() for line in (tmp_path / "reached").read_text().splitlines()]
+    assert len({pid for pid, _, point in reached if point == "worker.computed"}) == 2
     summaries = [json.loads((tmp_path / name / "summary.json").read_text()) for name in ("stage", "alone")]
     assert summaries[0] == summaries[1]
     assert summaries[0]["kinds"] == {"data": "PosixPath", "model": "str"}

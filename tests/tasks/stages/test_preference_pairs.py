@@ -32,7 +32,7 @@ def rollout(request, environment, sample):
     )
 
 
-def collected(environment, backend, renderer, requests, *, group_size, sampling, seed):
+def collected(environment, backend, renderer, requests, *, group_size, **others):
     return [RolloutGroup([rollout(request, environment, g) for g in range(group_size)]) for request in requests]
 
 
@@ -44,7 +44,7 @@ def pairs_of(monkeypatch, tmp_path):
         monkeypatch.setattr(preference_pairs, "load_policy", lambda model, pipeline: policy)
         monkeypatch.setattr(preference_pairs, "collect", collect)
         context = SimpleNamespace(
-            name="preference", inputs={"model": tmp_path}, pipeline=None, seed=seed,
+            name="preference", folder=tmp_path, inputs={"model": tmp_path}, pipeline=None, seed=seed,
             settings=PreferenceSettings(num_pairs=num_pairs, group_size=4, loss=loss),
             tracker=SimpleNamespace(progress=lambda *_: None),
         )  # fmt: skip
