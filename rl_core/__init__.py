@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
     from rl_core.settings import (
         AnalysisSettings,
+        CodeSettings,
         CoherenceSettings,
         CriticSettings,
         CuriositySettings,
@@ -78,16 +79,21 @@ if TYPE_CHECKING:
         DistillationSettings,
         EnvironmentSettings,
         EvaluationSettings,
+        ExactSettings,
         ExitCondition,
         FormatSettings,
+        JudgeSettings,
         LaunchSettings,
         LengthSettings,
         LoopSettings,
         LoraSettings,
+        MathSettings,
         ModelSettings,
+        NumericSettings,
         OptimizerSettings,
         PolicySettings,
         PreferenceSettings,
+        RegexSettings,
         ReplaySettings,
         RewardModelSettings,
         RewardSettings,
@@ -213,6 +219,12 @@ __all__ = [
     "reward_model",
     "sft",
     "trajectory_frame",
+    "CodeSettings",
+    "ExactSettings",
+    "JudgeSettings",
+    "MathSettings",
+    "NumericSettings",
+    "RegexSettings",
 ]
 
 # module -> its public names; name:alias where the public name is another one
@@ -239,9 +251,11 @@ _HOME = {
     ),
     "rl_core.rewards.orchestrator": "RewardFunction RewardOrchestrator",
     "rl_core.settings": (
-        "AnalysisSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
-        "DistillationSettings EnvironmentSettings EvaluationSettings ExitCondition FormatSettings LaunchSettings "
-        "LengthSettings LoopSettings LoraSettings ModelSettings OptimizerSettings PolicySettings PreferenceSettings "
+        "AnalysisSettings CodeSettings CoherenceSettings CriticSettings CuriositySettings CurriculumStage DataSettings "
+        "DistillationSettings EnvironmentSettings EvaluationSettings ExactSettings ExitCondition FormatSettings "
+        "JudgeSettings LaunchSettings "
+        "LengthSettings LoopSettings LoraSettings MathSettings ModelSettings NumericSettings OptimizerSettings "
+        "PolicySettings PreferenceSettings RegexSettings "
         "ReplaySettings RewardModelSettings RewardSettings RollbackSettings SFTSettings SamplingSettings Settings "
         "TeacherSettings ThoughtsSettings ToolUseSettings"
     ),

@@ -49,6 +49,7 @@ def test_the_command_finds_own_code_in_the_folder_that_it_is_called_from(tmp_pat
     for name, part in (("echo", "class Echo("), ("rewards", "def brevity")):
         [block] = [block for block in blocks("python", DOCUMENTS) if part in block]
         (tmp_path / "my_package" / f"{name}.py").write_text(block)
+    (tmp_path / "rewards.py").write_text("def correct(trajectories):\n    return [0.0 for _ in trajectories]\n")
     [environment] = [block for block in blocks("yaml", DOCUMENTS) if "my_package.echo:Echo" in block]
     [reward] = [block for block in blocks("yaml", DOCUMENTS) if "my_package.rewards:brevity" in block]
     settings = yaml.safe_load(environment)

@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tasks import stage_registry
-
 __all__ = ["SCHEDULES", "TRL_DEFAULTS", "TRL_RULES", "Found", "Given", "chosen", "one", "pipeline_name", "restriction"]
 
 Found = dict[str, Any] | None
@@ -25,7 +23,7 @@ class Given(dict[str, Any]):
         super().__init__(values)
         self.trainer = trainer
         self.stage = f"stages.{stage}"
-        self.is_policy = stage in stage_registry.policy_stages()
+        self.is_policy = stage == "policy" or stage == "distill"  # those with rollouts
 
     def number(self, name: str, otherwise: float) -> float:
         """A value that is a number; else `otherwise`."""

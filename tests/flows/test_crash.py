@@ -27,7 +27,7 @@ def bench(tmp_path_factory):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [8, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_at_point_after_point_it_goes_on_to_the_same_bits(bench, step):
     killed = set()
     for trial in chains(bench, KIND, step):
@@ -41,6 +41,7 @@ def listed(*runs):
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.slow
 def test_every_point_is_reached_by_the_kind_of_run_that_is_listed_for_it(bench):
     bench.also(*command(bench.config, "again"))
     bench.also(*command(bench.config, "approval"), "--set", "seed=2")  # nobody answers: version 3 stays challenger

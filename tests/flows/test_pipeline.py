@@ -295,9 +295,9 @@ BACK = ["rollback={metric: completion_tokens, window: 1, margin: 0.001, patience
     ("point", "settings"),
     [
         ("loop.stepped:4:kill", []),
-        ("pointer.written:2:kill", []),
+        pytest.param("pointer.written:2:kill", [], marks=pytest.mark.slow),
         ("loop.stepped:4:kill", PPO),
-        ("loop.stepped:6:kill", BACK),
+        pytest.param("loop.stepped:6:kill", BACK, marks=pytest.mark.slow),
     ],
 )
 def test_kill_9_in_the_policy_stage_and_resume_gives_the_same_bits(prefect_api, tmp_path, point, settings):

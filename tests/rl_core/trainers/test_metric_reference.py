@@ -14,6 +14,7 @@ from transformers import LlamaForSequenceClassification
 from rl_core.analysis.metric_reference import GROUPS, Metric
 from rl_core.data.pairs import Pair, PairSide
 from rl_core.data.tokenizer import train_tokenizer
+from rl_core.environments.answer_checks import CHECKS
 from rl_core.inference.teacher import LocalTeacher
 from rl_core.rewards.orchestrator import COMPONENTS, RewardOrchestrator
 from rl_core.settings import (
@@ -74,7 +75,7 @@ def supervised():
 
 def policy(tokenizer, folder):
     rewards = RewardOrchestrator(
-        {name: 1.0 for name in COMPONENTS},
+        {name: 1.0 for name in COMPONENTS if name not in CHECKS and name != "judge"},  # these log no name of their own
         scorer=lambda rows: [float(len(row)) for row in rows],
         options=RewardSettings(window=3),
     )
