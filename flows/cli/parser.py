@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
+from flows.cli.parser_parts import add_allow_drift as _add_allow_drift
+from flows.cli.parser_parts import add_command as _add
+from flows.cli.parser_parts import add_config as _add_config
+from flows.cli.parser_parts import add_output as _add_output
+from flows.cli.parser_parts import add_quiet as _add_quiet
+from flows.cli.parser_parts import add_stop_after as _add_stop_after
+from flows.cli.parser_parts import port as _port
+from flows.cli.parser_parts import positive as _positive
+from flows.cli.parser_parts import seconds as _seconds
+from flows.cli.parser_several import add_compare, add_runs, add_sweep
 from tasks.stage_registry import names, training_stages
 
 __all__ = ["build_parser"]
@@ -42,13 +51,23 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for add in (_add_init, _add_convert, _add_data):
         add(commands)
-    for add in (_add_run, _add_retrain, _add_validate, _add_stage, _add_why, _add_profile):
+    for add in (_add_run, add_sweep, _add_retrain, _add_validate, _add_stage, _add_why, _add_profile):
         add(commands)
     for add in (_add_evaluate, _add_analyze, _add_promote):
         add(commands)
     for add in (_add_approve, _add_resume, _add_up, _add_down, _add_status):
         add(commands)
-    for add in (_add_ui, _add_monitor, _add_runs, _add_replay, _add_verify_resume, _add_sync, _add_gc, _add_doctor):
+    for add in (
+        _add_ui,
+        _add_monitor,
+        add_runs,
+        add_compare,
+        _add_replay,
+        _add_verify_resume,
+        _add_sync,
+        _add_gc,
+        _add_doctor,
+    ):
         add(commands)
     return parser
 
@@ -64,52 +83,6 @@ class _Version(argparse.Action):
         except PackageNotFoundError:
             print("posttrain, not installed")
         parser.exit()
-
-
-def _add(commands: Any, name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=about,
-        description=f"{about[0].upper()}{about[1:]}.",
-        epilog="\n".join(["examples:", *(f"  posttrain {example}" for example in examples)]),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--debug", action="store_true", help="show the traceback of every error")
-    parser.set_defaults(command=name)
-    return parser
-
-
-def _add_config(parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False) -> None:
-    about = "the pipeline's YAML file, or the name of a shipped one, such as demo"
-    if option:
-        parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=about)
-    else:
-        parser.add_argument("config", metavar="CONFIG", help=about)
-    parser.add_argument(
-        "--set",
-        "-s",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        help="override a setting, as in stages.policy.learning_rate=3e-4; may be repeated; VALUE is YAML, "
-        "and null removes a stage",
-    )
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output", "-o", default="outputs", help="output folder, without --config (default: outputs)")
-
-
-def _add_allow_drift(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--allow-drift",
-        action="store_true",
-        help="resume from a checkpoint although settings, data or code changed since",
-    )
-
-
-def _add_quiet(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the final table")
 
 
 def _add_init(commands: Any) -> None:
@@ -471,17 +444,6 @@ def _add_monitor(commands: Any) -> None:
     )
 
 
-def _add_runs(commands: Any) -> None:
-    examples = ["runs", "runs --limit 5", "runs --format csv"]
-    parser = _add(commands, "runs", "list runs, newest first, with status and result", examples)
-    _add_config(parser, option=True)
-    _add_output(parser)
-    parser.add_argument("--limit", type=_positive, default=20, metavar="N", help="how many (default: 20)")
-    parser.add_argument(
-        "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold metrics and tags too"
-    )
-
-
 def _add_doctor(commands: Any) -> None:
     examples = ["doctor", "doctor --config gsm8k", "doctor --repair", "doctor --model Qwen/Qwen3-0.6B"]
     about = "check versions, devices, stores and folders; exits with 1 if a requirement is missing"
@@ -496,36 +458,3 @@ def _add_doctor(commands: Any) -> None:
     )
     _add_config(parser, option=True)
     _add_output(parser)
-
-
-def _add_stop_after(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--stop-after",
-        type=_seconds,
-        metavar="SECONDS",
-        help="stop after so many seconds as SIGTERM does: state saved, exit code 143 within 10 s; the same command "
-        "resumes",
-    )
-
-
-def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 < number < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return number
-
-
-def _positive(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    number = _positive(text)
-    if number > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
-    return number
