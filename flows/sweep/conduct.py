@@ -24,16 +24,16 @@ from prefect.cache_policies import NO_CACHE
 from flows.post_training import PipelineResult, display_progress, execute, say, watched
 from flows.runtime import outlived, stopping
 from flows.runtime.approval_wait import run_with_approval
-from flows.sweep.choice import Choice
 from flows.sweep.confirm import choose
 from flows.sweep.plan import SweepPlan, label_of
 from flows.sweep.pool import Worker, check_memory, device_of, free_memory, trial_bytes
-from flows.sweep.record import Outcome, SweepRecord
-from flows.sweep.report import FILES, markdown, outcome_line, rows_of, table, write_files
+from flows.sweep.record import SweepRecord, TrialOutcome
 from flows.sweep.schedule import Schedule, Unit
 from flows.sweep.search import make_search
 from flows.sweep.space import grid
+from flows.sweep.sweep_report import FILES, markdown, outcome_line, rows_of, table, write_files
 from flows.sweep.trial import Job
+from flows.sweep.winner import SweepChoice
 from rl_core.errors import Stopped, WorkerFailed
 from rl_core.storage.locks import FolderLock
 from tasks.config import PipelineSettings, resolve
@@ -53,7 +53,7 @@ class SweepResult:
     """A finished sweep."""
 
     rows: list[dict[str, Any]]
-    choice: Choice | None  # None = no configuration has a result
+    choice: SweepChoice | None  # None = no configuration has a result
     text: str  # table, verdict and files, for the terminal
     pipeline: PipelineResult | None = None  # the winner's own run, with the gate
 
@@ -271,7 +271,9 @@ class _Sweep:
             self.running.pop(index, None)
         self.peak = max(self.peak, int(fields.get("peak_bytes", 0)))
         rungs = self.record.rungs(unit.number, unit.seed)
-        schedule.done(Outcome(number=unit.number, seed=unit.seed, params=unit.params, **{**fields, "rungs": rungs}))
+        schedule.done(
+            TrialOutcome(number=unit.number, seed=unit.seed, params=unit.params, **{**fields, "rungs": rungs})
+        )
 
     def _environment(self, index: int) -> dict[str, str]:
         """Environment of a lane's worker: with several GPUs, one each."""
@@ -306,7 +308,7 @@ class _Sweep:
 
     # -- what people see ----------------------------------------------------------------------------------------
 
-    def _told(self, outcome: Outcome) -> None:
+    def _told(self, outcome: TrialOutcome) -> None:
         say(outcome_line(outcome, self.plan))
 
     def _show(self, schedule: Schedule) -> None:
@@ -320,7 +322,7 @@ class _Sweep:
     def _configurations(self) -> int:
         return len(grid(self.plan.dimensions)) if self.plan.method == "grid" else self.plan.trials
 
-    def _publish(self, run: RunTracker, rows: list[dict[str, Any]], choice: Choice | None, verdict: str) -> None:
+    def _publish(self, run: RunTracker, rows: list[dict[str, Any]], choice: SweepChoice | None, verdict: str) -> None:
         run.set_description(markdown(rows, self.plan, verdict))
         run.set_tag("result", verdict[:250])
         for name in FILES:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from flows.post_training import say
-from flows.sweep.choice import METHOD, Choice, Ranked, compare_on_fresh, finalists_of, rank
 from flows.sweep.plan import EVALUATED, SweepPlan
 from flows.sweep.pool import Worker
 from flows.sweep.record import SweepRecord, trial_name
+from flows.sweep.winner import METHOD, Ranked, SweepChoice, compare_on_fresh, finalists_of, rank
 from rl_core.errors import WorkerFailed
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import write_json_atomic
@@ -35,7 +35,7 @@ def choose(
     record: SweepRecord,
     job: Callable[..., dict[str, Any]],
     player: Worker,
-) -> tuple[Choice | None, PipelineSettings | None]:
+) -> tuple[SweepChoice | None, PipelineSettings | None]:
     """The winner with its figures, and the settings of its run at the gate; (None, None) without a finished trial.
 
     Args:
@@ -46,7 +46,7 @@ def choose(
         return None, None
     winner = ranked[0]
     finalists = finalists_of(ranked, plan, _own_settings(plan))
-    choice = Choice(winner.number, winner.params, plan.metric, winner.interval.rate, METHOD)
+    choice = SweepChoice(winner.number, winner.params, plan.metric, winner.interval.rate, METHOD)
     settings = plan.settings_of(winner.params, winner.best_seed)
     if plan.metric not in EVALUATED:
         choice = dataclasses.replace(choice, why=f"{plan.metric} is no outcome of episodes")
@@ -116,9 +116,9 @@ def _play(
 
 
 def _measured(
-    choice: Choice, winner: Ranked, finalists: Sequence[Ranked], folder: Path, models: Mapping[str, str],
+    choice: SweepChoice, winner: Ranked, finalists: Sequence[Ranked], folder: Path, models: Mapping[str, str],
     plan: SweepPlan, seed: int, draw: int,
-) -> Choice:  # fmt: skip
+) -> SweepChoice:  # fmt: skip
     """The choice with what the evaluation in `folder` says."""
     played = {name: read_evaluation(folder, name) for name in models}
     episodes = {

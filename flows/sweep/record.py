@@ -22,13 +22,13 @@ from rl_core.errors import CheckpointError
 from rl_core.storage.faults import fault
 from rl_core.storage.single_files import make_folder, write_json_atomic
 
-__all__ = ["Outcome", "SweepRecord"]
+__all__ = ["TrialOutcome", "SweepRecord"]
 
 SWEEP, TRIAL, RUNGS = "sweep.json", "trial.json", "rungs.json"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class TrialOutcome:
     """The end of one trial."""
 
     number: int  # of the configuration, from 0
@@ -64,7 +64,7 @@ class SweepRecord:
     def __init__(self, home: Path) -> None:
         self.home = home
         self.values: dict[str, Any] = {"params": []}
-        self.outcomes: dict[tuple[int, int], Outcome] = {}
+        self.outcomes: dict[tuple[int, int], TrialOutcome] = {}
 
     def open(self, about: dict[str, Any]) -> bool:
         """Read what is there, and note the plan; returns True for a sweep that goes on.
@@ -88,11 +88,11 @@ class SweepRecord:
         return known
 
     def _read_outcomes(self) -> None:
-        names = {field.name for field in dataclasses.fields(Outcome)}
+        names = {field.name for field in dataclasses.fields(TrialOutcome)}
         for path in sorted((self.home / "trials").glob(f"*/{TRIAL}")):
             try:
                 row = json.loads(path.read_text())
-                outcome = Outcome(**{name: value for name, value in row.items() if name in names})
+                outcome = TrialOutcome(**{name: value for name, value in row.items() if name in names})
             except (OSError, ValueError, TypeError):
                 continue  # it runs again, from finished stages
             if outcome.status != "failed" and outcome.params == self._params(outcome.number):
@@ -108,7 +108,7 @@ class SweepRecord:
         return found
 
     def asked(self, seeds: int) -> list[Asked]:
-        """What a search has to know of the configurations so far. seeds: trials of each."""
+        """Configurations so far, as a search has to know them. seeds: trials of each."""
         return [self._asked(number, params, seeds) for number, params in enumerate(self.params)]
 
     def _asked(self, number: int, params: Params, seeds: int) -> Asked:
@@ -124,7 +124,7 @@ class SweepRecord:
         fault("sweep.asked")
         return len(self.params) - 1
 
-    def tell(self, outcome: Outcome) -> None:
+    def tell(self, outcome: TrialOutcome) -> None:
         """Note the end of a trial."""
         folder = make_folder(self.folder(outcome.number, outcome.seed))
         write_json_atomic(folder / TRIAL, dataclasses.asdict(outcome))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flows.sweep.plan import SweepPlan
-from flows.sweep.record import Outcome, SweepRecord
+from flows.sweep.record import SweepRecord, TrialOutcome
 from flows.sweep.search import Search
 from flows.sweep.space import Params
 from rl_core.errors import SettingsError
@@ -31,7 +31,7 @@ class Schedule:
 
     def __init__(
         self, plan: SweepPlan, record: SweepRecord, search: Search, stop: threading.Event,
-        tell: Callable[[Outcome], None],
+        tell: Callable[[TrialOutcome], None],
     ) -> None:  # fmt: skip
         """tell: is told of every end of a trial."""
         self._plan, self._record, self._search, self._stop, self._tell = plan, record, search, stop, tell
@@ -96,7 +96,7 @@ class Schedule:
         try:
             settings = self._plan.settings_of(params, seed)
         except SettingsError as error:
-            self._end(Outcome(number=number, seed=seed, params=params, status="failed", why=str(error)))
+            self._end(TrialOutcome(number=number, seed=seed, params=params, status="failed", why=str(error)))
             return None
         self._running.add((number, seed))
         return Unit(number, seed, params, settings)
@@ -108,7 +108,7 @@ class Schedule:
             self._record.note_rung(unit.number, unit.seed, value)
             return self._search.goes_on(unit.number, rung, value)
 
-    def done(self, outcome: Outcome) -> None:
+    def done(self, outcome: TrialOutcome) -> None:
         """Note the end of a trial."""
         with self._changed:
             self._running.discard((outcome.number, outcome.seed))
@@ -121,7 +121,7 @@ class Schedule:
             self._running.discard((unit.number, unit.seed))
             self._changed.notify_all()
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, outcome: TrialOutcome) -> None:
         self._record.tell(outcome)
         self._tell(outcome)
         asked = self._record.asked(self._plan.seeds)[outcome.number]

@@ -100,7 +100,7 @@ def run_trial(
     decide: Callable[[float], bool],
     on_progress: Callable[[str, int, int, str], None],
 ) -> dict[str, Any]:
-    """Run the job's pipeline up to its evaluation; returns fields of `Outcome`.
+    """Run the job's pipeline up to its evaluation; returns fields of `TrialOutcome`.
 
     Args:
         stop: set by a signal; training saves and stops.

@@ -7,7 +7,7 @@ Standard input has a job a line; on DESCRIPTOR it writes what happens, a JSON ob
     {"event": "ready"}                             it takes a job
     {"event": "progress", "stage", "done", "total", "message"}
     {"event": "rung", "value"}                     answered by a line {"goes_on": true}
-    {"event": "ended", "outcome"}                  fields of `Outcome`
+    {"event": "ended", "outcome"}                  fields of `TrialOutcome`
     {"event": "stopped"}                           by SIGTERM, with everything saved; the process ends
 """
 

@@ -11,11 +11,11 @@ from helpers.stage_doubles import PipelineRun as Double
 
 from flows.cli.compare_runs import compare, text_of
 from flows.sweep.plan import SweepPlan
-from flows.sweep.record import Outcome, SweepRecord
-from flows.sweep.report import rows_of, table, write_files
+from flows.sweep.record import SweepRecord, TrialOutcome
 from flows.sweep.schedule import Schedule
 from flows.sweep.search import make_search
 from flows.sweep.space import parse_set
+from flows.sweep.sweep_report import rows_of, table, write_files
 from flows.sweep.trial import Job, Pruned, play_fresh, run_trial
 from rl_core.errors import ResumeRefused, SettingsError, Stopped
 from rl_core.storage import faults
@@ -67,7 +67,7 @@ def swept(plan):
         if seed == 0:
             record.add(params)
         fields = run_trial(job, threading.Event(), lambda value: True, quiet)
-        record.tell(Outcome(number=number, seed=seed, params=params, **fields))
+        record.tell(TrialOutcome(number=number, seed=seed, params=params, **fields))
     run.close()
     return record
 

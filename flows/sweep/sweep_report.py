@@ -12,10 +12,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from flows.sweep.choice import ALPHA, METHOD, Choice
 from flows.sweep.plan import SweepPlan, label_of
-from flows.sweep.record import Outcome, SweepRecord
+from flows.sweep.record import SweepRecord, TrialOutcome
 from flows.sweep.space import Params
+from flows.sweep.winner import ALPHA, METHOD, SweepChoice
 from rl_core.analysis.sweep_figure import SweptConfiguration, draw_sweep
 from rl_core.analysis.sweep_statistics import seed_interval
 from rl_core.analysis.training_curves import Curve, read_training
@@ -29,7 +29,7 @@ FILES = ("sweep.csv", "results.json", "sweep.png")
 _CURVES = ("eval/success_rate", "train/success_rate", "eval/loss", "reward/mean", "train/loss")
 
 
-def rows_of(record: SweepRecord, plan: SweepPlan, choice: Choice | None) -> list[dict[str, Any]]:
+def rows_of(record: SweepRecord, plan: SweepPlan, choice: SweepChoice | None) -> list[dict[str, Any]]:
     """One row a configuration, the best first; those without a result last."""
     rows = [_row(number, params, record, plan, choice) for number, params in enumerate(record.params)]
     sign = 1 if plan.minimize else -1
@@ -37,7 +37,7 @@ def rows_of(record: SweepRecord, plan: SweepPlan, choice: Choice | None) -> list
 
 
 def _row(
-    number: int, params: Params, record: SweepRecord, plan: SweepPlan, choice: Choice | None
+    number: int, params: Params, record: SweepRecord, plan: SweepPlan, choice: SweepChoice | None
 ) -> dict[str, Any]:  # fmt: skip
     trials = [record.outcomes[number, seed] for seed in range(plan.seeds) if (number, seed) in record.outcomes]
     values = [trial.value for trial in trials if trial.status == "finished" and trial.value is not None]
@@ -118,7 +118,9 @@ def markdown(rows: Sequence[Mapping[str, Any]], plan: SweepPlan, verdict: str) -
     return "\n".join(lines)
 
 
-def write_files(record: SweepRecord, plan: SweepPlan, rows: Sequence[Mapping[str, Any]], choice: Choice | None) -> None:
+def write_files(
+    record: SweepRecord, plan: SweepPlan, rows: Sequence[Mapping[str, Any]], choice: SweepChoice | None
+) -> None:
     """Write CSV, JSON and figure into the sweep's folder."""
     write_text_atomic(record.home / FILES[0], _csv(rows))
     results = {"metric": plan.metric, "configurations": list(rows), "choice": choice.to_json() if choice else None}
@@ -196,7 +198,7 @@ def _csv(rows: Sequence[Mapping[str, Any]]) -> str:
     return text.getvalue()
 
 
-def outcome_line(outcome: Outcome, plan: SweepPlan) -> str:
+def outcome_line(outcome: TrialOutcome, plan: SweepPlan) -> str:
     """The end of one trial as a line for the terminal."""
     seed = f", seed {outcome.seed}" if plan.seeds > 1 else ""
     said = {

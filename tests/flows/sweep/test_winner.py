@@ -2,16 +2,16 @@
 
 import pytest
 
-from flows.sweep.choice import Choice, compare_on_fresh, finalists_of, rank
 from flows.sweep.plan import SweepPlan
-from flows.sweep.record import Outcome
+from flows.sweep.record import TrialOutcome
 from flows.sweep.space import Dimension
+from flows.sweep.winner import SweepChoice, compare_on_fresh, finalists_of, rank
 
 PLAN = SweepPlan(config="test", dimensions=(Dimension("a", ("1", "2", "3", "4")),), seeds=2, finalists=2)
 
 
 def outcome(number, seed, value, status="finished"):
-    return Outcome(
+    return TrialOutcome(
         number=number, seed=seed, params={"a": str(number + 1)}, status=status, value=value, model=f"m{seed}"
     )
 
@@ -51,12 +51,12 @@ def test_fresh_episodes_give_the_figure_and_the_adjusted_p_values():
     assert [(one.number, one.difference) for one in comparisons] == [(0, 1.0), (2, pytest.approx(0.2))]
     assert [one.p_value for one in comparisons] == pytest.approx([2**-10, 0.25])
     assert [one.adjusted for one in comparisons] == pytest.approx([2**-9, 0.25])
-    choice = Choice(1, {"a": "2"}, "success", 0.55, "", draw=1, fresh=fresh, comparisons=comparisons)
+    choice = SweepChoice(1, {"a": "2"}, "success", 0.55, "", draw=1, fresh=fresh, comparisons=comparisons)
     said = choice.sentence("a=2")
     assert "success 0.55 where it was chosen, 1 [1, 1] over 2 seeds on fresh held-out episodes" in said
     assert "not better for sure than 1 of 2 other finalists" in said
 
 
 def test_without_fresh_episodes_the_figure_is_called_too_good():
-    said = Choice(1, {"a": "2"}, "success", 0.55, "", why="no fresh episodes (too few)").sentence("a=2")
+    said = SweepChoice(1, {"a": "2"}, "success", 0.55, "", why="no fresh episodes (too few)").sentence("a=2")
     assert said.endswith("no fresh episodes (too few), so that figure is too good to be true")

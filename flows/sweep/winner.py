@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from flows.sweep.plan import EVALUATED, SweepPlan
-from flows.sweep.record import Outcome, trial_name
+from flows.sweep.record import TrialOutcome, trial_name
 from flows.sweep.space import Params
 from rl_core.analysis.paired_tests import gain_test
 from rl_core.analysis.statistics import Rate, paired_bootstrap
 from rl_core.analysis.sweep_statistics import holm, seed_interval
 
-__all__ = ["ALPHA", "Choice", "Comparison", "Ranked", "compare_on_fresh", "finalists_of", "rank"]
+__all__ = ["ALPHA", "SweepChoice", "FinalistGain", "Ranked", "compare_on_fresh", "finalists_of", "rank"]
 
 ALPHA = 0.05
 METHOD = (
@@ -49,7 +49,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class FinalistGain:
     """The winner against another finalist on fresh episodes, both as means over their seeds."""
 
     number: int
@@ -62,7 +62,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Choice:
+class SweepChoice:
     """The winner, and what fresh episodes say of it."""
 
     winner: int
@@ -72,7 +72,7 @@ class Choice:
     method: str
     draw: int | None = None  # of the held-out episodes; None = there were no fresh ones
     fresh: dict[int, list[float]] = field(default_factory=dict)  # finalist -> value of each seed on fresh episodes
-    comparisons: list[Comparison] = field(default_factory=list)
+    comparisons: list[FinalistGain] = field(default_factory=list)
     why: str = ""  # there are no fresh episodes
 
     def to_json(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def _number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def rank(outcomes: Mapping[tuple[int, int], Outcome], plan: SweepPlan) -> list[Ranked]:
+def rank(outcomes: Mapping[tuple[int, int], TrialOutcome], plan: SweepPlan) -> list[Ranked]:
     """Configurations all of whose seeds have finished, the best first; equal ones in the order of their numbers."""
     found = []
     for number in sorted({number for number, _ in outcomes}):
@@ -123,7 +123,7 @@ def finalists_of(ranked: Sequence[Ranked], plan: SweepPlan, own: Params) -> list
 
 def compare_on_fresh(
     winner: int, finalists: Sequence[Ranked], episodes: Mapping[str, Mapping[Any, float]], *, metric: str, seed: int
-) -> tuple[dict[int, list[float]], list[Comparison]]:
+) -> tuple[dict[int, list[float]], list[FinalistGain]]:
     """Values of the finalists on fresh episodes, and the winner's gains.
 
     Args:
@@ -146,7 +146,7 @@ def compare_on_fresh(
         rows.append((one.number, interval, test.p_value, len(shared)))
     adjusted = holm([p_value for _, _, p_value, _ in rows])
     return fresh, [
-        Comparison(number, found.difference, found.low, found.high, p_value, corrected, count)
+        FinalistGain(number, found.difference, found.low, found.high, p_value, corrected, count)
         for (number, found, p_value, count), corrected in zip(rows, adjusted, strict=True)
     ]
 
