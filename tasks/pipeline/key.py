@@ -123,6 +123,7 @@ def stage_key_parts(name: str, stage_settings: Any, pipeline: PipelineSettings, 
         "model": model,
         "inputs": dict(digests),
         "seed": pipeline.seed,
+        **({"stage_seed": pipeline.seed_of(name)} if pipeline.seed_of(name) != pipeline.seed else {}),
         "code": code_version(),
     }
     return StageKey(payload, modules)
