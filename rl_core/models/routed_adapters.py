@@ -1,0 +1,174 @@
+"""Low-rank adapters of several owners over one frozen model, each for rows of its own in a common pass.
+
+The model itself stays as it is: `AdapterRouter.routed` puts layers that add an adapter's product in the place of its
+linear layers for one forward pass. Every product with an adapter is taken over its owner's tokens alone, so its gradient
+is a sum over these in their order, whatever is computed beside them.
+
+N tokens, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from transformers import PreTrainedModel
+
+from rl_core.cpu.kernels import input_grad, linear, linears, weight_grad
+from rl_core.cpu.shared_prefixes import RowGroups
+
+__all__ = ["Adapter", "AdapterRouter", "LowRank", "low_rank_input"]
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Update of one weight [O, I]: scale B A, both factors float32."""
+
+    down_RI: torch.Tensor  # A
+    up_OR: torch.Tensor  # B
+    scale: float
+
+    @torch.no_grad()
+    def added_to(self, weight_OI: torch.Tensor) -> torch.Tensor:
+        """A new weight, of the dtype of the old one."""
+        update_OI = (self.up_OR @ self.down_RI).mul_(self.scale)
+        return (weight_OI + update_OI).to(weight_OI.dtype) if weight_OI.is_floating_point() else weight_OI
+
+
+Adapter = Mapping[str, LowRank]  # by the name of the linear layer
+
+
+class AdapterRouter:
+    """The layers that take the place of a model's linear ones while adapters are routed."""
+
+    def __init__(self, model: PreTrainedModel, names: Sequence[str]) -> None:
+        """names: linear layers of the model that adapters may update."""
+        self.groups = RowGroups([])
+        self._adapters: Sequence[Adapter | None] = []
+        self._places: list[tuple[nn.Module, str, nn.Module, nn.Module]] = []
+        for name in names:
+            owner, _, attribute = name.rpartition(".")
+            parent, layer = model.get_submodule(owner), model.get_submodule(name)
+            self._places.append((parent, attribute, layer, _RoutedLinear(layer, name, self)))
+
+    @contextmanager
+    def routed(self, rows: Sequence[int], adapters: Sequence[Adapter | None]) -> Iterator[RowGroups]:
+        """The model with these adapters inside: the first rows of a batch through the first, and so on.
+
+        Args:
+            rows: of each adapter, consecutive. adapters: None = the model as it is.
+        Returns: what `models.hidden_states` takes as `groups`.
+        """
+        self.groups, self._adapters = RowGroups(list(rows)), adapters
+        for parent, attribute, _, routed in self._places:
+            parent._modules[attribute] = routed
+        try:
+            yield self.groups
+        finally:
+            for parent, attribute, layer, _ in self._places:
+                parent._modules[attribute] = layer
+            self.groups, self._adapters = RowGroups([]), []
+
+    def spans(self, name: str) -> tuple[list[tuple[int, int]], list[LowRank]]:
+        """Places [start, stop) of the tokens that a layer updates, and by which adapter."""
+        spans, found, start = [], [], 0
+        for tokens, adapter in zip(self.groups.tokens, self._adapters, strict=True):
+            update = adapter.get(name) if adapter is not None else None
+            if update is not None and tokens:
+                spans.append((start, start + tokens))
+                found.append(update)
+            start += tokens
+        return spans, found
+
+
+class _RoutedLinear(nn.Module):
+    """A linear layer and, for some tokens, an adapter's product."""
+
+    def __init__(self, layer: nn.Module, name: str, router: AdapterRouter) -> None:
+        super().__init__()
+        self.base_layer, self._name = layer, name
+        self.__dict__["_router"] = router  # no module of this one
+
+    @property
+    def weight(self) -> Any:
+        """Of the layer itself: some models look at its dtype."""
+        return self.base_layer.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x W^T + bias + scale x A^T B^T, the last for tokens with an adapter."""
+        out = linears(x, [self.base_layer]) if x.ndim == 2 else self.base_layer(x)
+        spans, updates = self.__dict__["_router"].spans(self._name)
+        if not updates:
+            return out
+        factors = [factor for update in updates for factor in (update.down_RI, update.up_OR)]
+        scales = [update.scale for update in updates]
+        updated: torch.Tensor = _AddLowRank.apply(
+            out if out.ndim == 2 else out.flatten(0, -2), x.reshape(-1, x.shape[-1]), spans, scales, *factors
+        )
+        return updated.view(out.shape)
+
+
+class _AddLowRank(torch.autograd.Function):
+    """out + scale x A^T B^T over the tokens of each span, each in products of its own."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out_NO: torch.Tensor,
+        x_NI: torch.Tensor,
+        spans: list[tuple[int, int]],
+        scales: list[float],
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.mark_dirty(out_NO)
+        lows = []
+        for (start, stop), scale, down_RI, up_OR in zip(spans, scales, factors[::2], factors[1::2], strict=True):
+            low_nR = linear(x_NI[start:stop].to(down_RI.dtype), [down_RI]).mul_(scale)
+            out_NO[start:stop] += linear(low_nR, [up_OR]).to(out_NO.dtype)
+            lows.append(low_nR)
+        ctx.save_for_backward(x_NI, *lows, *factors)
+        ctx.spans, ctx.scales = spans, scales
+        return out_NO
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NO: torch.Tensor) -> tuple[Any, ...]:
+        x_NI, *saved = ctx.saved_tensors
+        lows, factors = saved[: len(ctx.spans)], saved[len(ctx.spans) :]
+        grad_x_NI = torch.zeros_like(x_NI) if ctx.needs_input_grad[1] else None
+        grads: list[torch.Tensor | None] = []
+        for index, ((start, stop), scale) in enumerate(zip(ctx.spans, ctx.scales, strict=True)):
+            down_RI, up_OR = factors[2 * index], factors[2 * index + 1]
+            grad_nO, x_nI = grad_NO[start:stop].to(up_OR.dtype), x_NI[start:stop].to(down_RI.dtype)
+            grad_low_nR = input_grad(grad_nO, [up_OR]).mul_(scale)
+            grads += [weight_grad(grad_low_nR, x_nI), weight_grad(grad_nO, lows[index])]
+            if grad_x_NI is not None:
+                grad_x_NI[start:stop] = input_grad(grad_low_nR, [down_RI])
+        return grad_NO, grad_x_NI, None, None, *grads
+
+
+def low_rank_input(x_NI: torch.Tensor, update: LowRank) -> torch.Tensor:
+    """scale x A^T [N, R], with gradient: the half of an adapter of the output head that comes before the logits."""
+    low_NR: torch.Tensor = _Down.apply(x_NI, update.down_RI, update.scale)
+    return low_NR
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: torch.Tensor, down_RI: torch.Tensor, scale: float) -> torch.Tensor:
+        ctx.save_for_backward(x_NI, down_RI)
+        ctx.scale = scale
+        return linear(x_NI.to(down_RI.dtype), [down_RI]).mul_(scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NR: torch.Tensor) -> tuple[Any, ...]:
+        x_NI, down_RI = ctx.saved_tensors
+        grad_NR = grad_NR * ctx.scale
+        grad_x_NI = input_grad(grad_NR, [down_RI]).to(x_NI.dtype) if ctx.needs_input_grad[0] else None
+        return grad_x_NI, weight_grad(grad_NR, x_NI.to(down_RI.dtype)), None
