@@ -238,7 +238,7 @@ def clipped_terms(
     ratio: torch.Tensor, advantages: torch.Tensor, low: float | torch.Tensor, high: float | torch.Tensor
 ) -> torch.Tensor:
     """max(-r A, -clip(r, low, high) A) of every entry, of one shape; limits are numbers or tensors of that shape."""
-    clipped = torch.clamp(ratio, low, high)  # type: ignore[call-overload]
+    clipped = torch.clamp(ratio, low, high)  # type: ignore[arg-type]  # its stubs know no union
     return torch.maximum(-ratio * advantages, -clipped * advantages)
 
 

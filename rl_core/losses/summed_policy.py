@@ -49,7 +49,8 @@ def summed_ppo_loss(
 ) -> torch.Tensor:
     """L = -sum min(r A, clip(r, low, high) A).
 
-    Args: as `importance_sampling_loss`; low_BT, high_BT: float [B, T], thresholds of the ratio itself, 0 <= low <= high.
+    Args: as `importance_sampling_loss`; low_BT, high_BT: float [B, T], thresholds of the ratio,
+        0 <= low <= high.
     Raises: DataError, also for such thresholds.
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7.
     """

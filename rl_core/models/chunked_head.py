@@ -42,7 +42,7 @@ def selected_logprobs(
         targets_N: int64 [N], or [N, K] for K targets at each place.
         temperatures_N: float [N], above 0; None = 1.
         low_rank: a [N, R] and B [V, R], which add a B^T to the logits: an adapter of the head.
-    Returns: logprobs of the shape of the targets in nats, entropy [N] in nats or None; float32, or float64 for float64 input.
+    Returns: logprobs of the targets' shape and entropy [N] or None, nats; float32, or float64 for float64 input.
     """
     device = hidden_NH.device.type
     if torch.is_autocast_enabled(device):
@@ -95,9 +95,7 @@ class _SelectedLogprobs(torch.autograd.Function):
                 entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
             if count <= chunk and any(ctx.needs_input_grad[:5]):
                 kept = log_p_CV
-        ctx.save_for_backward(
-            hidden_NH, weight_VH, bias_V, low_NR, up_VR, targets_N, temperatures_N, entropy_N, kept
-        )
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, low_NR, up_VR, targets_N, temperatures_N, entropy_N, kept)
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
         if not with_entropy:
@@ -194,7 +192,7 @@ def log_softmax_chunk(
     temperatures_C: torch.Tensor | None = None,
     low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """log softmax of the logits [C, V] over the temperatures, at least float32; `low_rank` as in `selected_logprobs`."""
+    """log softmax of the logits [C, V] over the temperatures, at least float32; `low_rank`: see above."""
     logits_CV = linear(hidden_CH, [weight_VH])
     if low_rank is not None:
         logits_CV = logits_CV.to(at_least_float32(logits_CV.dtype)).add_(linear(low_rank[0], [low_rank[1]]))

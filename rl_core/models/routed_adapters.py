@@ -1,14 +1,15 @@
 """Low-rank adapters of several owners over one frozen model, each for rows of its own in a common pass.
 
 The model itself stays as it is: `AdapterRouter.routed` puts layers that add an adapter's product in the place of its
-linear layers for one forward pass. Every product with an adapter is taken over its owner's tokens alone, so its gradient
-is a sum over these in their order, whatever is computed beside them.
+linear layers for one forward pass. Every product with an adapter is taken over its owner's tokens alone, so its
+gradient is a sum over these in their order, whatever is computed beside them.
 
 N tokens, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,16 +75,23 @@ class AdapterRouter:
                 parent._modules[attribute] = layer
             self.groups, self._adapters = RowGroups([]), []
 
-    def spans(self, name: str) -> tuple[list[tuple[int, int]], list[LowRank]]:
-        """Places [start, stop) of the tokens that a layer updates, and by which adapter."""
-        spans, found, start = [], [], 0
+    def spans(self, names: Sequence[str], widths: Sequence[int]) -> list[_Span]:
+        """Tokens that have updates of some of these layers, whose outputs of these widths lie side by side."""
+        ends = list(itertools.accumulate(widths))
+        spans, start = [], 0
         for tokens, adapter in zip(self.groups.tokens, self._adapters, strict=True):
-            update = adapter.get(name) if adapter is not None else None
-            if update is not None and tokens:
-                spans.append((start, start + tokens))
-                found.append(update)
+            found = [(end - width, end, adapter[name]) for name, width, end in zip(names, widths, ends, strict=True)
+                     if adapter is not None and name in adapter]  # fmt: skip
+            if found and tokens:
+                updates = [update for *_, update in found]
+                spans.append(
+                    _Span(
+                        start, start + tokens, [(begin, end) for begin, end, _ in found], updates[0].scale,
+                        [update.down_RI for update in updates], [update.up_OR for update in updates],
+                    )
+                )  # fmt: skip
             start += tokens
-        return spans, found
+        return spans
 
 
 class _RoutedLinear(nn.Module):
@@ -101,16 +109,37 @@ class _RoutedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x W^T + bias + scale x A^T B^T, the last for tokens with an adapter."""
-        out = linears(x, [self.base_layer]) if x.ndim == 2 else self.base_layer(x)
-        spans, updates = self.__dict__["_router"].spans(self._name)
-        if not updates:
-            return out
-        factors = [factor for update in updates for factor in (update.down_RI, update.up_OR)]
-        scales = [update.scale for update in updates]
-        updated: torch.Tensor = _AddLowRank.apply(
-            out if out.ndim == 2 else out.flatten(0, -2), x.reshape(-1, x.shape[-1]), spans, scales, *factors
-        )
-        return updated.view(out.shape)
+        if x.ndim == 2:
+            return self.joined(x, [self])
+        out = self.base_layer(x)
+        return self._updated(out.flatten(0, -2), x.flatten(0, -2), [self], [out.shape[-1]]).view(out.shape)
+
+    def joined(self, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear]) -> torch.Tensor:
+        """Outputs of several routed layers of one input, side by side (see `cpu.kernels.linears`)."""
+        plain = [layer.base_layer for layer in layers]
+        return self._updated(linears(x_NI, plain), x_NI, layers, [layer.weight.shape[0] for layer in layers])
+
+    def _updated(
+        self, out_NO: torch.Tensor, x_NI: torch.Tensor, layers: Sequence[_RoutedLinear], widths: Sequence[int]
+    ) -> torch.Tensor:
+        spans = self.__dict__["_router"].spans([layer._name for layer in layers], widths)
+        if not spans:
+            return out_NO
+        factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
+        updated: torch.Tensor = _AddLowRank.apply(out_NO, x_NI, spans, *factors)
+        return updated
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Tokens of one adapter, and its updates of some layers side by side."""
+
+    start: int
+    stop: int
+    columns: list[tuple[int, int]]  # of each updated layer among the outputs
+    scale: float
+    downs: list[torch.Tensor]
+    ups: list[torch.Tensor]
 
 
 class _AddLowRank(torch.autograd.Function):
@@ -118,21 +147,18 @@ class _AddLowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        out_NO: torch.Tensor,
-        x_NI: torch.Tensor,
-        spans: list[tuple[int, int]],
-        scales: list[float],
-        *factors: torch.Tensor,
+        ctx: Any, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: list[_Span], *factors: torch.Tensor
     ) -> torch.Tensor:
         ctx.mark_dirty(out_NO)
         lows = []
-        for (start, stop), scale, down_RI, up_OR in zip(spans, scales, factors[::2], factors[1::2], strict=True):
-            low_nR = linear(x_NI[start:stop].to(down_RI.dtype), [down_RI]).mul_(scale)
-            out_NO[start:stop] += linear(low_nR, [up_OR]).to(out_NO.dtype)
+        for span in spans:
+            x_nI, out_nO = x_NI[span.start : span.stop], out_NO[span.start : span.stop]
+            low_nR = linear(x_nI.to(span.downs[0].dtype), span.downs).mul_(span.scale)
+            for (begin, end), part_nR, up_OR in zip(span.columns, _parts(low_nR, span), span.ups, strict=True):
+                out_nO[:, begin:end] += linear(part_nR, [up_OR]).to(out_NO.dtype)
             lows.append(low_nR)
         ctx.save_for_backward(x_NI, *lows, *factors)
-        ctx.spans, ctx.scales = spans, scales
+        ctx.spans = [(span.start, span.stop, span.columns, span.scale) for span in spans]
         return out_NO
 
     @staticmethod
@@ -141,15 +167,28 @@ class _AddLowRank(torch.autograd.Function):
         x_NI, *saved = ctx.saved_tensors
         lows, factors = saved[: len(ctx.spans)], saved[len(ctx.spans) :]
         grad_x_NI = torch.zeros_like(x_NI) if ctx.needs_input_grad[1] else None
-        grads: list[torch.Tensor | None] = []
-        for index, ((start, stop), scale) in enumerate(zip(ctx.spans, ctx.scales, strict=True)):
-            down_RI, up_OR = factors[2 * index], factors[2 * index + 1]
-            grad_nO, x_nI = grad_NO[start:stop].to(up_OR.dtype), x_NI[start:stop].to(down_RI.dtype)
-            grad_low_nR = input_grad(grad_nO, [up_OR]).mul_(scale)
-            grads += [weight_grad(grad_low_nR, x_nI), weight_grad(grad_nO, lows[index])]
+        grads: list[torch.Tensor] = []
+        for low_nR, (start, stop, columns, scale) in zip(lows, ctx.spans, strict=True):
+            count = len(columns)
+            span = _Span(start, stop, columns, scale, factors[:count], factors[count : 2 * count])
+            factors = factors[2 * count :]
+            grad_nO, x_nI = grad_NO[start:stop].to(low_nR.dtype), x_NI[start:stop].to(low_nR.dtype)
+            grad_low_nR, grad_ups = torch.empty_like(low_nR), []
+            lines = zip(columns, _parts(low_nR, span), _parts(grad_low_nR, span), span.ups, strict=True)
+            for (begin, end), part_nR, grad_part_nR, up_OR in lines:
+                grad_part_nR.copy_(input_grad(grad_nO[:, begin:end], [up_OR]))
+                grad_ups.append(weight_grad(grad_nO[:, begin:end], part_nR))
+            grad_low_nR.mul_(scale)
+            grads += weight_grad(grad_low_nR, x_nI).split([len(down_RI) for down_RI in span.downs])
+            grads += grad_ups
             if grad_x_NI is not None:
-                grad_x_NI[start:stop] = input_grad(grad_low_nR, [down_RI])
-        return grad_NO, grad_x_NI, None, None, *grads
+                grad_x_NI[start:stop] = input_grad(grad_low_nR, span.downs)
+        return grad_NO, grad_x_NI, None, *grads
+
+
+def _parts(values_nR: torch.Tensor, span: _Span) -> Sequence[torch.Tensor]:
+    """The columns of each update."""
+    return values_nR.split([up_OR.shape[1] for up_OR in span.ups], dim=1)
 
 
 def low_rank_input(x_NI: torch.Tensor, update: LowRank) -> torch.Tensor:

@@ -162,7 +162,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _columns(part: PassPart, given: LossInputs) -> list[dict[str, np.ndarray]]:
-    """What outputs and metrics are made of, row by row, with the rows' own numbers of targets."""
+    """Raw material of outputs and metrics, row by row, with the rows' own numbers of targets."""
     tensors = dict(given.outputs)
     if given.logprobs is not None:
         tensors["logprobs"] = given.logprobs

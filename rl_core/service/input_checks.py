@@ -15,13 +15,13 @@ import numpy as np
 from rl_core.errors import ServiceError, nearest
 from rl_core.service.loss_function import LossFunction, LossInput
 from rl_core.service.losses_by_name import loss_named
-from rl_core.service.requests import AdamParameters, AdapterConfig, Datum, ForwardBackward, Sample
+from rl_core.service.requests import AdamParameters, AdapterConfig, Datum, ForwardBackward, SampleRequest
 from rl_core.settings import ServiceEngineSettings
 
 __all__ = ["CheckedRequest", "ModelLimits", "check_adam", "check_adapter", "check_forward_backward", "check_sample"]
 
 MAX_STOPS = 64
-NO_TARGET = -1  # of `Sample.target_prompt_logprobs`
+NO_TARGET = -1  # of `SampleRequest.target_prompt_logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +112,7 @@ def _kind(values: object) -> str:
     return str(values.dtype) if isinstance(values, np.ndarray) else type(values).__name__
 
 
-def _inputs(
-    datum: Datum, loss: LossFunction, place: str, length: int, limits: ModelLimits
-) -> dict[str, np.ndarray]:
+def _inputs(datum: Datum, loss: LossFunction, place: str, length: int, limits: ModelLimits) -> dict[str, np.ndarray]:
     place = f"{place}.loss_fn_inputs"
     for name in datum.inputs:
         if name not in loss.inputs:
@@ -147,7 +145,8 @@ def _array(values: np.ndarray, declared: LossInput, place: str, shape: tuple[int
         refuse(f"{place}: shape {values.shape}, expected {wanted_shape if is_target else shape}")
     if declared.kind == "int":
         return values.astype(np.int64)
-    numbers = values.astype(np.float32)
+    with np.errstate(over="ignore"):  # what is beyond float32 becomes infinite, and is refused
+        numbers = values.astype(np.float32)
     if not bool(np.isfinite(numbers).all()):
         where = np.argwhere(~np.isfinite(numbers))[0]
         refuse(f"{place}: {values[tuple(where)]} at {where.tolist()}, expected finite numbers")
@@ -189,7 +188,7 @@ def check_adam(adam: AdamParameters, muon_momentum: float) -> None:
             refuse(f"adam_params.{name}: {value!r}, expected {low:g} to {high:.17g}")
 
 
-def check_sample(request: Sample, limits: ModelLimits, settings: ServiceEngineSettings) -> np.ndarray:
+def check_sample(request: SampleRequest, limits: ModelLimits, settings: ServiceEngineSettings) -> np.ndarray:
     """The prompt as int64. Raises: ServiceError (user) for a request that cannot be sampled."""
     prompt = _tokens(request.prompt, "prompt", limits)
     if len(prompt) > limits.context:
@@ -214,7 +213,7 @@ def check_sample(request: Sample, limits: ModelLimits, settings: ServiceEngineSe
     return prompt
 
 
-def _check_parameters(request: Sample, limits: ModelLimits) -> None:
+def _check_parameters(request: SampleRequest, limits: ModelLimits) -> None:
     parameters = request.parameters
     if parameters.max_tokens is not None and parameters.max_tokens < 1:
         refuse(f"max_tokens: {parameters.max_tokens}, expected at least 1")

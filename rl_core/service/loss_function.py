@@ -52,15 +52,16 @@ class LossInputs:
     outputs: dict[str, torch.Tensor] = field(default_factory=dict)  # what the loss adds to outputs and metrics
 
     @property
-    def logprobs_BT(self) -> torch.Tensor:
-        """Log-probabilities of losses with one target a position."""
+    def single_logprobs(self) -> torch.Tensor:
+        """Log-probabilities [B, T] of losses with one target a position."""
         assert self.logprobs is not None
         return self.logprobs
 
     def given(self, name: str, default: float) -> torch.Tensor:
         """An optional input, or a tensor full of its default."""
         found = self.inputs.get(name)
-        return found if found is not None else torch.full_like(self.mask_BT, default, dtype=torch.float32)
+        dtype = torch.float32 if self.logprobs is None else self.logprobs.dtype
+        return found if found is not None else torch.full_like(self.mask_BT, default, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

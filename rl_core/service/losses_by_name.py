@@ -47,7 +47,7 @@ def _cross_entropy(given: LossInputs) -> torch.Tensor:
 
 def _policy(given: LossInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """p, q, A and mask."""
-    return given.logprobs_BT, given.inputs["logprobs"], given.inputs["advantages"], given.mask_BT
+    return given.single_logprobs, given.inputs["logprobs"], given.inputs["advantages"], given.mask_BT
 
 
 def _gspo(given: LossInputs) -> torch.Tensor:

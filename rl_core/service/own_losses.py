@@ -46,11 +46,11 @@ def _terms(given: LossInputs, mask_BT: torch.Tensor) -> torch.Tensor:
     options, ref_BT = given.options, given.inputs.get("ref_logprobs")
     assert given.entropy_BT is not None
     given.outputs["entropy"] = given.entropy_BT
-    total, one_BT = given.logprobs_BT.new_zeros(()), torch.ones_like(given.logprobs_BT)
+    total, one_BT = given.single_logprobs.new_zeros(()), torch.ones_like(given.single_logprobs)
     if options["kl_coef"] > 0 and ref_BT is None:
         raise DataError("kl_coef: the KL to a reference needs ref_logprobs")
     if options["kl_coef"] > 0 and ref_BT is not None:
-        kl, _ = kl_penalty(given.logprobs_BT, ref_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=one_BT)
+        kl, _ = kl_penalty(given.single_logprobs, ref_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=one_BT)
         total = total + options["kl_coef"] * kl
     if options["entropy_coef"] != 0:
         bonus, _ = entropy_bonus(given.entropy_BT, mask_BT, num_loss_tokens=1, loss_weights_BT=one_BT)
@@ -68,7 +68,7 @@ def _enhanced_ppo(given: LossInputs) -> torch.Tensor:
     )
     low_BT, high_BT = thresholds(given)
     loss = summed_ppo_loss(
-        given.logprobs_BT, given.inputs["logprobs"], advantages_BT, mask_BT, low_BT=low_BT, high_BT=high_BT
+        given.single_logprobs, given.inputs["logprobs"], advantages_BT, mask_BT, low_BT=low_BT, high_BT=high_BT
     )
     value, _ = value_loss(
         values_BT, returns_BT, mask_BT, num_loss_tokens=1, old_values_BT=old_values_BT,
@@ -87,7 +87,7 @@ def _conservative_ppo(given: LossInputs) -> torch.Tensor:
     mask_BT = given.mask_BT & (given.given("mask", 1.0) != 0)
     given.outputs["mask"] = (mask_BT if "mask" in given.inputs else mask_BT & (advantages_BT != 0)).float()
     loss = summed_ppo_loss(
-        given.logprobs_BT, given.inputs["logprobs"], advantages_BT, mask_BT, low_BT=low_BT, high_BT=high_BT
+        given.single_logprobs, given.inputs["logprobs"], advantages_BT, mask_BT, low_BT=low_BT, high_BT=high_BT
     )
     return given.options["scale"] * (loss + _terms(given, given.outputs["mask"] != 0))
 

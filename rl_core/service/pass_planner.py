@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from rl_core.memory import first_line, is_out_of_memory
 from rl_core.service.batched_pass import PassPart, PassResult, run_pass
 from rl_core.service.input_checks import CheckedRequest
 from rl_core.service.requests import ForwardBackward
-from rl_core.service.results import ForwardBackwardResult
+from rl_core.service.answers import ForwardBackwardResult
 from rl_core.service.training_run import KLGuard, TrainingRun
 from rl_core.settings import ServiceEngineSettings
 
@@ -70,7 +71,7 @@ class Job:
 
 
 def cut(run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, most: int) -> Job:
-    """A job whose parts have at most `most` tokens, in the order of the datums; a longer datum (or pair) stands alone."""
+    """A job whose parts have at most `most` tokens, in order; a longer datum (or pair) stands alone."""
     step = 2 if checked.loss.is_paired else 1
     ends, used = [0], 0
     for start in range(0, len(checked.tokens), step):
@@ -82,7 +83,7 @@ def cut(run: TrainingRun, request: ForwardBackward, checked: CheckedRequest, mos
     ends.append(len(checked.tokens))
     parts = [
         PassPart(run, checked.loss, checked.options, checked.tokens[begin:end], checked.inputs[begin:end])
-        for begin, end in zip(ends, ends[1:], strict=False)
+        for begin, end in pairwise(ends)
     ]
     return Job(run, request, checked, parts)
 
@@ -181,7 +182,7 @@ _OUTPUTS = {"logprobs": "logprobs", "entropy": "entropy", "new_values": "values"
 
 
 def _outputs(row: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """What a client gets of one datum, float32; `advantages` only where they were computed here."""
+    """Outputs of one datum for the client, float32; `advantages` only where they were computed here."""
     found = {public: row[name].astype(np.float32) for name, public in _OUTPUTS.items() if name in row}
     if "returns" in row:
         found["advantages"] = row["advantages"].astype(np.float32)

@@ -1,7 +1,7 @@
 """Requests to the training engine: plain data and numpy arrays.
 
 A request names what it works on; nothing of it is kept by reference. `TrainingEngine` (`training_engine.py`) answers
-with `results.py`, or with `errors.ServiceError`.
+with `answers.py`, or with `errors.ServiceError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = [
     "ForwardBackward",
     "OptimStep",
     "OptimizerKind",
-    "Sample",
+    "SampleRequest",
     "SampleParameters",
     "dense_rows",
 ]
@@ -118,7 +118,7 @@ class SampleParameters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class SampleRequest:
     """Sampled continuations of one prompt, and log-probabilities of the prompt at temperature 1."""
 
     sampler_id: str

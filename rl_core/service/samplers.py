@@ -18,8 +18,8 @@ from rl_core.inference.sampling import restricted, sequence_seed
 from rl_core.models.chunked_head import default_chunk_tokens, log_softmax_chunk
 from rl_core.models.hidden_states import hidden_states
 from rl_core.service.input_checks import NO_TARGET
-from rl_core.service.requests import Sample, SampleParameters
-from rl_core.service.results import SampledSequence, SampleResult, TopLogprobs
+from rl_core.service.requests import SampleRequest, SampleParameters
+from rl_core.service.answers import SampledSequence, SampleResult, TopLogprobs
 from rl_core.service.served_base import ServedBase
 from rl_core.settings import SamplingSettings
 
@@ -60,7 +60,7 @@ class _Sequence:
 
 
 def sample_all(
-    sampler: Sampler, requests: Sequence[Sample], prompts: Sequence[np.ndarray], slots: int
+    sampler: Sampler, requests: Sequence[SampleRequest], prompts: Sequence[np.ndarray], slots: int
 ) -> list[SampleResult]:
     """Answers to checked requests of one sampler, in order.
 
@@ -125,8 +125,8 @@ def _stop_texts(base: ServedBase, parameters: SampleParameters) -> Callable[[lis
     return has_stop
 
 
-def _answer(read: _Reader, request: Sample, prompt: np.ndarray, played: Sequence[_Sequence]) -> SampleResult:
-    topk = [None] * len(played)
+def _answer(read: _Reader, request: SampleRequest, prompt: np.ndarray, played: Sequence[_Sequence]) -> SampleResult:
+    topk: list[TopLogprobs | None] = [None] * len(played)
     if request.topk_sample_logprobs:
         topk = [
             read.top(
@@ -154,9 +154,7 @@ def _answer(read: _Reader, request: Sample, prompt: np.ndarray, played: Sequence
         asked = request.target_prompt_logprobs.astype(np.int64)
         targets = read.chosen(prompt, np.maximum(asked, 0))
         targets[asked == NO_TARGET] = np.nan
-    return SampleResult(
-        sequences=sequences, prompt_logprobs=logprobs, topk_prompt=top, target_prompt_logprobs=targets
-    )
+    return SampleResult(sequences=sequences, prompt_logprobs=logprobs, topk_prompt=top, target_prompt_logprobs=targets)
 
 
 def _after_nothing(top: TopLogprobs) -> TopLogprobs:

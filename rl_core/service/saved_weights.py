@@ -19,7 +19,16 @@ from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folders import put_bytes
 from rl_core.storage.replaced_folders import replace_folder
 
-__all__ = ["adapter_in", "export_model", "export_peft", "read_state", "request_of", "sampling_state", "sampling_weights", "write_state"]
+__all__ = [
+    "adapter_in",
+    "export_model",
+    "export_peft",
+    "read_state",
+    "request_of",
+    "sampling_state",
+    "sampling_weights",
+    "write_state",
+]
 
 FORMAT = 1
 
@@ -82,9 +91,7 @@ def sampling_weights(base: ServedBase, state: Mapping[str, Any]) -> dict[str, to
     adapter = adapter_in(state, base.device)
     if adapter is not None:
         return merged_weights(base, adapter)
-    return {
-        name: tensor.to(base.device) for name, tensor in state["model"].items() if not name.startswith("heads.")
-    }
+    return {name: tensor.to(base.device) for name, tensor in state["model"].items() if not name.startswith("heads.")}
 
 
 def export_model(base: ServedBase, state: Mapping[str, Any], folder: str | Path) -> None:

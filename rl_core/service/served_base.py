@@ -18,7 +18,7 @@ from rl_core.models.rotary import longest_sequence
 from rl_core.models.routed_adapters import AdapterRouter
 from rl_core.service.input_checks import ModelLimits
 from rl_core.service.requests import AdapterConfig
-from rl_core.service.results import BaseInfo
+from rl_core.service.answers import BaseInfo
 from rl_core.settings import ModelSettings, ServiceEngineSettings
 
 __all__ = ["ServedBase", "head_name"]

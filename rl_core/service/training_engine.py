@@ -19,8 +19,8 @@ from rl_core.memory import first_line
 from rl_core.models.routed_adapters import LowRank
 from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
 from rl_core.service.pass_planner import cut, run_jobs
-from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, Sample
-from rl_core.service.results import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
+from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, SampleRequest
+from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
 from rl_core.service.samplers import Sampler, sample_all
 from rl_core.service.saved_weights import (
     export_model,
@@ -33,7 +33,7 @@ from rl_core.service.saved_weights import (
 )
 from rl_core.service.served_base import ServedBase
 from rl_core.service.training_run import TrainingRun, merged_weights
-from rl_core.service.update import guarded_step
+from rl_core.service.guarded_update import guarded_step
 from rl_core.settings import ServiceEngineSettings
 
 __all__ = ["TrainingEngine"]
@@ -188,7 +188,7 @@ class TrainingEngine:
         self._sampler(sampler_id)
         del self._samplers[sampler_id]
 
-    def sample(self, requests: Sequence[Sample]) -> list[SampleResult | ServiceError]:
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult | ServiceError]:
         """Answers in order; a request's samples depend on its sampler's weights, prompt, parameters and seed alone."""
         answers: dict[int, SampleResult | ServiceError] = {}
         groups: dict[str, list[tuple[int, np.ndarray]]] = {}
@@ -272,5 +272,3 @@ def _failure(error: Exception) -> ServiceError:
     if isinstance(error, ServiceError):
         return error
     return ServiceError(first_line(error), "user" if isinstance(error, DataError) else "server")
-
-

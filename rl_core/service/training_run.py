@@ -21,7 +21,7 @@ from rl_core.models.critic import ValueHead
 from rl_core.models.routed_adapters import LowRank
 from rl_core.models.trainable_weights import load_trainable_weights
 from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
-from rl_core.service.results import ModelInfo
+from rl_core.service.answers import ModelInfo
 from rl_core.service.served_base import ServedBase, head_name
 from rl_core.storage.moments import load_moments, moments
 from rl_core.training.optimizers import JointOptimizer, hidden_matrices
@@ -210,7 +210,7 @@ class TrainingRun:
         return moments(self._optimizer)
 
     def _load_moments(self, state: Mapping[str, Any]) -> None:
-        state = _copied_tree(state)  # torch keeps what it is given
+        state = dict(_copied_tree(state))  # torch keeps what it is given
         if isinstance(self._optimizer, JointOptimizer):
             self._optimizer.load_state_dict(state)
         else:

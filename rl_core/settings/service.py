@@ -20,8 +20,8 @@ class ServiceEngineSettings(Settings):
     device: Literal["auto", "cpu", "cuda"] = setting("auto", doc="auto: GPU if available")
     batch_runs: Literal["exact", "always", "never"] = setting(
         "exact",
-        doc="rows of several training runs in one pass; exact: where each run's numbers do not depend on it, to the "
-        "last bit; always: also where they agree to rounding alone, so replay after a crash may differ in the last bits",
+        doc="rows of several training runs in one pass; exact: where no number of a run depends on it, to the last "
+        "bit; always: also where they agree to rounding alone, so replay after a crash may differ in the last bits",
     )
     micro_batch_tokens: int = setting(
         8192, ge=1, le=1_073_741_824, doc="tokens of one run in a pass; a change changes the order of its sums"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from helpers.model_tokenizer import make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from helpers.model_tokenizer import make_tokenizer
 from rl_core.models import causal_lm
 from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, Datum, ForwardBackward, OptimStep
 from rl_core.service.training_engine import TrainingEngine
