@@ -180,7 +180,7 @@ def check_adam(adam: AdamParameters, muon_momentum: float) -> None:
         "beta2": (adam.beta2, 0.0, math.nextafter(1.0, 0.0)),
         "eps": (adam.eps, 0.0, 1.0),
         "weight_decay": (adam.weight_decay, 0.0, 1e6),
-        "grad_clip_norm": (adam.grad_clip_norm, 0.0, 1e12),
+        "grad_clip_norm": (adam.grad_clip_norm, -1e12, 1e12),
         "muon_momentum": (muon_momentum, 0.0, math.nextafter(1.0, 0.0)),
     }
     for name, (value, low, high) in limits.items():

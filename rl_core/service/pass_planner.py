@@ -16,10 +16,10 @@ import torch
 
 from rl_core.errors import DataError, ServiceError
 from rl_core.memory import first_line, is_out_of_memory
+from rl_core.service.answers import ForwardBackwardResult
 from rl_core.service.batched_pass import PassPart, PassResult, run_pass
 from rl_core.service.input_checks import CheckedRequest
 from rl_core.service.requests import ForwardBackward
-from rl_core.service.answers import ForwardBackwardResult
 from rl_core.service.training_run import KLGuard, TrainingRun
 from rl_core.settings import ServiceEngineSettings
 

@@ -83,7 +83,7 @@ class AdamParameters:
     beta2: float = 0.95
     eps: float = 1e-12
     weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0  # of the run's whole gradient; 0 = no clipping
+    grad_clip_norm: float = 0.0  # of the run's whole gradient; 0 and below = no clipping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,13 +97,17 @@ class OptimStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateSampler:
-    """A sampler over exactly one source: a base model, a training run, or a folder of saved weights."""
+    """A sampler over one source: a base model, a training run's present weights, or a folder of saved weights.
+
+    A snapshot keeps these weights. `inflight` publishes them to all in-flight samplers of the run, earlier ones
+    included; it names the run by `model_id`, and may take the weights that are published from `folder`.
+    """
 
     sampler_id: str
     base: str | None = None
     model_id: str | None = None
     folder: str | None = None
-    kind: Literal["snapshot", "inflight"] = "snapshot"  # of a run: its weights now, or always its newest
+    kind: Literal["snapshot", "inflight"] = "snapshot"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,25 +17,39 @@ from rl_core.environments.step_pool import Turnover
 from rl_core.inference.sampling import restricted, sequence_seed
 from rl_core.models.chunked_head import default_chunk_tokens, log_softmax_chunk
 from rl_core.models.hidden_states import hidden_states
-from rl_core.service.input_checks import NO_TARGET
-from rl_core.service.requests import SampleRequest, SampleParameters
 from rl_core.service.answers import SampledSequence, SampleResult, TopLogprobs
+from rl_core.service.input_checks import NO_TARGET
+from rl_core.service.requests import SampleParameters, SampleRequest
 from rl_core.service.served_base import ServedBase
 from rl_core.settings import SamplingSettings
 
-__all__ = ["Sampler", "sample_all"]
+__all__ = ["Published", "Sampler", "Weights", "sample_all"]
 
 NO_LOGPROB = -99999.0  # of a place without a token, as clients expect it
 _ANY_TEXT = ("\0",)  # makes the engine ask a sequence whether it has ended
 
 
+Weights = Callable[[], Mapping[str, torch.Tensor]]  # by name, at the time of sampling
+
+
+@dataclass(slots=True)
+class Published:
+    """The weights that all in-flight samplers of a run share."""
+
+    newest: Weights
+
+    def __call__(self) -> Mapping[str, torch.Tensor]:
+        """The weights now."""
+        return self.newest()
+
+
 @dataclass(slots=True)
 class Sampler:
-    """A base model with other weights: none, copies of a run's (snapshot), or the run's own (in-flight)."""
+    """A base model with other weights: none, copies of a run's (snapshot), or those last published (in-flight)."""
 
     sampler_id: str
     base: ServedBase
-    weights: Callable[[], Mapping[str, torch.Tensor]]  # by name, at the time of sampling
+    weights: Weights
 
 
 @dataclass(slots=True)

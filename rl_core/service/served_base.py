@@ -16,9 +16,9 @@ from rl_core.models import causal_lm
 from rl_core.models.critic import hidden_size
 from rl_core.models.rotary import longest_sequence
 from rl_core.models.routed_adapters import AdapterRouter
+from rl_core.service.answers import BaseInfo
 from rl_core.service.input_checks import ModelLimits
 from rl_core.service.requests import AdapterConfig
-from rl_core.service.answers import BaseInfo
 from rl_core.settings import ModelSettings, ServiceEngineSettings
 
 __all__ = ["ServedBase", "head_name"]

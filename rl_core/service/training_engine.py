@@ -16,12 +16,12 @@ from rl_core.cpu.allocator import keep_freed_memory
 from rl_core.cpu.waiting import bound_waiting
 from rl_core.errors import CheckpointError, DataError, ModelError, PosttrainError, ServiceError, nearest
 from rl_core.memory import first_line
-from rl_core.models.routed_adapters import LowRank
+from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
+from rl_core.service.guarded_update import guarded_step
 from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
 from rl_core.service.pass_planner import cut, run_jobs
 from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, SampleRequest
-from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
-from rl_core.service.samplers import Sampler, sample_all
+from rl_core.service.samplers import Published, Sampler, Weights, sample_all
 from rl_core.service.saved_weights import (
     export_model,
     export_peft,
@@ -32,8 +32,7 @@ from rl_core.service.saved_weights import (
     write_state,
 )
 from rl_core.service.served_base import ServedBase
-from rl_core.service.training_run import TrainingRun, merged_weights
-from rl_core.service.guarded_update import guarded_step
+from rl_core.service.training_run import TrainingRun
 from rl_core.settings import ServiceEngineSettings
 
 __all__ = ["TrainingEngine"]
@@ -49,6 +48,7 @@ class TrainingEngine:
         self._bases: dict[str, ServedBase] = {}
         self._runs: dict[str, TrainingRun] = {}
         self._samplers: dict[str, Sampler] = {}
+        self._published: dict[str, Published] = {}  # by run
 
     # -- base models and runs ------------------------------------------------------------------------------------------
 
@@ -70,9 +70,10 @@ class TrainingEngine:
         return run.info
 
     def unload_model(self, model_id: str) -> None:
-        """Forget a run, and samplers that follow it. Raises: ServiceError where there is none."""
+        """Forget a run; its samplers keep their weights. Raises: ServiceError where there is none."""
         self._run(model_id)
         del self._runs[model_id]
+        self._published.pop(model_id, None)
 
     def model_info(self, model_id: str) -> ModelInfo:
         """A training run. Raises: ServiceError where there is none."""
@@ -156,32 +157,29 @@ class TrainingEngine:
     def create_sampler(self, request: CreateSampler) -> BaseInfo:
         """A sampler; the base model that it samples from. Raises: ServiceError."""
         self._check_new(request.sampler_id, self._samplers, self.settings.max_samplers, "sampler", "max_samplers")
-        sources = [request.base, request.model_id, request.folder]
-        if sum(source is not None for source in sources) != 1:
-            raise ServiceError("create_sampler: give exactly one of base, model_id and folder", "user")
-        if request.model_id is not None:
-            sampler = self._sampler_of_run(request, self._run(request.model_id))
-        elif request.folder is not None:
-            sampler = self._sampler_of_state(request.sampler_id, sampling_state(self._read(request.folder)))
-        else:
-            sampler = Sampler(request.sampler_id, self._base(str(request.base)), dict)
-        self._samplers[request.sampler_id] = sampler
-        return sampler.base.info
-
-    def _sampler_of_run(self, request: CreateSampler, run: TrainingRun) -> Sampler:
+        base, weights = self._source(request)
         if request.kind == "inflight":
-            return Sampler(request.sampler_id, run.base, lambda: self._run(run.model_id).sampling_weights())
-        if run.adapter is None:
-            return self._sampler_of_state(request.sampler_id, sampling_state(run.state_dict()))
-        copies = {
-            name: LowRank(update.down_RI.detach().clone(), update.up_OR.detach().clone(), update.scale)
-            for name, update in run.adapter.items()
-        }
-        return Sampler(request.sampler_id, run.base, lambda: merged_weights(run.base, copies))
+            published = self._published.setdefault(str(request.model_id), Published(weights))
+            published.newest = weights
+            weights = published
+        self._samplers[request.sampler_id] = Sampler(request.sampler_id, base, weights)
+        return base.info
 
-    def _sampler_of_state(self, sampler_id: str, state: Mapping[str, Any]) -> Sampler:
+    def _source(self, request: CreateSampler) -> tuple[ServedBase, Weights]:
+        """Base model and fixed weights of a new sampler."""
+        named = [name for name in ("base", "model_id", "folder") if getattr(request, name) is not None]
+        if request.kind == "inflight" and named not in (["model_id"], ["model_id", "folder"]):
+            raise ServiceError("create_sampler: inflight needs model_id, and may have folder", "user")
+        if request.kind != "inflight" and len(named) != 1:
+            raise ServiceError("create_sampler: give exactly one of base, model_id and folder", "user")
+        if request.folder is not None:
+            state = sampling_state(self._read(request.folder))
+        elif request.model_id is not None:
+            state = sampling_state(self._run(request.model_id).state_dict())
+        else:
+            return self._base(str(request.base)), dict
         base = self._base(state["run"]["base"])
-        return Sampler(sampler_id, base, lambda: sampling_weights(base, state))
+        return base, lambda: sampling_weights(base, state)
 
     def unload_sampler(self, sampler_id: str) -> None:
         """Forget a sampler. Raises: ServiceError where there is none."""

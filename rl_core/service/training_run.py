@@ -20,8 +20,8 @@ from rl_core.inference.sampling import sequence_seed
 from rl_core.models.critic import ValueHead
 from rl_core.models.routed_adapters import LowRank
 from rl_core.models.trainable_weights import load_trainable_weights
-from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
 from rl_core.service.answers import ModelInfo
+from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
 from rl_core.service.served_base import ServedBase, head_name
 from rl_core.storage.moments import load_moments, moments
 from rl_core.training.optimizers import JointOptimizer, hidden_matrices
@@ -94,12 +94,6 @@ class TrainingRun:
     def head_update(self) -> LowRank | None:
         """The adapter of the output head."""
         return None if self.adapter is None else self.adapter.get(head_name(self.base.model))
-
-    def sampling_weights(self) -> dict[str, torch.Tensor]:
-        """Weights, by name, that turn the base into this run's model; live ones of a whole model."""
-        if self.adapter is None:
-            return {name: parameter.detach() for name, parameter in self.model.named_parameters()}
-        return merged_weights(self.base, self.adapter)
 
     def add_gradient(self, gradient: Mapping[str, torch.Tensor]) -> None:
         """Add the gradient of one request."""

@@ -53,6 +53,19 @@ def test_a_run_in_a_batch_is_the_run_alone(base_folder, threads):
 
 
 @needs_compiled_code
+def test_equal_sequences_of_two_runs_share_nothing(base_folder):
+    """A common beginning is computed once within a run; another run's adapter gives it other states."""
+    data = random_data(2, 4, shared=12)
+    together = with_runs(base_folder, ["a", "c"])
+    answers = together.forward_backward([loss_request(name, data) for name in ("a", "c")])
+    assert answers[0].loss != answers[1].loss
+    for name, answer in zip(("a", "c"), answers, strict=True):
+        alone = with_runs(base_folder, [name])
+        assert plain(alone.forward_backward([loss_request(name, data)])[0]) == plain(answer)
+        assert bits(together.state_dict(name)["gradient"]) == bits(alone.state_dict(name)["gradient"])
+
+
+@needs_compiled_code
 @pytest.mark.parametrize(
     "family", [(Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)], ids=["qwen2", "qwen3"]
 )

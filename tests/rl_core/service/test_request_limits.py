@@ -5,7 +5,7 @@ import pytest
 from helpers.service import CONTEXT, VOCAB, bits, loss_request, make_engine, new_run, random_data
 
 from rl_core.errors import ServiceError
-from rl_core.service.requests import CreateSampler, Datum, SampleRequest, SampleParameters, dense_rows
+from rl_core.service.requests import CreateSampler, Datum, SampleParameters, SampleRequest, dense_rows
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,8 @@ import pytest
 import torch
 from helpers.service import CONTEXT, loss_request, make_engine, new_run, random_data, step_request
 
-from rl_core.service.requests import CreateModel, CreateSampler, SampleRequest, SampleParameters
+from rl_core.errors import ServiceError
+from rl_core.service.requests import CreateModel, CreateSampler, SampleParameters, SampleRequest
 
 PROMPT = np.array([5, 9, 23, 4])
 
@@ -152,7 +153,7 @@ def test_prompts_agree_with_training(engine):
 
 
 @pytest.mark.parametrize("kind", ["adapter", "whole"])
-def test_a_snapshot_stays_and_an_inflight_sampler_follows(base_folder, tmp_path, kind):
+def test_a_snapshot_stays_and_inflight_samplers_follow_what_is_published(base_folder, tmp_path, kind):
     engine = make_engine(base_folder)
     if kind == "adapter":
         new_run(engine, "r")
@@ -173,9 +174,16 @@ def test_a_snapshot_stays_and_an_inflight_sampler_follows(base_folder, tmp_path,
         engine.optim_step(step_request("r", 0.05))
     engine.create_sampler(CreateSampler(sampler_id="loaded", folder=str(tmp_path / "saved")))
     assert look("then") == before == look("loaded") and look("base") == base
-    assert look("now") != before
+    assert look("now") == before  # updates alone publish nothing
     engine.create_sampler(CreateSampler(sampler_id="fresh", model_id="r"))
-    assert look("fresh") == look("now")
+    engine.create_sampler(CreateSampler(sampler_id="next", model_id="r", kind="inflight"))
+    assert look("fresh") == look("now") == look("next") != before
+    saved = CreateSampler(sampler_id="old", model_id="r", kind="inflight", folder=str(tmp_path / "saved"))
+    engine.create_sampler(saved)
+    assert look("now") == look("next") == look("old") == before
+    for wrong in (dict(base="base", kind="inflight"), dict(base="base", model_id="r"), {}):
+        with pytest.raises(ServiceError, match="create_sampler: "):
+            engine.create_sampler(CreateSampler(sampler_id="wrong", **wrong))
     engine.unload_sampler("then")
-    with pytest.raises(Exception, match="no sampler 'then'"):
+    with pytest.raises(ServiceError, match="no sampler 'then'"):
         look("then")
