@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from tasks.stage_registry import names, training_stages
+from tasks.stage_registry import names
 
 __all__ = ["build_parser"]
 
 TRAINERS = ("grpo", "rloo", "sft", "dpo", "kto", "reward", "distillation")  # of TRL
+_STAGE_HELP = f"one of {', '.join(names())}, or of the config's own"
 
 _ABOUT = """\
 Post-train language-model policies: prepare data, SFT, preference optimisation (DPO), reward model, policy
@@ -201,8 +203,8 @@ def _add_validate(commands: Any) -> None:
     parser.add_argument(
         "--import-code",
         action="store_true",
-        help="import the environment and rewards that it names by import path, which runs their modules, and check "
-        "options and levels with them",
+        help="import the code that it names by import path (environment, rewards, loss), which runs those modules, "
+        "and check options, signatures and levels with it",
     )
 
 
@@ -214,7 +216,7 @@ def _add_stage(commands: Any) -> None:
     ]
     about = "run one stage; its inputs come from finished stages, or those run first"
     parser = _add(commands, "stage", about, examples)
-    parser.add_argument("name", metavar="NAME", choices=names(), help=f"one of {', '.join(names())}")
+    parser.add_argument("name", metavar="NAME", type=_stage_name, help=_STAGE_HELP)
     _add_config(parser)
     parser.add_argument("--model", metavar="MODEL", help="start from this model folder, hub name or models:/NAME@ALIAS")
     parser.add_argument("--fresh", action="store_true", help="rerun the stage even if finished")
@@ -226,7 +228,7 @@ def _add_why(commands: Any) -> None:
     examples = ["why policy demo", "why sft demo --set stages.sft.epochs=2"]
     about = "say why a stage was run or not, and what changed since"
     parser = _add(commands, "why", about, examples)
-    parser.add_argument("name", metavar="STAGE", choices=names(), help=f"one of {', '.join(names())}")
+    parser.add_argument("name", metavar="STAGE", type=_stage_name, help=_STAGE_HELP)
     _add_config(parser)
 
 
@@ -235,9 +237,16 @@ def _add_profile(commands: Any) -> None:
     about = "profile a few iterations of a training stage by phase"
     parser = _add(commands, "profile", about, examples)
     _add_config(parser)
-    parser.add_argument("--stage", metavar="NAME", choices=training_stages(), help="default: the last training stage")
+    parser.add_argument("--stage", metavar="NAME", type=_stage_name, help="default: the last training stage")
     parser.add_argument("--iterations", "-n", metavar="N", type=_at_least_two, default=8, help="how many (default: 8)")
     _add_quiet(parser)
+
+
+def _stage_name(text: str) -> str:
+    """Name of a stage: a shipped one, or one of the config's own, which is not read yet."""
+    if text not in names() and not re.fullmatch("[a-z][a-z0-9_]*", text):
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names())})")
+    return text
 
 
 def _at_least_two(text: str) -> int:
