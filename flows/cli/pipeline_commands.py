@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from flows.cli import arguments_to_settings as loading
 from flows.runtime.stopping import stop_after
 from rl_core.errors import SettingsError
+from tasks import stage_registry
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -151,7 +152,7 @@ def validate(arguments: argparse.Namespace) -> int:
     data = checked_files(settings)
     code = ", ".join(named_code(settings))
     if code and not arguments.import_code:
-        from tasks.pipeline.user_code import user_code_digests
+        from rl_core.user_code import user_code_digests
 
         try:
             user_code_digests(named_code(settings))  # each is found, none is run
@@ -207,10 +208,11 @@ def profile(arguments: argparse.Namespace) -> int:
 def stage(arguments: argparse.Namespace) -> int:
     """Run one stage."""
     settings = loading.load(arguments)
-    if getattr(settings.stages, arguments.name) is None:
+    if arguments.name not in settings.stages.active:
+        known = arguments.name in stage_registry.names()
+        remedy = f"add it with --set stages.{arguments.name}={{}}" if known else "name your own under stages.own"
         raise SettingsError(
-            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; "
-            f"add it with --set stages.{arguments.name}={{}}"
+            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; {remedy}"
         )
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
@@ -227,6 +229,8 @@ def stage(arguments: argparse.Namespace) -> int:
 def why(arguments: argparse.Namespace) -> int:
     """Say why a stage was run or not."""
     settings = loading.load(arguments, import_code=False)
+    if settings.stages.own:
+        settings = loading.load(arguments)  # what their settings are, and where they stand, says their code
     from flows.cli.why import explain
 
     print(explain(settings, arguments.name))

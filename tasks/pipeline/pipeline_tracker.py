@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.config.masking import masked
-from tasks.pipeline.key import code_version
 from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.stage_code import code_version
 from tasks.tracking import RunTracker, Tracking, VersionOf
 from tasks.tracking.beside import check_installed, sinks_of
 

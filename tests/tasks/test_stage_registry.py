@@ -26,7 +26,9 @@ def extra(**changed):
 
 
 def test_the_settings_have_a_field_for_each_stage_in_the_same_order():
-    assert tuple(field.name for field in dataclasses.fields(StagesSettings)) == stage_registry.names() == STAGES
+    fields = [field.name for field in dataclasses.fields(StagesSettings)]
+    assert (tuple(fields[:-1]), fields[-1]) == (stage_registry.names(), "own")
+    assert stage_registry.names() == STAGES
 
 
 def test_kinds_of_stages():
