@@ -19,6 +19,7 @@ HINT = (
 EXCEPTIONS = {
     ("rl_core/models/causal_lm.py", "save_pretrained"): "within a folder that is sealed or published afterwards",
     ("rl_core/models/lora.py", "save_pretrained"): "as above",
+    ("rl_core/service/saved_weights.py", "save_pretrained"): "as above",
     ("rl_core/analysis/canvas.py", "savefig"): "into memory",
     ("flows/runtime/dag_figure.py", "savefig"): "into memory",
     ("rl_core/environments/subprocess_main.py", "open"): "os.devnull",

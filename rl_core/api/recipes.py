@@ -39,7 +39,7 @@ from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training import loop
 from rl_core.training.callbacks import Callback
-from rl_core.training.loop import LoopMemory, LoopOutcome
+from rl_core.training.loop_state import LoopMemory, LoopOutcome
 from rl_core.training.trainer_protocol import Trainer
 from rl_core.types import Rollout
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from rl_core.errors import SettingsError
 from rl_core.rewards.orchestrator import COMPONENTS, RewardFunction
 from rl_core.settings import PolicySettings
-from rl_core.storage.folders import digest_bytes
+from rl_core.storage.manifest import digest_bytes
 
 __all__ = ["RewardSource", "RewardParts", "reward_parts", "with_rewards"]
 

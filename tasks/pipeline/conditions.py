@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.storage.folders import read_manifest
+from rl_core.storage.manifest import read_manifest
 from tasks.config.masking import masked
 from tasks.pipeline.key import StageKey, source_digests
 from tasks.pipeline.result import StageResult

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_core.errors import ResumeRefused
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import move_folder, remove_folder
+from rl_core.storage.folder_removal import move_folder, remove_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
 from tasks import stage_registry

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_core.storage.folders import digest_file, digest_folder
+from rl_core.storage.manifest import digest_file, digest_folder
 from tasks.config import PipelineSettings
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.user_code import UserModule, import_paths, user_modules

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import re
 import socket
@@ -100,7 +101,8 @@ def _progress_artifact(pipeline_run: PipelineRun, name: str) -> Iterator[None]:
     ended = threading.Event()
     made = _quietly(create_progress_artifact, progress=0.0, key=_key(pipeline_run, name, "progress"))
     artifact = made if isinstance(made, UUID) else None
-    thread = threading.Thread(target=_report_progress, args=(pipeline_run, artifact, ended), daemon=True)
+    report = contextvars.copy_context().run  # Prefect's settings, among them the password of the server
+    thread = threading.Thread(target=report, args=(_report_progress, pipeline_run, artifact, ended), daemon=True)
     thread.start()
     try:
         yield

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, settings_digest

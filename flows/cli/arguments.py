@@ -1,4 +1,4 @@
-"""Parts that parsers of several commands have. Standard library only, as `posttrain --help` starts at once."""
+"""Pieces that the parsers of commands share: a command with its examples, common options, types of values."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ __all__ = [
     "add_allow_drift",
     "add_command",
     "add_config",
+    "add_config_or_output",
+    "add_note",
     "add_output",
     "add_quiet",
     "add_stop_after",
@@ -20,7 +22,7 @@ __all__ = [
 
 
 def add_command(commands: Any, name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
-    """A command's parser, with help, examples and --debug."""
+    """Parser of a new command among `commands`, with examples below its help and with `--debug`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=about,
@@ -33,8 +35,11 @@ def add_command(commands: Any, name: str, about: str, examples: Sequence[str]) -
     return parser
 
 
+# ------------------------------------------------------------------------------------------------------------ options
+
+
 def add_config(parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False) -> None:
-    """The configuration (as an option: --config) and --set."""
+    """The configuration, as an argument or as the option `--config`, and `--set`."""
     about = "the pipeline's YAML file, or the name of a shipped one, such as demo"
     if option:
         parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=about)
@@ -52,12 +57,18 @@ def add_config(parser: argparse.ArgumentParser, *, option: bool = False, require
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
-    """--output."""
+    """The option `--output`."""
     parser.add_argument("--output", "-o", default="outputs", help="output folder, without --config (default: outputs)")
 
 
+def add_config_or_output(parser: argparse.ArgumentParser) -> None:
+    """The options `--config` and `--output`, either of which says where the runs are."""
+    add_config(parser, option=True)
+    add_output(parser)
+
+
 def add_allow_drift(parser: argparse.ArgumentParser) -> None:
-    """--allow-drift."""
+    """The option `--allow-drift`."""
     parser.add_argument(
         "--allow-drift",
         action="store_true",
@@ -66,12 +77,17 @@ def add_allow_drift(parser: argparse.ArgumentParser) -> None:
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """--quiet."""
+    """The option `--quiet`."""
     parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the final table")
 
 
+def add_note(parser: argparse.ArgumentParser) -> None:
+    """The option `--note`, for people who decide on a version."""
+    parser.add_argument("--note", default="", help="why; kept as a tag of the version")
+
+
 def add_stop_after(parser: argparse.ArgumentParser) -> None:
-    """--stop-after."""
+    """The option `--stop-after`."""
     parser.add_argument(
         "--stop-after",
         type=seconds,
@@ -81,8 +97,11 @@ def add_stop_after(parser: argparse.ArgumentParser) -> None:
     )
 
 
+# ------------------------------------------------------------------------------------------------------------- values
+
+
 def seconds(text: str) -> float:
-    """A number of seconds above 0."""
+    """A duration above 0."""
     try:
         number = float(text)
     except ValueError:
@@ -100,7 +119,7 @@ def positive(text: str) -> int:
 
 
 def port(text: str) -> int:
-    """A port number."""
+    """The number of a port."""
     number = positive(text)
     if number > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from flows.cli.parser_parts import add_command, add_config, add_output, add_quiet, add_stop_after, positive
+from flows.cli.arguments import (
+    add_command,
+    add_config,
+    add_config_or_output,
+    add_quiet,
+    add_stop_after,
+    positive,
+)
 from tasks.stage_registry import training_stages
 
-__all__ = ["add_compare", "add_runs", "add_sweep"]
+__all__ = ["PARSERS"]
 
 METHODS = ("grid", "random", "bayes", "halving")
 
 
-def add_sweep(commands: Any) -> None:
+def _add_sweep(commands: Any) -> None:
     """`posttrain sweep`."""
     examples = [
         "sweep demo --set stages.policy.learning_rate=1e-4,3e-4,1e-3 --seeds 3 --seed-stage policy",
@@ -58,7 +66,7 @@ def add_sweep(commands: Any) -> None:
     add_quiet(parser)
 
 
-def add_runs(commands: Any) -> None:
+def _add_runs(commands: Any) -> None:
     """`posttrain runs`."""
     examples = [
         "runs",
@@ -67,8 +75,7 @@ def add_runs(commands: Any) -> None:
         "runs --where status=finished --where 'success_rate/policy>=0.5'",
     ]
     parser = add_command(commands, "runs", "list runs, newest first, with status and result", examples)
-    add_config(parser, option=True)
-    add_output(parser)
+    add_config_or_output(parser)
     parser.add_argument("--limit", type=positive, default=20, metavar="N", help="how many (default: 20)")
     parser.add_argument(
         "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold settings, metrics, tags"
@@ -84,7 +91,7 @@ def add_runs(commands: Any) -> None:
     parser.add_argument("--no-settings", action="store_true", help="leave out the column of settings that differ")
 
 
-def add_compare(commands: Any) -> None:
+def _add_compare(commands: Any) -> None:
     """`posttrain compare`."""
     examples = [
         "compare 'demo · 2026-11-21 14:00:00' 'demo · 2026-11-21 15:00:00'",
@@ -94,7 +101,9 @@ def add_compare(commands: Any) -> None:
     about = "compare runs: settings that differ, stages, curves, results on the same episodes, where they part"
     parser = add_command(commands, "compare", about, examples)
     parser.add_argument("runs", metavar="RUN", nargs="+", help="name or id of a run, or a pipeline (its newest run)")
-    add_config(parser, option=True)
-    add_output(parser)
+    add_config_or_output(parser)
     parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
     parser.add_argument("--out", metavar="FOLDER", help="also write compare.json and curves.png into FOLDER")
+
+
+PARSERS: dict[str, Callable[[Any], None]] = {"sweep": _add_sweep, "runs": _add_runs, "compare": _add_compare}
