@@ -6,7 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from transformers import PreTrainedModel
 
@@ -24,8 +24,11 @@ from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
+from rl_core.training.trainer_protocol import Trainer
 
 __all__ = ["dpo", "reward_model", "sft"]
+
+T = TypeVar("T", bound=Trainer)
 
 
 def sft(
@@ -53,21 +56,10 @@ def sft(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
     recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
-    )
-    return Training(
-        "sft",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+    return _training(
+        "sft", recipe, settings, policy.model, policy, run=(model, rows.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def dpo(
@@ -100,21 +92,10 @@ def dpo(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
     recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
-    )
-    return Training(
-        "dpo",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+    return _training(
+        "dpo", recipe, settings, policy.model, policy, run=(model, pairs.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def reward_model(
@@ -142,21 +123,33 @@ def reward_model(
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
     recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
+    return _training(
+        "reward_model", recipe, settings, classifier, policy, run=(model, pairs.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
+
+
+def _training(
+    algorithm: str,
+    recipe: recipes.Recipe[T],
+    settings: SFTSettings | RewardModelSettings | PreferenceSettings,
+    trained: PreTrainedModel,
+    policy: Policy,
+    *,
+    run: tuple[ModelSource, str, int],
+    output: str | Path | None,
+    tracker: TrackerSource,
+    callbacks: Sequence[Callback],
+) -> Training[T]:
+    """The training of a recipe. `run`: the model that it starts from, the digest of its data, and its seed."""
+    source, digest, seed = run
     fingerprint = run_fingerprint(
-        "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
+        algorithm, settings, seed, model=model_name(source), chat=policy.renderer.digest, data=digest
     )
     return Training(
-        "reward_model",
-        recipe,
-        settings,
-        classifier,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
+        algorithm, recipe, settings, trained, policy.tokenizer, fingerprint, folder_of(output), tracker, callbacks,
         renderer=policy.renderer,
-    )
+    )  # fmt: skip
 
 
 def _check_heldout(
