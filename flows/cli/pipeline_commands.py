@@ -211,6 +211,7 @@ def resume(arguments: argparse.Namespace) -> int:
     stop_after(arguments.stop_after)
     chosen = loading.optional(arguments)
     output = Path(chosen.output if chosen else arguments.output)
+    loading.refuse_closed(output)
     from flows.cli.resume import find, settings_of
 
     record = find(output, arguments.run)

@@ -17,7 +17,16 @@ from tasks.config import PipelineSettings
 from tasks.pipeline.result import StageResult
 from tasks.pipeline.user_code import UserModule, import_paths, user_modules
 
-__all__ = ["StageKey", "code_version", "input_digest", "source_digests", "stage_key", "stage_key_parts", "stage_seed"]
+__all__ = [
+    "StageKey",
+    "code_version",
+    "environment_digests",
+    "input_digest",
+    "source_digests",
+    "stage_key",
+    "stage_key_parts",
+    "stage_seed",
+]
 
 _SOURCES = (".py", ".c", ".h")
 
@@ -65,6 +74,16 @@ def input_digest(value: StageResult | Path | str) -> str:
     return value
 
 
+def environment_digests(pipeline: PipelineSettings) -> dict[str, str]:
+    """Content of the data files that the environment's options name, by option."""
+    digests = {}
+    for name in ("path", "heldout"):
+        option = pipeline.environment.options.get(name)
+        if isinstance(option, str) and Path(option).exists():
+            digests[name] = input_digest(Path(option))
+    return digests
+
+
 def _content_digests(
     stage_settings: dict[str, Any] | None, pipeline: PipelineSettings
 ) -> tuple[dict[str, str], dict[str, UserModule]]:
@@ -74,11 +93,7 @@ def _content_digests(
     Returns: digests by name; the modules of the user's by module name, whose digests are among them.
     Raises: SettingsError for a module that cannot be found.
     """
-    digests = {}
-    for name in ("path", "heldout"):
-        option = pipeline.environment.options.get(name)
-        if isinstance(option, str) and Path(option).exists():
-            digests[name] = input_digest(Path(option))
+    digests = environment_digests(pipeline)
     if pipeline.model.chat_template is not None and Path(pipeline.model.chat_template).is_file():
         digests["chat_template"] = digest_file(Path(pipeline.model.chat_template))
     named = [pipeline.environment.name, *(stage_settings or {}).get("rewards", {})]
