@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flows.cli import arguments_to_settings as loading
+from flows.cli.visible import visible
 from flows.runtime.stopping import stop_after
 from rl_core.errors import SettingsError
 
@@ -89,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     result = run_pipeline(
         settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
     )  # fmt: skip
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 
@@ -105,7 +106,7 @@ def retrain(arguments: argparse.Namespace) -> int:
         allow_drift=arguments.allow_drift, fresh=arguments.fresh,
     )  # fmt: skip
     if result.pipeline is not None:
-        print(result.pipeline.table())
+        print(visible(result.pipeline.table()))
     print(result.message)
     return 0
 
@@ -193,7 +194,7 @@ def stage(arguments: argparse.Namespace) -> int:
         settings, arguments.name, model=arguments.model, fresh=arguments.fresh, quiet=arguments.quiet,
         allow_drift=arguments.allow_drift,
     )  # fmt: skip
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 
@@ -224,7 +225,7 @@ def resume(arguments: argparse.Namespace) -> int:
         settings, only=record.only, models=record.given, quiet=arguments.quiet, started=record.started,
         allow_drift=arguments.allow_drift, restart=arguments.fresh,
     )  # fmt: skip
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 

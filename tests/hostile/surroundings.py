@@ -55,6 +55,7 @@ def hard_link(path: Path) -> None:
 
 _PATHS = [
     _config("output of 10000 letters", BASE + f"output: {DEEP}\n", ":9: output", "cannot be a folder"),
+    _config("output with a question mark", BASE + "output: 'q?mode=memory'\n", ":9: output", "holds a '?'"),
     _config("model of 10000 letters", BASE.replace("preset: nano", f"path: /{DEEP}"), "model.path"),
     _config("template of 10000 letters", BASE.replace("preset: nano", f"preset: nano, chat_template: {DEEP}"), "chat_"),
     _data("path of 10000 letters", DEEP, {}, "or name another place with --set"),
