@@ -34,7 +34,7 @@ def evaluate(arguments: argparse.Namespace) -> int:
     from flows.single_stage import evaluate_model
 
     result = evaluate_model(settings, arguments.model, quiet=arguments.quiet)
-    print(result.table())
+    print(visible(result.table()))
     return 0 if result.ok else 1
 
 
@@ -66,7 +66,7 @@ def _analyze_models(settings: PipelineSettings, models: dict[str, str], out: Pat
     from rl_core.storage.single_files import copy_tree
 
     result = analyze_models(settings, models, quiet=quiet)
-    print(result.table())
+    print(visible(result.table()))
     if "analyze" in result.results:
         copy_tree(result.results["analyze"].path, out)
         print(f"report: {out / 'report.html'}")
