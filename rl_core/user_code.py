@@ -25,7 +25,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.importing import is_file
-from rl_core.storage.folders import digest_bytes
+from rl_core.storage.manifest import digest_bytes
 
 __all__ = ["UserModule", "import_paths", "user_code_digests", "user_modules"]
 

@@ -60,7 +60,7 @@ LEVELS = {
     "flows": [
         {"runtime", "parameters"},
         {"monitor", "operations", "post_training", "verification"},
-        {"evaluate_champion", "retrain", "single_stage"},
+        {"evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},
     ],

@@ -26,6 +26,7 @@ __all__ = [
     "retrain",
     "run",
     "stage",
+    "sweep",
     "validate",
     "verify_resume",
     "why",
@@ -91,6 +92,32 @@ def run(arguments: argparse.Namespace) -> int:
         settings, fresh=arguments.fresh, quiet=arguments.quiet, allow_drift=arguments.allow_drift
     )  # fmt: skip
     print(result.table())
+    return 0 if result.ok else 1
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Run trials of a configuration and choose the best."""
+    stop_after(arguments.stop_after)
+    from flows.sweep.plan import SweepPlan
+    from flows.sweep.space import parse_set
+
+    overrides, dimensions = parse_set(arguments.set)
+    if not dimensions and arguments.seeds == 1:
+        raise SettingsError("nothing varies: give --set KEY=A,B,C or KEY=LOW..HIGH:POINTS, or --seeds N")
+    plan = SweepPlan(
+        config=arguments.config, overrides=tuple(overrides), dimensions=tuple(dimensions), method=arguments.method,
+        trials=arguments.trials, seeds=arguments.seeds, seed_stage=arguments.seed_stage, metric=arguments.metric,
+        minimize=arguments.minimize, finalists=arguments.finalists,
+    )  # fmt: skip
+    base = plan.base()
+    loading.refuse_bad_rows(base)
+    loading.prepare(base)
+    from flows.sweep.conduct import run_sweep
+
+    result = run_sweep(plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet)
+    print(result.text)
+    if result.pipeline is not None:
+        print(result.pipeline.table())
     return 0 if result.ok else 1
 
 

@@ -24,12 +24,12 @@ from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
-from rl_core.evaluation import validation_requests
 from rl_core.models import heads
 from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.heldout_requests import validation_requests
 from rl_core.settings import (
     GROUP_ALGORITHMS,
     DistillationSettings,

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from rl_core.errors import SettingsError
 from rl_core.settings import PolicySettings, Settings, code_paths
-from rl_core.storage.folders import digest_bytes
+from rl_core.storage.manifest import digest_bytes
 from rl_core.user_code import user_code_digests
 
 __all__ = ["FunctionSource", "code_digests", "function_name", "source_digest", "with_functions"]

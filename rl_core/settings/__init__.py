@@ -35,6 +35,7 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
+from rl_core.settings.service import ServiceEngineSettings
 from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LoopSettings,
@@ -86,6 +87,7 @@ __all__ = [
     "RewardSettings",
     "SFTSettings",
     "SamplingSettings",
+    "ServiceEngineSettings",
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",

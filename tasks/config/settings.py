@@ -52,6 +52,7 @@ else:
 # Folders that servers and logs have in the output folder, beside those of pipelines.
 _RESERVED = ("logs", "mlflow", "operations", "prefect")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SINKS = ("tensorboard", "wandb")
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -74,6 +75,10 @@ class TrackingSettings(Settings):
     registered_model: str | None = setting(None, doc="name in the model registry; left out: the pipeline's name")
     traces: int = setting(20, ge=0, le=10_000, doc="evaluation episodes logged as MLflow traces, per evaluated model")
     system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
+    sinks: tuple[str, ...] = setting(
+        (),
+        doc="trackers beside MLflow: tensorboard, tensorboard:FOLDER, wandb, wandb:PROJECT; none can fail a step",
+    )
 
     def check(self) -> None:
         """The store must be one that MLflow takes, without a password; names must be usable."""
@@ -81,6 +86,9 @@ class TrackingSettings(Settings):
             _check_name("registered_model", self.registered_model)
         if self.experiment is not None and not (self.experiment.strip() and self.experiment.isprintable()):
             raise SettingsError(f"experiment: {self.experiment!r} must be printable text")
+        for sink in self.sinks:
+            if sink.partition(":")[0] not in SINKS:
+                raise SettingsError(f"sinks: {sink!r} is no tracker; {nearest(sink.partition(':')[0], SINKS)}")
         if self.uri is None:
             return
         try:
@@ -247,6 +255,9 @@ class PipelineSettings(Settings):
 
     name: str = setting(doc="of the pipeline; names its folder, experiment and model")
     seed: int = setting(0, ge=0, lt=2**31, doc="all randomness of the run comes from it")
+    seeds: dict[str, int] = setting(
+        {}, doc="seeds of single training stages by name, in place of seed: repeats one stage on the same data"
+    )
     output: str = setting("outputs", doc="folder that everything is written into")
     threads: int | Literal["auto"] | None = setting(
         None, ge=1, le=1024,
@@ -273,11 +284,22 @@ class PipelineSettings(Settings):
         for stage in self.run.timeouts:
             if stage not in stages:
                 raise SettingsError(f"run.timeouts.{stage}: no such stage; {nearest(stage, stages)}")
+        for stage, number in self.seeds.items():
+            if stage not in (*stage_registry.training_stages(), *self.stages.own):
+                raise SettingsError(
+                    f"seeds.{stage}: no stage that trains; {nearest(stage, stage_registry.training_stages())}"
+                )
+            if not 0 <= number < 2**31:
+                raise SettingsError(f"seeds.{stage}: {number} must be at least 0 and below 2^31")
         if not self.stages.active:
             raise SettingsError(
                 f"stages: none is given; name at least one of {', '.join(stage_registry.names())} "
                 "(`sft: {}` = defaults)"
             )
+
+    def seed_of(self, stage: str) -> int:
+        """Seed of a stage: its own in `seeds`, else the pipeline's."""
+        return self.seeds.get(stage, self.seed)
 
     @property
     def experiment(self) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.storage.folders import read_manifest
+from rl_core.storage.manifest import read_manifest
 from tasks.config.masking import masked
 from tasks.pipeline.key import StageKey
 from tasks.pipeline.result import StageResult
@@ -90,6 +90,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, with_inputs: bool
         *_plain_changes("environment", old.get("environment"), new.get("environment")),
         *_plain_changes("model", old.get("model"), new.get("model")),
         *_plain_changes("seed", old.get("seed"), new.get("seed")),
+        *_plain_changes(f"seeds.{stage}", old.get("stage_seed"), new.get("stage_seed")),
     ]
     if old.get("environment_digest") != new.get("environment_digest") and not any(
         line.startswith("environment") for line in found

@@ -12,7 +12,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import Settings, code_paths
-from rl_core.storage.folders import digest_file, digest_folder
+from rl_core.storage.manifest import digest_file, digest_folder
 from rl_core.user_code import UserModule, import_paths, user_modules
 from tasks.config import PipelineSettings
 from tasks.pipeline.result import StageResult
@@ -104,6 +104,7 @@ def stage_key_parts(name: str, stage_settings: Any, pipeline: PipelineSettings, 
         "model": model,
         "inputs": dict(digests),
         "seed": pipeline.seed,
+        **({"stage_seed": pipeline.seed_of(name)} if pipeline.seed_of(name) != pipeline.seed else {}),
         "code": stage_code(name, of_user),
     }
     return StageKey(payload, modules, {path: file_digest(path) for path in stage_sources(name, of_user)})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import BackendError
-from rl_core.storage.folders import digest_folder
+from rl_core.storage.manifest import digest_folder
 from tasks import stage_registry
 from tasks.config import PipelineSettings, settings_digest
 from tasks.pipeline.result import StageResult

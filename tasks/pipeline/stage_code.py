@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from rl_core.storage.folders import digest_bytes
+from rl_core.storage.manifest import digest_bytes
 from tasks.stage_registry import entry, names
 
 __all__ = ["code_version", "file_digest", "imported", "is_frame", "project_sources", "stage_code", "stage_sources"]

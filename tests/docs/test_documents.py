@@ -286,6 +286,36 @@ def test_enough_is_shown():
     assert len(commands()) > 40 and len(blocks("yaml")) > 8 and len(blocks("python")) > 6
 
 
+def documented_arguments():
+    """By function or method of the API page: the arguments in its tables' rows."""
+    text = (DOCS / "api.md").read_text().partition("\n## Arguments\n")[2].partition("\n## ")[0]
+    training, methods, others = (table.partition("|---|---|---|\n")[2] for table in text.split("| argument | of |")[1:])
+    every = set(re.findall(r"`(\w+)`", text.partition("`all` are ")[2].partition(".")[0]))
+    found = {}
+    for prefix, table in (("", training), ("Training.", methods), ("", others)):
+        for arguments, of in re.findall(r"^\| ([^|]*) \| ([^|]*) \|", table, re.MULTILINE):
+            for name in every if of == "all" else re.findall(r"`(\w+)`", of):
+                found.setdefault(prefix + name, []).extend(re.findall(r"`(\w+)`", arguments))
+    return found
+
+
+def test_the_api_page_names_every_argument():
+    public = {name: getattr(rl_core, name) for name in rl_core.__all__}
+    public = {name: one for name, one in public.items() if inspect.isfunction(one)}
+    methods = {f"Training.{name}": one for name, one in vars(rl_core.Training).items() if inspect.isfunction(one)}
+    public |= {name: one for name, one in methods.items() if "._" not in name}
+    arguments = {name: sorted(inspect.signature(one).parameters) for name, one in public.items()}
+    expected = {name: [one for one in names if one != "self"] for name, names in arguments.items()}
+    found = {name: sorted(names) for name, names in documented_arguments().items()}
+    assert len(found) > 20 and found == {name: names for name, names in expected.items() if names}
+
+
+def test_the_api_page_shows_every_public_function():
+    text = (DOCS / "api.md").read_text()
+    shown = set(re.findall(r"^        - (\w+)$", text, re.MULTILINE))
+    assert shown >= {name for name in rl_core.__all__ if inspect.isfunction(getattr(rl_core, name))}
+
+
 def test_generated_pages_are_current(monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS / "tools"))
     generate = importlib.import_module("generate")

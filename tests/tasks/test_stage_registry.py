@@ -41,7 +41,7 @@ def test_kinds_of_stages():
 
 @pytest.mark.parametrize("stage", stage_registry.stages(), ids=lambda stage: stage.name)
 def test_every_task_exists_and_takes_what_it_is_handed(stage):
-    from flows.post_training import _Handed
+    from tasks.pipeline.dag import _Handed
 
     task = stage_registry.task_of(stage)
     inspect.signature(task).bind("session", *stage.takes)

@@ -20,7 +20,8 @@ from tasks.pipeline import stage_code
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import content_digest
 from tasks.pipeline.run_options import RunOptions
-from tasks.pipeline.stage import StageContext, _clear_leftovers, run_stage
+from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage_folder import keep_checkpoints
 
 
 def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
@@ -263,11 +264,11 @@ def test_rollouts_for_people_outlive_a_kill_behind_the_last_iteration(tmp_path):
     for name in ("recent_rollouts.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    _clear_leftovers(tmp_path)
+    keep_checkpoints(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "recent_rollouts.jsonl"]
     (tmp_path / "checkpoints" / "LATEST").unlink()
     (tmp_path / "checkpoints").rmdir()
-    _clear_leftovers(tmp_path)
+    keep_checkpoints(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
