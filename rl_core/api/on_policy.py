@@ -283,11 +283,11 @@ def _rewards_of(
 
 
 def _reference(source: ModelSource, policy: Policy) -> PreTrainedModel:
-    """The starting model, frozen, for the KL term."""
+    """The starting model for the KL term: of adapters that were added here, the model without them; else a copy."""
     if isinstance(source, str | Path):
         return load_policy(source).model
     if isinstance(source, ModelSettings):
-        return load_policy(dataclasses.replace(source, lora=None)).model
+        return policy.model if source.lora is not None else load_policy(source).model
     return copy.deepcopy(policy.model)
 
 

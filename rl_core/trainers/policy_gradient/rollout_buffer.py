@@ -29,6 +29,7 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.models.dropout import repeatable_masks, training_mode
 from rl_core.models.logprobs import check_contexts, completion_logprobs
+from rl_core.models.lora import without_adapter
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
@@ -50,7 +51,7 @@ class ActorCritic:
     policy: PreTrainedModel
     optimizer_step: OptimizerStep  # of the policy, value head included
     pad_id: int
-    reference: PreTrainedModel | None = None  # of the KL term, frozen
+    reference: PreTrainedModel | None = None  # of the KL term, frozen; the policy itself = without its adapters
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
     teacher: Teacher | None = None  # of a distillation: advantages come from it in place of rewards
@@ -163,9 +164,11 @@ class RolloutBuffer:
     @torch.no_grad()
     def compute_ref_logprobs(self, plan: Plan) -> None:
         """Log-probs of the reference, once for all epochs."""
-        assert self.actor_critic.reference is not None
-        with span("reference"):
-            self.ref_logprobs_RS = self._logprobs(self.actor_critic.reference, plan)
+        reference = self.actor_critic.reference
+        assert reference is not None
+        own = without_adapter(reference) if reference is self.actor_critic.policy else nullcontext()
+        with span("reference"), own:
+            self.ref_logprobs_RS = self._logprobs(reference, plan)
 
     @torch.no_grad()
     def compute_teacher_logprobs(self, plan: Plan) -> None:

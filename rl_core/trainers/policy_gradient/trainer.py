@@ -27,6 +27,7 @@ from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
 from rl_core.models.logprobs import check_router
+from rl_core.models.lora import is_lora
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.overlong import OverlongPenalty
@@ -79,7 +80,8 @@ class PolicyGradientTrainer(RolloutTrainer):
         """Build everything; nothing is drawn or played yet.
 
         Args:
-            reference_model: of the KL term, frozen here; needed when kl_coef > 0.
+            reference_model: of the KL term, frozen here; needed when kl_coef > 0. `model` itself, where it has
+                adapters: the model without them, and no second copy.
             backend: samples from `model`'s own weights (a benchmark may hand in one that lags behind).
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
@@ -122,7 +124,9 @@ class PolicyGradientTrainer(RolloutTrainer):
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
             self._penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
-        if reference_model is not None:
+        if reference_model is model and not is_lora(model):
+            raise SettingsError("kl_coef: a model without adapters cannot be its own reference; hand in a copy")
+        if reference_model is not None and reference_model is not model:
             reference_model.requires_grad_(False).eval()
         self.actor_critic = make_actor_critic(
             model, reference_model, settings, self.pad_id, process_group, teacher, own_parts(settings, own)
