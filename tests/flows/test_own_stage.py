@@ -51,14 +51,6 @@ def made_up(monkeypatch):
     stage_registry.register(stage, before="preference")
 
 
-@pytest.fixture
-def prefect_api():
-    from prefect.testing.utilities import prefect_test_harness
-
-    with prefect_test_harness(server_startup_timeout=120):
-        yield
-
-
 def settings_of(output: Path):
     return from_dict(
         {
