@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from flows.cli import pipeline_parsers, review_parsers, service_parsers
+from flows.cli import comparison_parsers, pipeline_parsers, review_parsers, service_parsers
 
 __all__ = ["build_parser"]
 
@@ -31,10 +31,10 @@ exit codes:
 # as `--help` lists them
 _ORDER = (
     "init", "convert", "data",
-    "run", "retrain", "validate", "stage", "why", "profile",
+    "run", "sweep", "retrain", "validate", "stage", "why", "profile",
     "evaluate", "analyze", "promote",
     "approve", "resume", "up", "down", "status",
-    "ui", "monitor", "runs", "replay", "verify-resume", "sync", "gc", "doctor",
+    "ui", "monitor", "runs", "compare", "replay", "verify-resume", "sync", "gc", "doctor",
 )  # fmt: skip
 
 
@@ -46,7 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version")
     parser.set_defaults(debug=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    parsers = pipeline_parsers.PARSERS | review_parsers.PARSERS | service_parsers.PARSERS
+    rooms = (pipeline_parsers, comparison_parsers, review_parsers, service_parsers)
+    parsers = {name: add for room in rooms for name, add in room.PARSERS.items()}
     for name in sorted(parsers, key=_ORDER.index):
         parsers[name](commands)
     return parser

@@ -74,16 +74,6 @@ def _add_approve(commands: Any) -> None:
     add_config_or_output(parser)
 
 
-def _add_runs(commands: Any) -> None:
-    examples = ["runs", "runs --limit 5", "runs --format csv"]
-    parser = add_command(commands, "runs", "list runs, newest first, with status and result", examples)
-    add_config_or_output(parser)
-    parser.add_argument("--limit", type=positive, default=20, metavar="N", help="how many (default: 20)")
-    parser.add_argument(
-        "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold metrics and tags too"
-    )
-
-
 def _add_replay(commands: Any) -> None:
     examples = [
         "replay    (lists the failed episodes that are kept)",
@@ -127,7 +117,6 @@ PARSERS: dict[str, Callable[[Any], None]] = {
     "analyze": _add_analyze,
     "promote": _add_promote,
     "approve": _add_approve,
-    "runs": _add_runs,
     "replay": _add_replay,
     "sync": _add_sync,
     "gc": _add_gc,

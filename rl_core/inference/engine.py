@@ -55,6 +55,10 @@ class Engine:
         self._pad_id = pad_id
         self._decoder = Decoder(model)
         self._fit = MemoryFit("slots of the rollout engine", _ADVICE)  # limit: slots that are decoded together
+        self.end_at(eos_ids)
+
+    def end_at(self, eos_ids: Collection[int]) -> None:
+        """Tokens that end an action from now on."""
         self._is_eos = np.zeros(self._decoder.vocab_size, dtype=bool)
         self._is_eos[[token for token in eos_ids if token < len(self._is_eos)]] = True
 

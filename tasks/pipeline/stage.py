@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import PosttrainError, Stopped
+from rl_core.errors import FolderBusy, PosttrainError, Stopped
 from rl_core.storage.faults import fault
 from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
@@ -34,7 +34,7 @@ from rl_core.storage.single_files import make_folder, write_json_atomic
 from rl_core.timing import collected
 from tasks.pipeline.conditions import CONDITIONS, describe
 from tasks.pipeline.decisions import note_decision
-from tasks.pipeline.drift import adopt, set_others_aside
+from tasks.pipeline.drift import adopt, mark_aside, set_others_aside
 from tasks.pipeline.key import input_digest, stage_key, stage_key_parts, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
 from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, StageResult, load_finished
@@ -61,6 +61,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_BETWEEN = "stopped between two stages; the same command goes on from there"
+_WAIT_SECONDS = 0.2  # between two looks at a stage that another trial runs
+
 
 def run_stage(
     pipeline_run: PipelineRun,
@@ -84,7 +87,7 @@ def run_stage(
         would be passed over; Stopped; whatever the body raises.
     """
     if pipeline_run.stop.is_set():
-        raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
+        raise Stopped(_BETWEEN, signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
     pipeline_run.tracker.tag_data(digests)
     made_of = stage_key_parts(name, settings, pipeline_run.settings, digests)
@@ -94,7 +97,7 @@ def run_stage(
     conditions = describe(name, made_of, inputs, before)
     stage = KeyedStage(name, label or name, settings, inputs, digests, key, final, conditions)
     make_folder(final.parent)
-    with FolderLock(final.with_name(f"{key}.lock")):
+    with _locked(pipeline_run, final.with_name(f"{key}.lock")):
         fault("stage.locked")
         clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
@@ -112,6 +115,24 @@ def run_stage(
         _note_begin(stage, fresh, drift)
         pipeline_run.mark_computed(key)
         return _compute(pipeline_run, stage, body, drift)
+
+
+@contextlib.contextmanager
+def _locked(pipeline_run: PipelineRun, path: Path) -> Iterator[None]:
+    """The lock of a stage's key. A trial waits for another one that runs the same stage, and then shares it."""
+    lock = FolderLock(path)
+    while True:
+        try:
+            lock.__enter__()
+            break
+        except FolderBusy:
+            if pipeline_run.options.trial is None:
+                raise
+            if pipeline_run.stop.wait(_WAIT_SECONDS):
+                raise Stopped(_BETWEEN, signal.SIGTERM) from None
+    with contextlib.ExitStack() as held:
+        held.push(lock)
+        yield
 
 
 def _note_begin(stage: KeyedStage, fresh: bool, drift: list[str]) -> None:
@@ -142,6 +163,8 @@ def _compute(
     """
     keep_checkpoints(stage.folder)
     write_json_atomic(stage.folder / CONDITIONS, {**stage.conditions, "drift": drift})
+    if pipeline_run.options.on_drift == "beside":
+        mark_aside(stage.final)  # no other run takes its checkpoints for those of a stage that it would pass over
     threads = _threads(pipeline_run, stage)
     fault("stage.cleared")
     started = time.monotonic()
@@ -162,7 +185,7 @@ def _compute(
         tracker=tracker,
         pipeline_run=pipeline_run,
         threads=threads,
-        seed=stage_seed(pipeline_run.settings.seed, stage.name),
+        seed=stage_seed(pipeline_run.settings.seed_of(stage.name), stage.name),
         fingerprint={"stage key": stage.key, "threads": str(threads)},
         allow_drift=pipeline_run.options.on_drift == "resume" or (("stage key",) if drift else False),
         stop=pipeline_run.stop,
@@ -176,7 +199,8 @@ def _compute(
             tracker.log_metrics({"perf/out_of_memory": counts["out_of_memory"]}, 0)
         if drift:
             summary["drift"] = drift
-        if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
+        is_registered = entry(stage.name).trains is not None and pipeline_run.options.trial is None
+        if is_registered and (stage.folder / "model").is_dir():
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         fault("stage.registered")
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))

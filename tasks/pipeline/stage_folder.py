@@ -60,7 +60,8 @@ def seal(stage: KeyedStage) -> str:
     shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
     (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
     conditions = read_conditions(stage.folder) or stage.conditions
-    (stage.folder / CONDITIONS).unlink(missing_ok=True)
+    for name in (CONDITIONS, ASIDE):
+        (stage.folder / name).unlink(missing_ok=True)
     facts = {
         "stage": stage.name, "key": stage.key, "settings": resolve(stage.settings), "conditions": conditions
     }  # fmt: skip

@@ -32,7 +32,7 @@ from rl_core.storage.single_files import replacing
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import make_environment
-from tasks.stages.sft import read_jsonl
+from tasks.stages.row_files import read_jsonl
 
 __all__ = ["prepare_data"]
 

@@ -7,8 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.api import recipes
 from rl_core.api.policy import Policy
+from rl_core.api.recipes.thoughts import thoughts
 from rl_core.environments.environment import Environment
 from rl_core.errors import CheckFailed
 from rl_core.rewards.rollout_log import RecentRollouts, record_all
@@ -47,7 +47,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     validation = heldout_requests(environment, episodes, context.seed)
     examined = _check_requests(context, environment, validation)
     failed = kept_episodes(context)
-    recipe = recipes.thoughts(
+    recipe = thoughts(
         policy,
         environment,
         settings,

@@ -16,6 +16,7 @@ from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.storage.checked_lines import sealed
 from rl_core.training import loop
 from tasks.pipeline import key as keys
+from tasks.pipeline import stage_code
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import content_digest
 from tasks.pipeline.run_options import RunOptions
@@ -40,7 +41,7 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     same = key()
     assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
     assert key(made=pipeline(name="other", output="elsewhere")) == same  # where it lies changes no number
-    monkeypatch.setattr(keys, "code_version", lambda: "other")
+    monkeypatch.setattr(keys, "stage_code", lambda *_: "other")
     assert key() != same
 
 
@@ -70,11 +71,12 @@ def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
 
 
 def test_the_code_version_is_that_of_every_source():
-    root = Path(keys.__file__).resolve().parents[2]
+    root = Path(stage_code.__file__).resolve().parents[2]
     files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
     files = [path for path in files if "__pycache__" not in path.parts and path.name != "py.typed"]
     sources = [path for path in files if "shipped" not in path.parts]  # what ships there is copied, not run
-    assert {path.suffix for path in sources} == set(keys._SOURCES)
+    assert {path.suffix for path in sources} == set(stage_code._SOURCES)
+    assert {root / path for path in stage_code.project_sources() if "/shipped/" not in path} == set(sources)
 
 
 def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):

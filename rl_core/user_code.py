@@ -6,7 +6,7 @@ followed: module names that are computed, and files that the code opens (data th
 a stage's key).
 
 A module counts as the user's when its file lies outside the standard library, installed packages (site-packages) and
-this project's own packages, whose content is in the key already (`code_version`).
+this project's own packages, whose content is in the key already (tasks/pipeline/stage_code.py).
 """
 
 from __future__ import annotations
