@@ -9,9 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl_core.api.policy import Policy
 from rl_core.data.pairs import Pair
@@ -42,6 +40,9 @@ from rl_core.training.callbacks import Callback
 from rl_core.training.loop_state import LoopMemory, LoopOutcome
 from rl_core.training.trainer_protocol import Trainer
 from rl_core.types import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Recipe", "distillation", "policy_gradient", "preference", "reward_model", "sft", "thoughts"]
 

@@ -6,9 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Literal
 
 from rl_core.api import recipes
 from rl_core.api.data import conversations, preference_pairs
@@ -24,6 +22,9 @@ from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["dpo", "reward_model", "sft"]
 
