@@ -1,10 +1,10 @@
-"""Cost of a sweep of 6 rates x 3 seeds beside the same runs by hand, in processor and wall seconds.
+"""Cost of a sweep: 6 rates x 3 seeds beside the same runs by hand, in processor and wall seconds.
 
     python tests/benchmarks/sweep_cost.py --output DIR [--by-hand 18] [--parallel 1]
 
-By hand: one `posttrain run` after another in one output folder, with the settings of the trials, so that finished stages
-are shared there too. The pipeline is small (tests/helpers/small_sweep.py): what is measured is what a run costs beside
-its training. Processor seconds are those of the command and of every process that it started and waited for.
+By hand: one `posttrain run` after another in one output folder, with the settings of the trials; finished stages are
+shared there too. The pipeline is small (tests/helpers/small_sweep.py), so what a run costs besides its training is
+measured. Processor seconds are those of the command and of every process that it started and waited for.
 """
 
 import argparse
