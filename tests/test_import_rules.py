@@ -32,7 +32,14 @@ LEVELS = {
             "json_server",
         },
         {"cpu", "distributed", "losses", "storage", "trackers"},
-        {"environments", "analysis", "data", "models", "capabilities"},  # capabilities asks cpu what this machine has
+        {
+            "environments",
+            "analysis",
+            "data",
+            "models",
+            "capabilities",
+            "user_code",
+        },  # capabilities asks cpu what this machine has
         {"curriculum", "rewards"},
         {"rollouts", "inference"},
         {"evaluation", "probe", "readers"},
@@ -53,7 +60,7 @@ LEVELS = {
     "flows": [
         {"runtime", "parameters"},
         {"monitor", "operations", "post_training", "verification"},
-        {"evaluate_champion", "retrain", "single_stage"},
+        {"evaluate_champion", "retrain", "single_stage", "sweep"},
         {"cli"},
         {""},
     ],
@@ -67,7 +74,7 @@ TRAINERS = {
     "rl_core.thoughts",
 }
 
-NAMESAKES = {"settings", "api"}  # rooms whose files are named after what they set, or open
+NAMESAKES = {"settings", "api", "recipes"}  # rooms whose files are named after what they set, or open
 
 # Other file names that occur more than once within a floor.
 SAME_NAME = {

@@ -51,6 +51,8 @@ EXCEPTIONS = {
     ): "LineLog: appended, cut and synced through one locked descriptor",
     ("tasks/processes/rank_zero_events.py", "own_file"): "checked lines, appended through one descriptor",
     ("flows/cli/main.py", "os.open"): "os.devnull",
+    ("flows/sweep/pool.py", "fdopen"): "a pipe",
+    ("flows/sweep/worker.py", "fdopen"): "a pipe",
     ("flows/cli/doctor.py", "tempfile.TemporaryFile"): "tries whether a folder can be written",
     ("flows/cli/model_capabilities.py", "tempfile.TemporaryDirectory"): "a downloaded model that is looked at",
     ("flows/operations/state.py", "os.open"): "the supervisor's lock, to look whether it is held",

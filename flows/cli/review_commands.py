@@ -18,7 +18,7 @@ from rl_core.errors import DataError, SettingsError
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
-__all__ = ["analyze", "approve", "evaluate", "gc", "promote", "replay", "runs", "sync"]
+__all__ = ["analyze", "approve", "compare", "evaluate", "gc", "promote", "replay", "runs", "sync"]
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -113,10 +113,28 @@ def runs(arguments: argparse.Namespace) -> int:
     output = loading.connect_mlflow(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
     if arguments.format != "table":
-        print(_exported(run_records(output, uri=uri, limit=arguments.limit), arguments.format), end="")
+        records = run_records(output, uri=uri, limit=arguments.limit, where=arguments.where)
+        print(_exported(records, arguments.format), end="")
         return 0
-    rows = list_runs(output, uri=uri, limit=arguments.limit)
-    print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run demo")
+    rows = list_runs(
+        output, uri=uri, limit=arguments.limit, where=arguments.where, settings=not arguments.no_settings
+    )  # fmt: skip
+    none = "no run fits" if arguments.where else f"no runs in {output.absolute()}; start one: posttrain run demo"
+    print(_table(rows) if rows else none)
+    return 0
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Compare runs."""
+    settings = loading.optional(arguments)
+    from flows.cli.compare_runs import compare as compare_runs
+    from flows.cli.compare_runs import text_of
+
+    output = loading.connect_mlflow(settings.output if settings else arguments.output)
+    uri = settings.tracking.uri if settings else None
+    out = Path(arguments.out) if arguments.out else None
+    told = compare_runs(output, uri, arguments.runs, out)
+    print(json.dumps(told, indent=1) if arguments.format == "json" else visible(text_of(told)))
     return 0
 
 

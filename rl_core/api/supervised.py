@@ -10,9 +10,11 @@ from typing import Literal
 
 from transformers import PreTrainedModel
 
-from rl_core.api import recipes
 from rl_core.api.data import conversations, preference_pairs
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
+from rl_core.api.recipes.preference import preference
+from rl_core.api.recipes.reward_model import reward_model as reward_model_recipe
+from rl_core.api.recipes.sft import sft as sft_recipe
 from rl_core.api.training import Training, folder_of, run_fingerprint, settings_of_kind
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
@@ -52,7 +54,7 @@ def sft(
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
-    recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
+    recipe = sft_recipe(policy, rows.train, rows.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
     )
@@ -99,7 +101,7 @@ def dpo(
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
-    recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
+    recipe = preference(policy, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
     )
@@ -141,7 +143,7 @@ def reward_model(
     classifier, policy = _classifier(model, seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
-    recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
+    recipe = reward_model_recipe(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
     )

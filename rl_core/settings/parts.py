@@ -251,3 +251,6 @@ class AnalysisSettings(Settings):
         400, ge=0, le=1_000_000, doc="episodes per model scored by the reward model for calibration; 0 = none"
     )
     probe_demonstrations: int = setting(200, ge=0, le=1_000_000, doc="held-out demonstrations for perplexity; 0 = none")
+    measures: tuple[str, ...] = setting(
+        (), is_code=True, doc="measures of yours: import paths or files of functions of one trajectory"
+    )

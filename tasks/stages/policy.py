@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.api import recipes
 from rl_core.api.evaluation import validation
 from rl_core.api.policy import Policy
+from rl_core.api.recipes.policy_gradient import policy_gradient
 from rl_core.environments.environment import Environment
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
@@ -54,7 +54,7 @@ def _body(context: StageContext) -> dict[str, Any]:
         reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)
         scorer = functools.partial(heads.score, reward_model)
     failed = kept_episodes(context)
-    recipe = recipes.policy_gradient(
+    recipe = policy_gradient(
         policy,
         reference,
         environment,

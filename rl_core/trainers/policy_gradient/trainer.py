@@ -37,6 +37,7 @@ from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
+from rl_core.trainers.policy_gradient.own_parts import own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
@@ -73,6 +74,7 @@ class PolicyGradientTrainer(RolloutTrainer):
         record: RolloutRecord | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
         teacher: Teacher | None = None,
+        own: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """Build everything; nothing is drawn or played yet.
 
@@ -86,6 +88,8 @@ class PolicyGradientTrainer(RolloutTrainer):
                 scores them all.
             teacher: of a distillation (`DistilledPolicySettings`): gives each token its advantage. Rewards are then
                 measured, and learned from by nothing.
+            own: loss and advantage estimator of the user's, by the name of their setting; None = those that the
+                settings name are imported.
         Raises: SettingsError for a level that the environment does not have, a KL term without a reference, or a
             router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
@@ -120,7 +124,9 @@ class PolicyGradientTrainer(RolloutTrainer):
             self._penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
         if reference_model is not None:
             reference_model.requires_grad_(False).eval()
-        self.actor_critic = make_actor_critic(model, reference_model, settings, self.pad_id, process_group, teacher)
+        self.actor_critic = make_actor_critic(
+            model, reference_model, settings, self.pad_id, process_group, teacher, own_parts(settings, own)
+        )
         self.optimizer_step = self.actor_critic.optimizer_step
         critic_optimizer_step = self.actor_critic.critic_optimizer_step
         self._snapshots = StageSnapshots(

@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from flows.cli.main import main
-from flows.cli.parser import TRAINERS as OFFERED
+from flows.cli.pipeline_parsers import TRAINERS as OFFERED
 from rl_core import PolicySettings
 from rl_core.errors import SettingsError
 from rl_core.settings.peer_names import TRAINER_STAGES, peer_hint, trl_name, trl_names, verl_name, verl_names

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.environments import make
-from rl_core.evaluation import heldout_requests, summarize
+from rl_core.evaluation import summarize
+from rl_core.rollouts.heldout_requests import heldout_requests
 from rl_core.types import Trajectory
 from tasks.config import from_dict
 from tasks.config.settings import PromotionSettings
