@@ -16,7 +16,7 @@ from flows.sweep.schedule import Schedule
 from flows.sweep.search import make_search
 from flows.sweep.space import parse_set
 from flows.sweep.sweep_report import rows_of, table, write_files
-from flows.sweep.trial import TrialJob, Pruned, play_fresh, run_trial
+from flows.sweep.trial import Pruned, TrialJob, play_fresh, run_trial
 from rl_core.errors import ResumeRefused, SettingsError, Stopped
 from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
