@@ -51,7 +51,7 @@ def sft(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
+    rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on, _tokens_folder(output))
     recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
@@ -98,7 +98,9 @@ def dpo(
     _check_heldout(heldout, settings)
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
+    pairs = preference_pairs(
+        data, heldout, policy.renderer, policy.context, seed, settings.loss, _tokens_folder(output)
+    )
     recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
@@ -140,7 +142,9 @@ def reward_model(
     _check_heldout(heldout, settings)
     classifier, policy = _classifier(model, seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
-    pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
+    pairs = preference_pairs(
+        data, heldout, policy.renderer, policy.context, seed, "reward_model", _tokens_folder(output)
+    )
     recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
     fingerprint = run_fingerprint(
         "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
@@ -166,6 +170,11 @@ def _check_heldout(
         raise SettingsError(
             "heldout: 0 leaves nothing to evaluate on; set eval_every to 0 and patience to None, or hold rows out"
         )
+
+
+def _tokens_folder(output: str | Path | None) -> Path | None:
+    folder = folder_of(output)
+    return None if folder is None else folder / "tokens"
 
 
 def _classifier(source: ModelSource, seed: int) -> tuple[PreTrainedModel, Policy]:
