@@ -272,11 +272,13 @@ def refuse_unstorable(value: object, place: str, depth: int = MAX_DEPTH, surroga
 
     NaN and Infinity (and 1e999); halves of surrogate pairs, unless the caller knows that there are none.
     """
+    if isinstance(value, str):
+        if surrogates:
+            _refuse_surrogate(value, place)
+        return
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(place, f"{value} is not a valid JSON number")
-    if isinstance(value, str) and surrogates:
-        _refuse_surrogate(value, place)
-    if not isinstance(value, Mapping | list):
+    if not isinstance(value, (dict, list, Mapping)):
         return
     if depth == 0:
         raise BadRow(place[:_SHOWN], f"is nested too deeply, more than {MAX_DEPTH} levels")

@@ -1,4 +1,4 @@
-"""Token ids of the rows of a data file, some at a time: what each process of `tokenising` does."""
+"""Token ids of the rows of a data file, some at a time: the work of each process of `tokenising`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Refusals = list[tuple[int, str]]  # (row, reason) of each row that has no tokens
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What rows are tokenised for."""
+    """Purpose that rows are tokenised for."""
 
     kind: Kind
     loss_on: Literal["all", "last"] = "all"  # assistant turns of demonstrations with loss

@@ -94,7 +94,7 @@ class _Children:
                 child.communicate()
 
     def answers(self, chunks: Iterable[tuple[int, list[Row]]]) -> Iterator[tuple[Found | None, int, list[Row]]]:
-        """What the children found, in the order of the chunks; None = the chunk is to be done here."""
+        """Findings of the children, in the order of the chunks; None = the chunk is to be done here."""
         waiting: deque[tuple[Future[Found | None], int, list[Row]]] = deque()
         for first, some in chunks:
             waiting.append((self._threads.submit(self._ask, first, some), first, some))
@@ -158,7 +158,7 @@ def _start() -> subprocess.Popen[bytes] | None:
 
 def _exchange(child: subprocess.Popen[bytes], request: Any) -> Found | None:
     assert child.stdin is not None and child.stdout is not None
-    pickle.dump(request, child.stdin, pickle.HIGHEST_PROTOCOL)
+    child.stdin.write(pickle.dumps(request, pickle.HIGHEST_PROTOCOL))
     child.stdin.flush()
     found: Found | None = pickle.load(child.stdout)
     return found

@@ -6,6 +6,7 @@ by `chunk_tokens`, or by None where that failed and the parent is to fail by its
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import signal
@@ -20,7 +21,7 @@ __all__ = ["main"]
 def main() -> None:
     """Serve one parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to the parent too, which then closes the pipe
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests, answers = sys.stdin.buffer, io.FileIO(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     tokenizer, settings, job = pickle.load(requests)
     renderer = ChatRenderer(tokenizer, settings)
@@ -37,9 +38,10 @@ def main() -> None:
         _send(answers, found)
 
 
-def _send(answers: object, value: object) -> None:
-    pickle.dump(value, answers, pickle.HIGHEST_PROTOCOL)  # type: ignore[arg-type]
-    answers.flush()  # type: ignore[attr-defined]
+def _send(answers: io.FileIO, value: object) -> None:
+    rest = memoryview(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    while rest:
+        rest = rest[answers.write(rest) :]
 
 
 if __name__ == "__main__":

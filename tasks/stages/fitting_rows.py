@@ -35,7 +35,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What fits of a table of tokens."""
+    """Rows of a table of tokens that fit."""
 
     tokens: TokenRows
     kept: NDArray[np.int64]  # rows of the table, ascending
