@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from helpers.chat_templates import HERMES, OPENS_AND_STRIPS, family
+from transformers import AutoTokenizer
 
 from rl_core.data import token_cache, tokenising
 from rl_core.data.chat import ChatRenderer
@@ -176,3 +177,35 @@ def test_processes_only_where_there_is_enough_text(monkeypatch):
     monkeypatch.setattr(tokenising.torch, "get_num_threads", lambda: 4)
     megabyte = 2**20
     assert [processes_for(size * megabyte) for size in (0, 31, 32, 48, 1000)] == [1, 1, 2, 3, 4]
+
+
+def test_a_tokenizer_that_a_stage_has_saved_is_the_same(tmp_path, renderer):
+    """Else each stage would tokenise the data stage's rows again."""
+    names = []
+    for place in ("data", "sft"):
+        tokenizer = renderer.tokenizer if not names else AutoTokenizer.from_pretrained(tmp_path / "data")
+        tokenizer.save_pretrained(tmp_path / place)
+        later = ChatRenderer(AutoTokenizer.from_pretrained(tmp_path / place))
+        names.append(TokenCache(tmp_path)._name("rows", later, SFT))
+    assert names[0] == names[1] != ""
+
+
+def test_two_answers_in_a_row_have_a_header_each_in_a_side_too(renderer):
+    """Before: the second answer of a preference's side followed the first without a header."""
+    answers = [{"role": "assistant", "content": "blue"}, {"role": "assistant", "content": "row 1"}]
+    side, _ = row_sides({"prompt": "red?", "chosen": answers, "rejected": "the cell"}, renderer)[0]
+    ids, mask = renderer.conversation([{"role": "user", "content": "red?"}, *answers])
+    assert side.ids == ids and [False] * len(side.prompt_ids) + side.loss_mask == mask
+
+
+def test_texts_that_are_encoded_together_are_encoded_as_one_by_one(renderer):
+    """Refusals, plain texts and settings between them change no other row."""
+    rows = [*ROWS, {"messages": [{"role": "text", "content": "row 2"}]}, {"messages": []}, said("a <|im_end|> b", "c")] * 40
+    found = TokenCache(None).tokens("", lambda: rows, renderer, SFT, 0)
+    expected = []
+    for number, row in enumerate(rows):
+        if row["messages"]:
+            expected += [(number, s) for s in training_sequences(renderer, row["messages"])]
+    assert list(zip(found.rows.rows.tolist(), found.rows, strict=True)) == expected
+    assert [row for row, _ in found.refused] == [n for n, row in enumerate(rows) if not row["messages"]]
+    assert renderer.prompt_ids([{"role": "user", "content": "red?"}]) and not renderer.encoder.is_batching
