@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import json
@@ -15,7 +16,7 @@ from rl_core.errors import DataError
 
 __all__ = [
     "CSV_SUFFIXES", "DATA_SUFFIXES", "MAX_LINE", "BadRow", "data_files", "describe", "file_digest", "read_json",
-    "read_rows", "read_text", "refuse_unstorable",
+    "read_rows", "read_text", "refuse_unstorable", "unchanged",
 ]  # fmt: skip
 
 PARQUET_SUFFIXES = (".parquet", ".pq")
@@ -96,6 +97,36 @@ def file_digest(path: Path) -> str:
     """SHA-256 of the file, as hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextlib.contextmanager
+def unchanged(path: Path) -> Iterator[None]:
+    """Block that reads a file: one that is written to or replaced meanwhile is refused, whatever was read of it.
+
+    Raises: DataError naming the file.
+    """
+    before = _stamp(path)
+    try:
+        yield
+    except DataError as error:  # of a row that was half there, perhaps
+        if _stamp(path) != before:
+            raise _changed(path) from error
+        raise
+    if _stamp(path) != before:
+        raise _changed(path)
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    """Identity, size and time of change; None where there is nothing to read."""
+    try:
+        found = path.stat()
+    except (OSError, ValueError):
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _changed(path: Path) -> DataError:
+    return DataError(f"{path}: was changed while it was read; start again when nothing writes to it")
 
 
 def read_rows(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text
+from rl_core.data.files import BadRow, describe, file_digest, read_rows, read_text, unchanged
 from rl_core.data.formats import Kind, as_demonstration, as_preference, columns_to_read, format_of, unknown_columns
 from rl_core.data.messages import checked_messages, checked_tools
 from rl_core.data.repeats import Repeats, find_repeats
@@ -184,9 +185,10 @@ def _read(
     max_rows: int | None,
     check_rows: CheckRows | None,
 ) -> Records:
-    records = _checked(source, columns, schema, on_bad_row, max_rows, check_rows)
-    fault("data.read")
-    records.digest = _digest(source, records.rows)
+    with unchanged(Path(source)) if isinstance(source, str | Path) else contextlib.nullcontext():
+        records = _checked(source, columns, schema, on_bad_row, max_rows, check_rows)
+        fault("data.read")
+        records.digest = _digest(source, records.rows)
     if schema in (_demonstration, _preference):
         records.repeats = find_repeats(records.rows)
         name = str(source) if isinstance(source, str | Path) else "data"

@@ -32,7 +32,9 @@ from rl_core.data.token_rows import TokenChunk, TokenRows
 from rl_core.data.tokenising import processes_for, tokenised
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers, publish_folder, put_bytes, remove_folder, verify_folder
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder
+from rl_core.storage.folders import publish_folder, put_bytes
+from rl_core.storage.manifest import verify_folder
 from rl_core.storage.single_files import replacing
 
 __all__ = ["TokenCache", "Tokens", "rows_digest", "text_size"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.formats import Kind
@@ -14,9 +12,10 @@ from rl_core.data.row_tokens import Job
 from rl_core.data.token_cache import TokenCache
 from rl_core.data.token_rows import TokenRows
 from rl_core.errors import DataError
-from rl_core.storage.folders import digest_file
+from rl_core.storage.manifest import digest_file
+from tasks.stages.row_files import rows_of
 
-__all__ = ["CACHE", "part_files", "part_tokens", "rows_of"]
+__all__ = ["CACHE", "part_files", "part_tokens"]
 
 CACHE = "tokens.cache"  # beside the data stage's keys: another seed or share finds the same texts again
 
@@ -42,10 +41,3 @@ def part_tokens(
 def part_files(data: Path, kind: Kind) -> list[Path]:
     """The files of training and of held-out rows in the data stage's folder."""
     return [data / f"{kind}_{split}.jsonl" for split in ("train", "heldout")]
-
-
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows that an earlier stage wrote, one at a time."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)

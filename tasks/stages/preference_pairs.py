@@ -26,7 +26,8 @@ from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
-from tasks.stages.part_tokens import part_files, part_tokens, rows_of
+from tasks.stages.part_tokens import part_files, part_tokens
+from tasks.stages.row_files import rows_of
 
 __all__ = ["StagePairs", "stage_pairs"]
 

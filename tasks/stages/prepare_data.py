@@ -28,13 +28,16 @@ from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import digest_bytes, digest_file
+from rl_core.storage.manifest import digest_bytes, digest_file
 from rl_core.storage.single_files import replacing
+from tasks.pipeline.conditions import read_conditions
+from tasks.pipeline.key import environment_digests, input_digest
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.fitting_rows import Found, keep_what_fits
 from tasks.stages.loading import make_environment
-from tasks.stages.part_tokens import CACHE, part_files, rows_of
+from tasks.stages.part_tokens import CACHE, part_files
+from tasks.stages.row_files import rows_of
 
 __all__ = ["prepare_data"]
 
@@ -89,10 +92,23 @@ def _body(context: StageContext) -> dict[str, Any]:
         parts = _split_and_write(context, kind, found.rows, prompt_of, summary)
         for path, places in zip(part_files(context.folder, kind), parts, strict=True):
             cache.keep_part(digest_file(path), renderer, job, tokens, fitting.part(places), fitting.max_tokens)
+    _refuse_changed(context)
     summary["note"] = _note(summary)
     context.tracker.log_metrics(_numbers(summary), 0)
     logger.info("data: %s", summary["note"])
     return summary
+
+
+def _refuse_changed(context: StageContext) -> None:
+    """Refuse data that changed since the stage got its key: the finished folder would stand for other rows."""
+    known = read_conditions(context.folder) or {}
+    files = {name: value for name, value in context.inputs.items() if name != "base"}
+    digests = {name: input_digest(value) for name, value in files.items()}
+    for part, found in (("inputs", digests), ("content", environment_digests(context.pipeline))):
+        for name, digest in found.items():
+            if digest != known.get(part, {}).get(name, digest):
+                place = files.get(name) or context.pipeline.environment.options[name]
+                raise DataError(f"{place}: was changed while it was read; start again when nothing writes to it")
 
 
 def _demonstrations(context: StageContext, environment: Environment, summary: Row) -> Found:

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.api import recipes
+from rl_core.api.recipes.sft import sft as sft_recipe
 from rl_core.settings import SFTSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
@@ -32,7 +32,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     train, heldout = context.process_group.on_rank_zero(
         lambda: part_tokens(data, "demonstrations", policy.renderer, settings.loss_on)
     )
-    recipe = recipes.sft(policy, train, heldout, settings, context.seed, context.process_group)
+    recipe = sft_recipe(policy, train, heldout, settings, context.seed, context.process_group)
     outcome = context.train(recipe)
     context.save_model(
         recipe.trainer.optimizer_step,

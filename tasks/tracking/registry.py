@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, nearest
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder, verify_folder
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder
+from rl_core.storage.folders import publish_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.manifest import verify_folder
 from rl_core.storage.single_files import make_folder
 from tasks.tracking.models import MODEL_NAME
 from tasks.tracking.store import Store, missing
@@ -190,6 +192,10 @@ class Registry:
     def set_champion(self, name: str, version: int) -> None:
         """Move `champion` to a version; a version that was challenger is so no more. Raises: SettingsError."""
         self.set_alias(name, "champion", version)
+        self.clear_challenger(name, version)
+
+    def clear_challenger(self, name: str, version: int) -> None:
+        """Take the alias `challenger` from a version, if it has it: one that is champion."""
         challenger = self.by_alias(name, "challenger")
         if challenger is not None and challenger.version == version:
             with self._store.answers("remove an alias"):

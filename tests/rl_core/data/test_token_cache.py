@@ -200,7 +200,12 @@ def test_two_answers_in_a_row_have_a_header_each_in_a_side_too(renderer):
 
 def test_texts_that_are_encoded_together_are_encoded_as_one_by_one(renderer):
     """Refusals, plain texts and settings between them change no other row."""
-    rows = [*ROWS, {"messages": [{"role": "text", "content": "row 2"}]}, {"messages": []}, said("a <|im_end|> b", "c")] * 40
+    rows = [
+        *ROWS,
+        {"messages": [{"role": "text", "content": "row 2"}]},
+        {"messages": []},
+        said("a <|im_end|> b", "c"),
+    ] * 40
     found = TokenCache(None).tokens("", lambda: rows, renderer, SFT, 0)
     expected = []
     for number, row in enumerate(rows):

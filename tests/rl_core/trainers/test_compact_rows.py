@@ -6,7 +6,7 @@ import torch
 from helpers import tiny
 from helpers.tiny import PAD, VOCABULARY
 
-from rl_core.api import recipes
+from rl_core.api.recipes.reward_model import reward_model
 from rl_core.data.pair_rows import PreferencePart, pairs_of
 from rl_core.data.pairs import Pair, PairSide, mismatched_pairs
 from rl_core.data.token_rows import TokenRows, chunk_of
@@ -101,7 +101,7 @@ def test_reward_models_and_margins():
 
         return tiny.nano(model_class=LlamaForSequenceClassification, num_labels=1)
 
-    recipe = recipes.reward_model(classifier(), PAD, *rows, settings, 3)
+    recipe = reward_model(classifier(), PAD, *rows, settings, 3)
     by_lists = RewardModelTrainer(classifier(), PAD, *lists, settings, 3)
     assert trained(recipe.trainer) == trained(by_lists)
     assert heads.score(recipe.trainer.model, [sides[0].ids], pad_id=PAD, max_tokens=64)

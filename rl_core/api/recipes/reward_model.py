@@ -1,0 +1,33 @@
+"""Reward model from loaded parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from rl_core.api.recipes import Recipe
+from rl_core.data.lazy_rows import LazyRows
+from rl_core.data.pairs import Pair
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
+from rl_core.settings import RewardModelSettings
+from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
+
+__all__ = ["reward_model"]
+
+
+def reward_model(
+    model: PreTrainedModel, pad_id: int, train: Sequence[Pair], heldout: Sequence[Pair], settings: RewardModelSettings,
+    seed: int, process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Recipe[RewardModelTrainer]:  # fmt: skip
+    """A Bradley-Terry reward model (`models.heads`) on preference pairs."""
+    trainer = RewardModelTrainer(model, pad_id, _scored(train), _scored(heldout), settings, seed, process_group)
+    return Recipe(trainer, trainer.total_steps, "eval/accuracy" if settings.patience is not None else None)
+
+
+def _scored(pairs: Sequence[Pair]) -> LazyRows[ScoredPair]:
+    def made(place: int) -> ScoredPair:
+        pair = pairs[place]
+        return ScoredPair(pair.chosen_ids, pair.rejected_ids, pair.margin)
+
+    return LazyRows(len(pairs), made)
