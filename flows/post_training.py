@@ -9,8 +9,7 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 from prefect import flow
@@ -26,21 +25,27 @@ from flows.runtime.prefect_home import PREFECT_PORT, prefect_defaults, start_emb
 from flows.runtime.progress import Display
 from flows.runtime.repair import crash_flow_runs
 from flows.runtime.summary import describe, headline, parent_metrics, result_rows
-from rl_core.errors import BackendError, SettingsError
 from rl_core.storage.faults import fault
 from rl_core.storage.locks import FolderLock
-from tasks import stage_registry
 from tasks.config import PipelineSettings
 from tasks.config.data_checks import refuse_bad_rows
+from tasks.pipeline.dag import run_dag
 from tasks.pipeline.drift import check_unfinished
 from tasks.pipeline.prefect_task import stage_task
-from tasks.pipeline.result import StageResult
-from tasks.pipeline.run import PipelineRun
+from tasks.pipeline.run import PipelineRun, ProgressCallback
 from tasks.pipeline.run_options import FlowRunAddress, OnDrift, RunOptions
-from tasks.stage_registry import Product
 from tasks.tracking.store import without_password
 
-__all__ = ["PipelineResult", "execute", "flow_run_url", "post_training", "run_pipeline", "say", "watched"]
+__all__ = [
+    "PipelineResult",
+    "display_progress",
+    "execute",
+    "flow_run_url",
+    "post_training",
+    "run_pipeline",
+    "say",
+    "watched",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +115,11 @@ def say(text: str) -> None:
         logger.info(text)
 
 
+def display_progress() -> ProgressCallback | None:
+    """The terminal display of a flow that was called in this process; None = there is none."""
+    return _display.get()
+
+
 def execute(
     typed: PipelineSettings,
     *,
@@ -154,7 +164,7 @@ def execute(
         crash_flow_runs(run.flow_run_id for run in pipeline_run.dead_runs)
         if pipeline_run.threads_note:
             say(pipeline_run.threads_note)
-        _run_stages(pipeline_run, models or {})
+        run_dag(pipeline_run, models or {}, stage_task)
         fault("flow.staged")
         rows = result_rows(pipeline_run)
         pipeline_run.parent.log_metrics(parent_metrics(pipeline_run), 0)
@@ -185,75 +195,6 @@ def execute(
         ok=not pipeline_run.postponed,
         waiting=pipeline_run.approval,
     )
-
-
-@dataclass
-class _Handed:
-    """Outputs of the stages so far, for the next ones; each property is a name that `PipelineStage.takes` may use."""
-
-    pipeline_run: PipelineRun
-    base: Path | str | None  # the model to start from; None = a preset, which prepare_data makes
-    given: dict[str, str]  # models to evaluate in place of those that the run trains
-    results: dict[Product, StageResult] = field(default_factory=dict)  # the newest of each kind
-    trained: dict[str, StageResult] = field(default_factory=dict)  # policies by stage, in order
-
-    @property
-    def data(self) -> StageResult | None:
-        return self.results.get("data")
-
-    @property
-    def reward_model(self) -> StageResult | None:
-        return self.results.get("reward_model")
-
-    @property
-    def evaluation(self) -> StageResult | None:
-        return self.results.get("evaluation")
-
-    @property
-    def model(self) -> Path | str:
-        """The newest policy, else the base model."""
-        if "policy" in self.results:
-            return self.results["policy"].model
-        if self.base is not None:
-            return self.base
-        return self.results["data"].model
-
-    @property
-    def models(self) -> Mapping[str, StageResult | Path | str]:
-        """The policies to evaluate, by name."""
-        named = {name: self.pipeline_run.models.resolve(source)[0] for name, source in self.given.items()}
-        return named or self.trained or {"base": self.model}
-
-    @property
-    def challenger(self) -> StageResult | None:
-        """The policy that was trained last."""
-        return self.results.get("policy")
-
-
-def _run_stages(pipeline_run: PipelineRun, given: dict[str, str]) -> None:
-    """The DAG: each stage takes what the ones before it gave (tasks/stage_registry.py)."""
-    handed = _Handed(pipeline_run, pipeline_run.models.resolve_base(), given)
-    for stage in stage_registry.stages():
-        makes_preset = stage.gives == "data" and handed.base is None
-        if getattr(pipeline_run.settings.stages, stage.name) is None and not makes_preset:
-            continue
-        taken = {name: getattr(handed, name) for name in stage.takes}
-        if missing := [name for name in stage.needs if taken[name] is None]:
-            raise SettingsError(f"stages.{stage.name} needs {' and '.join(missing)}, which no stage before it gives")
-        try:
-            result = stage_task(stage.name, stage_registry.task_of(stage), pipeline_run)(*taken.values())
-        except BackendError as error:
-            if stage.name != "promote":
-                raise
-            pipeline_run.postpone(
-                f"not decided: the champion is known to the tracking store alone, which does not answer ({error}). "
-                "Nothing is lost; when it answers, the same command decides"
-            )
-            return
-        if stage.gives is not None:
-            handed.results[stage.gives] = result
-        if stage.gives == "policy":
-            handed.trained[stage.name] = result
 
 
 def run_pipeline(

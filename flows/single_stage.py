@@ -45,7 +45,7 @@ def single_stage(
         allow_drift: resume the stage although its settings, data or code changed since its checkpoint.
     """
     typed = read_settings(settings, overrides)
-    if getattr(typed.stages, stage) is None:
+    if stage not in typed.stages.active:
         raise SettingsError(f"stages: has no '{stage}', only {', '.join(typed.stages.active)}")
     on_drift: OnDrift = "resume" if allow_drift else "refuse"
     return execute(_up_to(typed, stage, model), fresh=fresh, only=stage, on_drift=on_drift)
@@ -98,7 +98,7 @@ def _up_to(settings: PipelineSettings, name: str, model: str | None) -> Pipeline
     if model is not None:
         needed -= set(policy_stages()) - {name}
         settings = dataclasses.replace(settings, model=dataclasses.replace(settings.model, path=model))
-    stages = dataclasses.replace(settings.stages, **{stage: None for stage in order if stage not in needed})
+    stages = settings.stages.with_stages({stage: None for stage in order if stage not in needed})
     return dataclasses.replace(settings, stages=stages)
 
 

@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from rl_core.trackers import CsvTracker, JsonlTracker, TensorBoardTracker, TerminalTracker, TrackerSource
     from rl_core.tracking import MemoryTracker, Tracker
     from rl_core.training.callbacks import Callback, TrainingEvent
-    from rl_core.training.loop import LoopOutcome
+    from rl_core.training.loop_state import LoopOutcome
     from rl_core.training.trainer_protocol import Trainer
     from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
 
@@ -262,7 +262,7 @@ _HOME = {
     "rl_core.trackers": "CsvTracker JsonlTracker TensorBoardTracker TerminalTracker TrackerSource",
     "rl_core.tracking": "MemoryTracker Tracker",
     "rl_core.training.callbacks": "Callback TrainingEvent",
-    "rl_core.training.loop": "LoopOutcome",
+    "rl_core.training.loop_state": "LoopOutcome",
     "rl_core.training.trainer_protocol": "Trainer",
     "rl_core.types": "Message Rollout RolloutGroup StopReason ToolCall Trajectory Turn",
 }

@@ -19,6 +19,7 @@
     |-- CheckFailed                     training ended, but a check of its result failed
     |-- BackendError                    a rollout backend or tracking store did not respond (transient: worth a retry)
     |-- WorkerFailed                    a process of a distributed stage died, or raised an unexpected exception
+    |-- ServiceError                    a request to the training service failed; its category says whose fault it is
     |-- StageTimeout                    a stage exceeded its time limit; it can be resumed
     `-- Stopped                         a stop signal arrived; state was saved and the run can be resumed
 
@@ -29,6 +30,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Literal
 
 __all__ = [
     "BackendError",
@@ -47,6 +49,7 @@ __all__ = [
     "RecordsError",
     "ResumeRefused",
     "RewardError",
+    "ServiceError",
     "SettingsError",
     "StageTimeout",
     "Stopped",
@@ -130,6 +133,14 @@ class BackendError(PosttrainError):
 
 class WorkerFailed(PosttrainError):
     """A process of a distributed stage died or raised an unexpected exception; the message gives the cause."""
+
+
+class ServiceError(PosttrainError):
+    """A request to the training service failed; `category`: user = the request has to change, server = the service."""
+
+    def __init__(self, message: str, category: Literal["user", "server"]) -> None:
+        super().__init__(message)
+        self.category = category
 
 
 class StageTimeout(PosttrainError):

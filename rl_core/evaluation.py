@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
-import random
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
@@ -25,8 +23,7 @@ from rl_core.environments.failed_episodes import EpisodeFailures
 from rl_core.errors import DataError, SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.rollouts.collect import EpisodeRequest, Renderer, collect
-from rl_core.rollouts.heldout_seeds import draw_heldout
-from rl_core.settings import EvaluationSettings, SamplingSettings
+from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import fault
 from rl_core.types import Rollout, StopReason, Trajectory
 
@@ -36,13 +33,9 @@ __all__ = [
     "PairedResult",
     "compare",
     "evaluate",
-    "heldout_requests",
     "paired_differences",
     "summarize",
-    "validation_requests",
 ]
-
-logger = logging.getLogger(__name__)
 
 _PLAYED = ("trajectories", "rollouts")  # fields of an Evaluation that are stored in separate files
 _TIMED = ("tokens_per_second", "seconds")  # that differ from one evaluation of a model to the next
@@ -166,90 +159,6 @@ class PairedResult:
         return {**dataclasses.asdict(self), "success": self.success._asdict(), "reward": self.reward._asdict()}
 
 
-def heldout_requests(
-    environment: Environment, settings: EvaluationSettings, seed: int, taken: Collection[EpisodeRequest] = ()
-) -> list[EpisodeRequest]:
-    """Held-out episodes: levels in equal shares, each with its own questions, interleaved.
-
-    Determined by environment, settings and seed, so that every model gets the same ones. `taken`: episodes used
-    elsewhere; neither they nor their questions are drawn (`rollouts.heldout_seeds`). A level with fewer held-out
-    episodes than its share contributes all of them to draw 0, with a warning. A later draw (`settings.episodes_draw`)
-    has the full share of every level, without the episodes and questions of the draws before it.
-    Raises: SettingsError for an unknown level; DataError for a level without held-out episodes, or without enough of
-    them for the draw.
-    """
-    levels = settings.levels or environment.levels
-    for level in levels:
-        environment.check_level(level)
-    if len(set(levels)) < len(levels):
-        raise SettingsError(f"levels: {list(levels)} lists a level twice")
-    if settings.episodes < len(levels):
-        raise SettingsError(f"episodes: {settings.episodes} is fewer than the {len(levels)} levels to evaluate")
-    per_level: list[list[EpisodeRequest]] = []
-    used = {level: {request.seed for request in taken if request.level == level} for level in levels}
-    for index, level in enumerate(levels):
-        share = settings.episodes // len(levels) + (index < settings.episodes % len(levels))
-        picked = _drawn(environment, level, share, seed, settings.episodes_draw, used[level])
-        per_level.append([EpisodeRequest(level=level, seed=episode_seed) for episode_seed in picked])
-    longest = max(map(len, per_level))
-    return [requests[i] for i in range(longest) for requests in per_level if i < len(requests)]
-
-
-def _drawn(environment: Environment, level: str, share: int, seed: int, draw: int, used: set[int]) -> list[int]:
-    """Seeds of one level in a draw of the held-out episodes; see `heldout_requests`."""
-    seeds = environment.seeds_of("heldout", level)
-    if not len(seeds):
-        raise DataError(f"environment '{environment.name}' has no held-out episodes of level '{level}'")
-    # Seeding by text makes the draw of a level independent of the other levels.
-    picked = draw_heldout(environment, level, share, random.Random(f"heldout/{seed}/{level}"), () if draw else used)
-    if not picked:
-        logger.warning("level %s has no other held-out episodes; those used elsewhere are used again", level)
-        picked = draw_heldout(environment, level, share, random.Random(f"heldout/{seed}/{level}"))
-    if len(picked) < share:
-        logger.warning("level %s has %d held-out episodes, fewer than %d; all are used", level, len(picked), share)
-    seen = used | set(picked)
-    for number in range(1, draw + 1):
-        rng = random.Random(f"heldout/{seed}/{level}/{number}")
-        picked = draw_heldout(environment, level, share, rng, seen, repeat=False)
-        if len(picked) < share:
-            raise DataError(
-                f"level '{level}' has {len(seeds)} held-out episodes, too few for draw {number} of {share} that were "
-                "not used before"
-            )
-        seen.update(picked)
-    return picked
-
-
-def validation_requests(
-    environment: Environment,
-    episodes: int,
-    levels: Sequence[str],
-    seed: int,
-    reported: Collection[EpisodeRequest],
-    setting: str = "eval_episodes",
-    other: str = "evaluate.episodes",
-) -> list[EpisodeRequest]:
-    """Validation episodes for early stopping and model selection; neither they nor their questions are `reported`.
-
-    Args:
-        setting, other: names of the settings for `episodes` and for the number of `reported` ones, for the error.
-    Raises: SettingsError if too few remain.
-    """
-    requests: list[EpisodeRequest] = []
-    for index, level in enumerate(levels):
-        share = episodes // len(levels) + (index < episodes % len(levels))
-        seeds = environment.seeds_of("heldout", level)
-        taken = {request.seed for request in reported if request.level == level}
-        picked = draw_heldout(environment, level, share, random.Random(f"validation/{seed}/{level}"), taken)
-        if len(picked) < share:
-            raise SettingsError(
-                f"{setting}: level '{level}' has {len(seeds)} held-out episodes; {other} takes {len(taken)} of them; "
-                f"{len(picked)} are left, {share} are needed. Lower {other} or {setting}"
-            )
-        requests += [EpisodeRequest(level=level, seed=s) for s in picked]
-    return requests
-
-
 def evaluate(
     environment: Environment,
     backend: RolloutBackend,
@@ -266,7 +175,7 @@ def evaluate(
     """Evaluation of a model: every requested episode is played `samples` times.
 
     Args:
-        requests: from `heldout_requests`. samples: rollouts of each, at least 1.
+        requests: from `rollouts.heldout_requests`. samples: rollouts of each, at least 1.
         sampling: temperature 0 = greedy, with log-probabilities at temperature 1. seed: of the sampling.
         process_group: processes that each play a share of the episodes.
         failures: counts the episodes whose environment failed; None = up to `sampling.max_failed_share` of this call.

@@ -3,6 +3,8 @@
 Everything that has to know the stages asks here: the settings, the command line, the DAG of the flow, the parent of a
 model version, profiles, pictures. Imports nothing but the standard library (`posttrain --help` reads it), so tasks are
 named by import path and imported when they are called.
+
+A stage of the user's is an `OwnStage` that the config names under `stages.own`; loading the config registers it.
 """
 
 from __future__ import annotations
@@ -13,12 +15,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 __all__ = [
+    "OwnStage",
     "PipelineStage",
     "Product",
     "entry",
     "names",
     "policy_stages",
     "register",
+    "register_own",
     "result_stages",
     "stages",
     "task_of",
@@ -28,13 +32,43 @@ __all__ = [
 Product = Literal["data", "policy", "reward_model", "evaluation"]
 
 
+# base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
+# models (the policies by stage name), evaluation, challenger (the newest trained policy's result).
+TAKES = ("base", "model", "data", "reward_model", "models", "evaluation", "challenger")
+
+
+@dataclass(frozen=True)
+class OwnStage:
+    """A stage of the user's: what a file of theirs defines, and `stages.own` of a config names.
+
+    `body(context)` writes into `context.folder`, the model into `context.folder / "model"`, and returns numbers for
+    people (`note` is a sentence; `metrics` go to the model's version). Its inputs are `context.inputs[name]` for each
+    of `takes` that there is, folders or hub names (of `models` one each, `model.NAME`).
+    Raises: ValueError for an unknown input.
+    """
+
+    body: Callable[[Any], dict[str, Any]]  # is given a tasks.pipeline.stage.StageContext
+    settings: type  # subclass of rl_core.settings.Settings, or of LoopSettings where it trains with the loop
+    takes: tuple[str, ...] = ("model",)  # of TAKES
+    needs: tuple[str, ...] = ()
+    gives: Product | None = None
+    before: str | None = None  # stage that it runs before; None = evaluate if it gives a policy, else at the end
+    learns_from: str = ""
+    uses_gpu: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.takes:
+            if name not in TAKES:
+                raise ValueError(f"takes: there is no '{name}'; known: {', '.join(TAKES)}")
+        if self.gives not in (None, "policy", "reward_model"):
+            raise ValueError(f"gives: {self.gives!r}; a stage of yours gives a policy, a reward_model, or None")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineStage:
     """One stage. Its settings are the field `name` of `StagesSettings`.
 
-    `takes` names what the flow hands to the task after the run itself, in order:
-    base (the starting model; None = a preset), model (the newest policy), data, reward_model (results of those stages),
-    models (the policies by stage name), evaluation, challenger (the newest trained policy's result).
+    `takes` names what the flow hands to the task after the run itself, in order; see TAKES.
     """
 
     name: str
@@ -44,6 +78,7 @@ class PipelineStage:
     gives: Product | None = None  # policy: the next stages start from it; None = a result for people
     learns_from: str = ""  # field of DataSettings with the file that it imitates, where it does
     uses_gpu: bool = True
+    own: OwnStage | None = None  # of the user's
 
     @property
     def trains(self) -> Literal["policy", "reward_model"] | None:
@@ -167,8 +202,28 @@ def register(stage: PipelineStage, *, before: str | None = None) -> None:
     _STAGES = (*_STAGES[:index], stage, *_STAGES[index:])
 
 
+def register_own(name: str, own: OwnStage, path: str) -> None:
+    """Add a stage of the user's, or put it in place of the one that an earlier config named so.
+
+    Raises: as `register`.
+    """
+    global _STAGES
+    left = tuple(stage for stage in _STAGES if stage.name != name or stage.own is None)
+    stage = PipelineStage(
+        name=name, task=path, takes=own.takes, needs=own.needs, gives=own.gives, learns_from=own.learns_from,
+        uses_gpu=own.uses_gpu, own=own,
+    )  # fmt: skip
+    kept, _STAGES = _STAGES, left
+    try:
+        register(stage, before=own.before or ("evaluate" if own.gives == "policy" else None))
+    except ValueError:
+        _STAGES = kept
+        raise
+
+
 def task_of(stage: PipelineStage) -> Callable[..., Any]:
     """The stage's function, imported now."""
-    module, _, function = stage.task.partition(":")
+    path = stage.task if stage.own is None else "tasks.stages.own_stage:task_for"
+    module, _, function = path.partition(":")
     task: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return task
+    return task if stage.own is None else task(stage)

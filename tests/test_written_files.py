@@ -19,6 +19,7 @@ HINT = (
 EXCEPTIONS = {
     ("rl_core/models/causal_lm.py", "save_pretrained"): "within a folder that is sealed or published afterwards",
     ("rl_core/models/lora.py", "save_pretrained"): "as above",
+    ("rl_core/service/saved_weights.py", "save_pretrained"): "as above",
     ("rl_core/analysis/canvas.py", "savefig"): "into memory",
     ("flows/runtime/dag_figure.py", "savefig"): "into memory",
     ("rl_core/environments/subprocess_main.py", "open"): "os.devnull",
@@ -49,6 +50,8 @@ EXCEPTIONS = {
         "own_file",
     ): "LineLog: appended, cut and synced through one locked descriptor",
     ("tasks/processes/rank_zero_events.py", "own_file"): "checked lines, appended through one descriptor",
+    ("flows/sweep/pool.py", "fdopen"): "a pipe",
+    ("flows/sweep/worker.py", "fdopen"): "a pipe",
     ("flows/cli/streams.py", "os.open"): "os.devnull",
     ("flows/cli/streams.py", "fdopen"): "standard output and error, where the caller closed them",
     ("flows/cli/doctor.py", "tempfile.TemporaryFile"): "tries whether a folder can be written",

@@ -146,7 +146,7 @@ def configuration_page() -> str:
     places: dict[type[Settings], list[str]] = {}
     for place, cls in blocks:
         places.setdefault(cls, []).append(place)
-    anchors = {cls: re.sub(r"[.\[\]]", "", found[0]) for cls, found in places.items()}
+    anchors = {cls: re.sub(r"[.\[\]]", "", found[0]).lower() for cls, found in places.items()}
     parts += [_section(cls, found, anchors) for cls, found in places.items()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 
@@ -186,24 +186,26 @@ def _blocks(place: str, cls: type[Settings]) -> Iterator[tuple[str, type[Setting
     yield place, cls
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
-        inner, is_list = _inner(hints[field.name])
+        inner, suffix = _inner(hints[field.name])
         if inner is not None:
-            name = f"{place}.{field.name}".lstrip(".") + ("[]" if is_list else "")
+            name = f"{place}.{field.name}".lstrip(".") + suffix
             yield from _blocks(name, inner)
 
 
-def _inner(hint: Any) -> tuple[type[Settings] | None, bool]:
-    """The settings class in a type, and whether the type is a list of it."""
+def _inner(hint: Any) -> tuple[type[Settings] | None, str]:
+    """The settings class in a type, and what follows its key: [] for a list of it, .NAME for blocks by name."""
     if isinstance(hint, type) and issubclass(hint, Settings):
-        return hint, False
+        return hint, ""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) is tuple and arguments:
-        return _inner(arguments[0])[0], True
+        return _inner(arguments[0])[0], "[]"
+    if typing.get_origin(hint) is dict:
+        return _inner(arguments[1])[0], ".NAME"
     for argument in arguments if typing.get_origin(hint) in (Union, types.UnionType) else ():
         found = _inner(argument)
         if found[0] is not None:
             return found
-    return None, False
+    return None, ""
 
 
 def _section(cls: type[Settings], places: Sequence[str], anchors: Mapping[type[Settings], str]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rl_core.errors import DataError, FolderBusy, nearest
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import remove_folder
+from rl_core.storage.folder_removal import remove_folder
 from rl_core.storage.locks import FolderLock
 from tasks.lifecycle.dead_runs import recorded_runs
 from tasks.retention.plan import RetentionPlan, make_plan

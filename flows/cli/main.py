@@ -30,16 +30,17 @@ from flows.cli.pipeline_commands import (
     retrain,
     run,
     stage,
+    sweep,
     validate,
     verify_resume,
     why,
 )  # fmt: skip
-from flows.cli.review_commands import analyze, approve, evaluate, gc, promote, replay, runs, sync
+from flows.cli.review_commands import analyze, approve, compare, evaluate, gc, promote, replay, runs, sync
 from flows.cli.service_commands import doctor, down, monitor, status, ui, up
-from flows.cli.user_code_path import find_own_code
 from flows.cli.visible import visible
 from flows.runtime import outlived, stopping
 from flows.runtime.stopping import Terminated, bounded, unwind_on_sigterm
+from flows.runtime.user_code_path import find_own_code
 from rl_core.errors import DataError, ModelError, PosttrainError, ResumeRefused, SettingsError, Stopped
 from rl_core.storage import faults
 from rl_core.storage.single_files import REMEDIES
@@ -162,10 +163,10 @@ def _failed(arguments: argparse.Namespace, message: str, code: int) -> int:
 
 
 _ALL = (
-    init, convert, data, run, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve, resume, up,
-    down, status, ui, monitor, runs, replay, verify_resume, sync, gc, doctor,
+    init, convert, data, run, sweep, retrain, validate, stage, why, profile, evaluate, analyze, promote, approve,
+    resume, up,    down, status, ui, monitor, runs, compare, replay, verify_resume, sync, gc, doctor,
 )  # fmt: skip
-TRAINING = ("run", "resume", "retrain", "stage")  # resumable commands
+TRAINING = ("run", "resume", "retrain", "stage", "sweep")  # resumable commands
 COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     command.__name__.replace("_", "-"): command for command in _ALL
 }

@@ -13,6 +13,7 @@ from flows.cli import arguments_to_settings as loading
 from flows.cli.visible import visible
 from flows.runtime.stopping import stop_after
 from rl_core.errors import SettingsError
+from tasks import stage_registry
 
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
@@ -26,6 +27,7 @@ __all__ = [
     "retrain",
     "run",
     "stage",
+    "sweep",
     "validate",
     "verify_resume",
     "why",
@@ -94,6 +96,32 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if result.ok else 1
 
 
+def sweep(arguments: argparse.Namespace) -> int:
+    """Run trials of a configuration and choose the best."""
+    stop_after(arguments.stop_after)
+    from flows.sweep.plan import SweepPlan
+    from flows.sweep.space import parse_set
+
+    overrides, dimensions = parse_set(arguments.set)
+    if not dimensions and arguments.seeds == 1:
+        raise SettingsError("nothing varies: give --set KEY=A,B,C or KEY=LOW..HIGH:POINTS, or --seeds N")
+    plan = SweepPlan(
+        config=arguments.config, overrides=tuple(overrides), dimensions=tuple(dimensions), method=arguments.method,
+        trials=arguments.trials, seeds=arguments.seeds, seed_stage=arguments.seed_stage, metric=arguments.metric,
+        minimize=arguments.minimize, finalists=arguments.finalists,
+    )  # fmt: skip
+    base = plan.base()
+    loading.refuse_bad_rows(base)
+    loading.prepare(base)
+    from flows.sweep.conduct import run_sweep
+
+    result = run_sweep(plan, parallel=arguments.parallel, gate=not arguments.no_gate, quiet=arguments.quiet)
+    print(result.text)
+    if result.pipeline is not None:
+        print(result.pipeline.table())
+    return 0 if result.ok else 1
+
+
 def retrain(arguments: argparse.Namespace) -> int:
     """Retrain on new data, from the champion, with promotion through the gate."""
     settings = loading.load(arguments)
@@ -125,7 +153,7 @@ def validate(arguments: argparse.Namespace) -> int:
     data = checked_files(settings)
     code = ", ".join(named_code(settings))
     if code and not arguments.import_code:
-        from tasks.pipeline.user_code import user_code_digests
+        from rl_core.user_code import user_code_digests
 
         try:
             user_code_digests(named_code(settings))  # each is found, none is run
@@ -181,10 +209,11 @@ def profile(arguments: argparse.Namespace) -> int:
 def stage(arguments: argparse.Namespace) -> int:
     """Run one stage."""
     settings = loading.load(arguments)
-    if getattr(settings.stages, arguments.name) is None:
+    if arguments.name not in settings.stages.active:
+        known = arguments.name in stage_registry.names()
+        remedy = f"add it with --set stages.{arguments.name}={{}}" if known else "name your own under stages.own"
         raise SettingsError(
-            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; "
-            f"add it with --set stages.{arguments.name}={{}}"
+            f"{arguments.config}: has no stage '{arguments.name}', only {', '.join(settings.stages.active)}; {remedy}"
         )
     loading.refuse_bad_rows(settings)
     loading.prepare(settings)
@@ -201,6 +230,8 @@ def stage(arguments: argparse.Namespace) -> int:
 def why(arguments: argparse.Namespace) -> int:
     """Say why a stage was run or not."""
     settings = loading.load(arguments, import_code=False)
+    if settings.stages.own:
+        settings = loading.load(arguments)  # what their settings are, and where they stand, says their code
     from flows.cli.why import explain
 
     print(explain(settings, arguments.name))

@@ -10,7 +10,7 @@ from rl_core.errors import DataError, FolderBusy, SettingsError, nearest
 from tasks.config import PipelineSettings, from_dict
 from tasks.config.masking import masked_keys
 from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
-from tasks.pipeline.key import code_version
+from tasks.pipeline.stage_code import code_version
 
 __all__ = ["find", "settings_of"]
 

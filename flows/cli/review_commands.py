@@ -18,7 +18,13 @@ from rl_core.errors import DataError, SettingsError
 if TYPE_CHECKING:
     from tasks.config import PipelineSettings
 
-__all__ = ["analyze", "approve", "evaluate", "gc", "promote", "replay", "runs", "sync"]
+__all__ = ["analyze", "approve", "compare", "evaluate", "gc", "promote", "replay", "runs", "sync"]
+
+
+def _store(arguments: argparse.Namespace, settings: PipelineSettings | None) -> tuple[Path, str | None]:
+    """Output folder and address of the tracking store: of the configuration, or of `--output`."""
+    output = loading.connect_mlflow(settings.output if settings else arguments.output)
+    return output, settings.tracking.uri if settings else None
 
 
 def evaluate(arguments: argparse.Namespace) -> int:
@@ -82,8 +88,7 @@ def approve(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from flows.cli.approve import decide
 
-    output = loading.connect_mlflow(settings.output if settings else arguments.output)
-    uri = settings.tracking.uri if settings else None
+    output, uri = _store(arguments, settings)
     where = f" --config {arguments.config}" if settings else "" if output == Path("outputs") else f" --output {output}"
     answer = {"approve": arguments.approve, "by": arguments.by, "note": arguments.note}
     print(decide(output, uri, arguments.run, **answer, where=where))
@@ -110,13 +115,30 @@ def runs(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from tasks.tracking import list_runs, run_records
 
+    output, uri = _store(arguments, settings)
+    if arguments.format != "table":
+        records = run_records(output, uri=uri, limit=arguments.limit, where=arguments.where)
+        print(_exported(records, arguments.format), end="")
+        return 0
+    rows = list_runs(
+        output, uri=uri, limit=arguments.limit, where=arguments.where, settings=not arguments.no_settings
+    )  # fmt: skip
+    none = "no run fits" if arguments.where else f"no runs in {output.absolute()}; start one: posttrain run demo"
+    print(_table(rows) if rows else none)
+    return 0
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Compare runs."""
+    settings = loading.optional(arguments)
+    from flows.cli.compare_runs import compare as compare_runs
+    from flows.cli.compare_runs import text_of
+
     output = loading.connect_mlflow(settings.output if settings else arguments.output)
     uri = settings.tracking.uri if settings else None
-    if arguments.format != "table":
-        print(_exported(run_records(output, uri=uri, limit=arguments.limit), arguments.format), end="")
-        return 0
-    rows = list_runs(output, uri=uri, limit=arguments.limit)
-    print(_table(rows) if rows else f"no runs in {output.absolute()}; start one: posttrain run demo")
+    out = Path(arguments.out) if arguments.out else None
+    told = compare_runs(output, uri, arguments.runs, out)
+    print(json.dumps(told, indent=1) if arguments.format == "json" else visible(text_of(told)))
     return 0
 
 
@@ -144,8 +166,7 @@ def sync(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from flows.cli.sync import sync as deliver
 
-    output = loading.connect_mlflow(settings.output if settings else arguments.output)
-    text, good = deliver(output, settings.tracking.uri if settings else None)
+    text, good = deliver(*_store(arguments, settings))
     print(text)
     return 0 if good else 1
 
@@ -155,7 +176,6 @@ def gc(arguments: argparse.Namespace) -> int:
     settings = loading.optional(arguments)
     from flows.cli.gc import collect
 
-    output = loading.connect_mlflow(settings.output if settings else arguments.output)
-    uri = settings.tracking.uri if settings else None
+    output, uri = _store(arguments, settings)
     print(collect(output, uri, keep=arguments.keep, pipelines=arguments.pipeline, delete=arguments.yes))
     return 0

@@ -86,7 +86,8 @@ def shortened(settings: PipelineSettings, name: str, iterations: int) -> Pipelin
     Its models are registered under a separate name, so that the real one gets no new version.
     """
     stage = getattr(settings.stages, name)
-    changes: dict[str, Any] = {"max_steps": iterations} if hasattr(stage, "max_steps") else {"iterations": iterations}
+    lengths = [name for name in ("max_steps", "iterations") if hasattr(stage, name)]
+    changes: dict[str, Any] = dict.fromkeys(lengths[:1], iterations)
     for field, value in (("patience", None), ("early_stop", None), ("require_genuine", False)):
         if hasattr(stage, field):
             changes[field] = value
@@ -97,7 +98,7 @@ def shortened(settings: PipelineSettings, name: str, iterations: int) -> Pipelin
         changes["curriculum"] = type(stage.curriculum)([first])
     if hasattr(stage, "warmup_steps"):
         changes["warmup_steps"] = min(stage.warmup_steps, iterations - 1)
-    stages = dataclasses.replace(settings.stages, **{name: dataclasses.replace(stage, **changes)})
+    stages = settings.stages.with_stages({name: dataclasses.replace(stage, **changes)})
     registered = f"{settings.tracking.registered_model or settings.name}-profile"
     tracking = dataclasses.replace(settings.tracking, registered_model=registered)
     return dataclasses.replace(settings, stages=stages, tracking=tracking)

@@ -20,7 +20,7 @@ def explain(settings: PipelineSettings, stage: str) -> str:
 
     Raises: SettingsError for a stage that the settings do not have.
     """
-    if getattr(settings.stages, stage) is None:
+    if stage not in settings.stages.active:
         raise SettingsError(f"stages: has no '{stage}', only {', '.join(settings.stages.active)}")
     stages_folder = Path(settings.output).resolve() / settings.name / "stages"
     folder = stages_folder / stage

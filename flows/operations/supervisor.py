@@ -25,7 +25,7 @@ from flows.operations.services import ROOT, ServiceSpec, client_environment, mlf
 from flows.operations.state import Options, State, StatePaths, write_state
 from flows.operations.steady_clock import SteadyClock
 from rl_core.errors import BackendError, FolderBusy
-from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks.shipped import shipped

@@ -78,7 +78,7 @@ def _places(present: Collection[str]) -> dict[str, tuple[float, float]]:
 
 
 def _arrows(present: Collection[str], *, uses_reward_model: bool = True) -> list[tuple[str, str]]:
-    """Edges (from, to) as in `_run_stages` of flows/post_training.py; data only to stages without a predecessor.
+    """Edges (from, to) as in `run_dag` of tasks/pipeline/dag.py; data only to stages without a predecessor.
 
     uses_reward_model: True if the policy's reward uses the reward model; else only the analysis does.
     """

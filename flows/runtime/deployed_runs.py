@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rl_core.errors import SettingsError
+from rl_core.user_code import import_paths
 from tasks.config import PipelineSettings, named_code, resolve
-from tasks.pipeline.user_code import import_paths
 
 __all__ = ["CHANGEABLE", "HELD", "VARIABLE", "check_changes", "declared_parameters"]
 

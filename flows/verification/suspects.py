@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rl_core.errors import PosttrainError
-from tasks.pipeline.user_code import user_code_digests
+from rl_core.user_code import user_code_digests
 
 __all__ = ["Suspect", "suspects_in"]
 

@@ -16,9 +16,10 @@ from flows.verification.differences import RunComparison, compare_runs
 from flows.verification.findings import ENVIRONMENT, ResumeFinding, explain
 from flows.verification.suspects import suspects_in
 from flows.verification.trials import Command, Trial, run_killed, run_sliced, run_whole
+from rl_core.environments import named_code
 from rl_core.errors import CheckFailed
 from rl_core.storage.single_files import make_folder
-from tasks.config import PipelineSettings, named_code
+from tasks.config import PipelineSettings
 from tasks.stage_registry import names
 
 __all__ = ["EQUAL", "Plan", "REFUSED", "verify"]
@@ -141,11 +142,7 @@ def _with_suspects(finding: ResumeFinding, settings: PipelineSettings) -> Resume
 def _named(code: str, settings: PipelineSettings) -> list[str]:
     if code != ENVIRONMENT:
         return [code]
-    return [path for path in named_code(settings) if path not in _rewards(settings)]
-
-
-def _rewards(settings: PipelineSettings) -> set[str]:
-    return set(settings.stages.policy.rewards) if settings.stages.policy is not None else set()
+    return list(named_code(settings.environment.name, settings.environment.options))
 
 
 def _equal(comparison: RunComparison, trial: Trial) -> str:

@@ -76,6 +76,7 @@ _TRAINING = MetricGroup(
         Metric("train/failed_episodes", "episodes",
                "Episodes since the beginning whose environment failed, or on which a reward function did."),
         Metric("train/advantages_mean", "reward", "Mean advantage before whitening."),
+        Metric("train/advantages/{name}", "-", "Metrics of an advantage estimator of yours (`advantages`)."),
         Metric("train/advantages_std", "reward", "Standard deviation of the advantages before whitening.",
                "Near 0: the rewards do not tell rollouts apart."),
         Metric("train/zero_advantage_rate", "share", "Samples (tokens, with a critic) whose advantage is exactly 0.",
@@ -254,7 +255,8 @@ _REWARD = MetricGroup(
 
 _POLICY = MetricGroup(
     "Policy: `policy/`",
-    "Of the policy's update, per loss token that was run unless a unit says otherwise; nats throughout.",
+    "Of the policy's update, per loss token that was run unless a unit says otherwise; nats throughout. Metrics of a "
+    "loss of yours (`loss`) are named `policy/NAME`.",
     (
         Metric("policy/loss", "loss", "Policy-gradient term alone."),
         Metric("policy/entropy", "nats/token", "Mean entropy of the token distribution.",
@@ -333,6 +335,7 @@ _CURRICULUM = MetricGroup(
         Metric("curriculum/window_filled", "share", "Filling of the windows that exit conditions need."),
         Metric("curriculum/average/{metric}", "as the metric", "Moving average that an exit condition compares."),
         Metric("curriculum/slope/{metric}", "per iteration", "Slope that an exit condition compares."),
+        Metric("curriculum/own/{function}", "-", "Value of a function of yours that an exit condition compares."),
         Metric("curriculum/rollbacks", "rollbacks", "Rollbacks so far.",
                "At `max_rollbacks`: the stage is not learnable as it is; lower the learning rate or mix in easier "
                "levels."),
@@ -505,7 +508,8 @@ _PROMOTION = MetricGroup(
 
 _ANALYSIS = MetricGroup(
     "Analysis: `analysis/`",
-    "Logged once by `analyze`; `{second}_minus_{first}` are paired comparisons on the same episodes.",
+    "Logged once by `analyze`; `{second}_minus_{first}` are paired comparisons on the same episodes. Means of measures "
+    "of yours (`measures`) are named `analysis/MODEL/FUNCTION`.",
     (
         Metric("analysis/{model}/trajectories", "rollouts", "Trajectories read."),
         Metric("analysis/{model}/episodes", "episodes", "Different episodes."),

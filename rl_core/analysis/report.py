@@ -118,13 +118,18 @@ def _overview(models: Sequence[ModelResult]) -> str:
         ["Episodes &times; samples", *(f"{m.episodes:,} &times; {m.total.n / m.episodes:.3g}" for m in models)],
         *(
             [label, *(form.format(row[name]) if name in row else "&ndash;" for row in metrics)]
-            for name, label, form in MEASURES
+            for name, label, form in (*MEASURES, *_own(models[0]))
             if any(name in row for row in metrics)
         ),
     ]
     return (
         f"<section><h2>Overview</h2>{_table(['', *(_named(n, m.name) for n, m in enumerate(models))], rows)}</section>"
     )
+
+
+def _own(model: ModelResult) -> list[tuple[str, str, str]]:
+    """Measures of the user's, as those of the glossary."""
+    return [(name, _text(measure.label), "{:.3f}") for name, (measure, _) in model.summary.own.items()]
 
 
 def _named(index: int, name: str) -> str:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from rl_core.analysis.comparison import Comparison, compare_models
 from rl_core.analysis.episode_index import EpisodeIndex, EpisodeRef
 from rl_core.analysis.figure_set import draw
+from rl_core.analysis.glossary import MEASURES
+from rl_core.analysis.own_measures import OwnMeasure, own_measures
 from rl_core.analysis.probe_results import Probes
 from rl_core.analysis.report import render
 from rl_core.analysis.results import Analysis, Case, ModelResult, metrics_of, summary_rows, write_csv, write_json
@@ -30,7 +32,7 @@ from rl_core.storage.single_files import make_folder, write_text_atomic
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["AnalysisResult", "ImageOf", "analyze"]
+__all__ = ["AnalysisResult", "ImageOf", "analyze", "measure_names"]
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,11 @@ class AnalysisResult:
         return pd.DataFrame.from_records(self.summary).set_index("model")
 
 
+def measure_names() -> set[str]:
+    """Names that a measure of the user's cannot have."""
+    return {"success_rate", "episodes", *Summary().metrics(), *(name for name, _, _ in MEASURES)}
+
+
 def analyze(
     models: Mapping[str, Path],
     out: Path,
@@ -82,15 +89,17 @@ def analyze(
         probes: measurements made with the models; see `rl_core.probe`.
         curriculum: names of the stages of the policy's curriculum.
         image_of: renders an episode's hidden image for the report. image_tools: tools that reveal it; None = all.
-    Raises: DataError for unreadable files (file, line, reason), and for models without common episodes.
+    Raises: DataError for unreadable files (file, line, reason), and for models without common episodes; SettingsError
+        for a measure that cannot be imported.
     """
     if not models or len(models) > MAX_MODELS:
         raise DataError(f"analyze: found {len(models)} models, expected 1 to {MAX_MODELS}")
     names, paths = list(models), [Path(path) for path in models.values()]
+    own = own_measures(settings.measures, measure_names())
     curves = {name: read_training(path, WANTED, PREFIXES) for name, path in (training or {}).items()}
     with EpisodeIndex() as index:
         results = [
-            _count(index, number, name, path, image_tools, seed)
+            _count(index, number, name, path, image_tools, seed, own)
             for number, (name, path) in enumerate(zip(names, paths, strict=True))
         ]
         comparisons = [
@@ -120,10 +129,16 @@ def analyze(
 
 
 def _count(
-    index: EpisodeIndex, number: int, name: str, path: Path, image_tools: Collection[str] | None, seed: int
+    index: EpisodeIndex,
+    number: int,
+    name: str,
+    path: Path,
+    image_tools: Collection[str] | None,
+    seed: int,
+    own: Sequence[OwnMeasure] = (),
 ) -> ModelResult:
     """Summary of one model's file, which is also added to the index."""
-    summary = Summary(image_tools, seed)
+    summary = Summary(image_tools, seed, own)
     for offset, trajectory in read_with_offsets(path):
         summary.add(trajectory)
         index.add(number, trajectory, offset)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rl_core.analysis.coherence_measures import contradictions, repetitions
+from rl_core.analysis.own_measures import OwnMeasure
 from rl_core.analysis.statistics import distinct_n, entropy, find_loop
 from rl_core.analysis.trajectories import action_key, state_key
 from rl_core.types import StopReason, Trajectory
@@ -103,8 +104,11 @@ class LevelTools:
 class Summary:
     """Counts over one model's trajectories: `add` each, then read `metrics` and the attributes."""
 
-    def __init__(self, image_tools: Collection[str] | None = None, seed: int = 0) -> None:
-        """`image_tools`: tools that reveal the hidden image; None = all."""
+    def __init__(
+        self, image_tools: Collection[str] | None = None, seed: int = 0, own: Sequence[OwnMeasure] = ()
+    ) -> None:
+        """`image_tools`: tools that reveal the hidden image; None = all. own: measures of the user's."""
+        self.own = {measure.name: (measure, Moments()) for measure in own}
         self._image_tools = image_tools
         self.tools: dict[tuple[str, str], LevelTools] = {}  # by (environment, level)
         names = ("reward", "turns", "action_tokens", "completion_tokens", "tool_calls", "exploration")
@@ -165,6 +169,9 @@ class Summary:
             self.distributions[name].add(value)
         for name, value in trajectory.rewards.items():
             self.rewards.setdefault(_bounded(self.rewards, name), Moments()).add(value)
+        for measure, moments in self.own.values():
+            if (measured := measure(trajectory)) is not None:
+                moments.add(measured)
         self._actions.add(" ".join(turn.action for turn in turns)[:2000])
         self._count_tools(trajectory)
 
@@ -194,7 +201,7 @@ class Summary:
             "distinct_2": distinct_n(self._actions.items, 2),
             "strategy_entropy": entropy(self.strategies.values()),
             "nll_per_token": self._nll / tokens,
-        }
+        } | {name: moments.mean for name, (_, moments) in self.own.items() if moments.n}
 
     def to_json(self) -> dict[str, Any]:
         """All counts, for analysis.json."""

@@ -15,10 +15,11 @@ from rl_core.environments.environment import Environment
 from rl_core.environments.failed_episodes import EpisodeFailures, Keep
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
-from rl_core.evaluation import Evaluation, heldout_requests, summarize
+from rl_core.evaluation import Evaluation, summarize
 from rl_core.evaluation import evaluate as play
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rollouts.collect import EpisodeRequest, collect
+from rl_core.rollouts.heldout_requests import heldout_requests
 from rl_core.settings import EvaluationSettings, SamplingSettings, resolve_defaults
 from rl_core.types import RolloutGroup
 

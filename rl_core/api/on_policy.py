@@ -10,10 +10,13 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from rl_core.api import recipes
 from rl_core.api.data import as_environment, check_prompts
 from rl_core.api.evaluation import validation
+from rl_core.api.own_functions import FunctionSource, code_digests, with_functions
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_name, on_device_of
+from rl_core.api.recipes import Record
+from rl_core.api.recipes.policy_gradient import distillation
+from rl_core.api.recipes.policy_gradient import policy_gradient as policy_gradient_recipe
 from rl_core.api.rewards import RewardParts, RewardSource, reward_parts, with_rewards
 from rl_core.api.teacher_source import make_teacher
 from rl_core.api.training import Training, folder_of, run_fingerprint, settings_of_kind
@@ -21,12 +24,12 @@ from rl_core.data.records import RowSource
 from rl_core.environments.environment import Environment
 from rl_core.environments.prompts import Prompts
 from rl_core.errors import SettingsError
-from rl_core.evaluation import validation_requests
 from rl_core.models import heads
 from rl_core.rewards.learned import Scorer
 from rl_core.rewards.orchestrator import RewardFunction, RewardOrchestrator
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.heldout_requests import validation_requests
 from rl_core.settings import (
     GROUP_ALGORITHMS,
     DistillationSettings,
@@ -49,6 +52,8 @@ def grpo(
     environment: Environment | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
+    loss: FunctionSource | None = None,
+    advantages: FunctionSource | None = None,
     settings: PolicySettings | None = None,
     heldout_prompts: RowSource | None = None,
     system: str = "",
@@ -69,9 +74,9 @@ def grpo(
             "rl_core.policy_gradient"
         )
     return policy_gradient(
-        model, environment=environment, prompts=prompts, reward=reward, settings=settings,
-        heldout_prompts=heldout_prompts, system=system, reward_model=reward_model, output=output, tracker=tracker,
-        callbacks=callbacks, seed=seed,
+        model, environment=environment, prompts=prompts, reward=reward, loss=loss,
+        advantages=advantages, settings=settings, heldout_prompts=heldout_prompts, system=system,
+        reward_model=reward_model, output=output, tracker=tracker, callbacks=callbacks, seed=seed,
     )  # fmt: skip
 
 
@@ -81,6 +86,8 @@ def ppo(
     environment: Environment | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
+    loss: FunctionSource | None = None,
+    advantages: FunctionSource | None = None,
     settings: PolicySettings | None = None,
     heldout_prompts: RowSource | None = None,
     system: str = "",
@@ -96,9 +103,9 @@ def ppo(
         raise SettingsError(f"settings.algorithm: '{settings.algorithm}' is not ppo; use rl_core.policy_gradient")
     settings = dataclasses.replace(settings, algorithm="ppo")
     return policy_gradient(
-        model, environment=environment, prompts=prompts, reward=reward, settings=settings,
-        heldout_prompts=heldout_prompts, system=system, reward_model=reward_model, output=output, tracker=tracker,
-        callbacks=callbacks, seed=seed,
+        model, environment=environment, prompts=prompts, reward=reward, loss=loss,
+        advantages=advantages, settings=settings, heldout_prompts=heldout_prompts, system=system,
+        reward_model=reward_model, output=output, tracker=tracker, callbacks=callbacks, seed=seed,
     )  # fmt: skip
 
 
@@ -108,6 +115,8 @@ def policy_gradient(
     environment: Environment | None = None,
     prompts: RowSource | None = None,
     reward: RewardSource | None = None,
+    loss: FunctionSource | None = None,
+    advantages: FunctionSource | None = None,
     settings: PolicySettings | None = None,
     heldout_prompts: RowSource | None = None,
     system: str = "",
@@ -128,6 +137,9 @@ def policy_gradient(
             (one of TRL's is taken as it is); a component's name; several of them; or a mapping from them to weights.
             It takes the place of the environment's own reward, which is the component "task". None = the
             environment's, or what `settings.rewards` says.
+        loss: a policy loss of yours in place of the algorithm's, a function of tensors or its import path (see
+            docs/bring-your-own.md); its numbers by `functools.partial`.
+        advantages: an advantage estimator of yours in place of the comparison of rewards, likewise.
         settings: every option of the algorithm, of the optimizer and of the loop.
         heldout_prompts: rows for validation (`settings.eval_every`); an environment has held-out episodes of its own.
         system: a system message before every prompt.
@@ -139,6 +151,7 @@ def policy_gradient(
     Raises: SettingsError, DataError, CheckpointError, before anything is played.
     """
     settings = settings_of_kind(settings, PolicySettings)
+    settings, own = with_functions(settings, loss=loss, advantages=advantages)
     acting, digest = as_environment(environment, prompts, heldout_prompts, system)
     parts = _rewards_of(reward, reward_model, settings, acting)
     settings = with_rewards(settings, parts)
@@ -147,7 +160,7 @@ def policy_gradient(
     check_prompts(acting, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = folder_of(output)
-    recipe = recipes.policy_gradient(
+    recipe = policy_gradient_recipe(
         policy,
         _reference(model, policy) if settings.kl_coef > 0 else None,
         acting,
@@ -158,6 +171,7 @@ def policy_gradient(
         evaluator=_validation(policy, acting, settings, seed, functions),
         best_metric="eval/reward_mean" if functions else "eval/success_rate",
         record=_record(folder),
+        own=own,
     )
     fingerprint = run_fingerprint(
         settings.algorithm,
@@ -168,6 +182,7 @@ def policy_gradient(
         environment={"name": acting.name, "class": type(acting).__qualname__},
         prompts=digest,
         reward=parts.fingerprint() if parts is not None else {},
+        code=code_digests(settings, own),
     )
     return Training(
         settings.algorithm,
@@ -213,7 +228,7 @@ def distill(
     check_prompts(acting, policy.renderer, policy.context)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     folder = folder_of(output)
-    recipe = recipes.distillation(
+    recipe = distillation(
         policy,
         make_teacher(settings.teacher, policy, teacher),
         acting,
@@ -268,11 +283,11 @@ def _rewards_of(
 
 
 def _reference(source: ModelSource, policy: Policy) -> PreTrainedModel:
-    """The starting model, frozen, for the KL term."""
+    """The starting model for the KL term: of adapters that were added here, the model without them; else a copy."""
     if isinstance(source, str | Path):
         return load_policy(source).model
     if isinstance(source, ModelSettings):
-        return load_policy(dataclasses.replace(source, lora=None)).model
+        return policy.model if source.lora is not None else load_policy(source).model
     return copy.deepcopy(policy.model)
 
 
@@ -316,7 +331,7 @@ def _validation(
     return validation(policy, environment, requests, settings.sampling, seed, rewards=rewards)
 
 
-def _record(folder: Path | None) -> recipes.Record | None:
+def _record(folder: Path | None) -> Record | None:
     if folder is None:
         return None
     return record_all(RewardRecord(folder / REWARDS), RecentRollouts(folder / RECENT))

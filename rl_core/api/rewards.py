@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from rl_core.api.own_functions import function_name, source_digest
 from rl_core.errors import SettingsError
 from rl_core.rewards.orchestrator import COMPONENTS, RewardFunction
 from rl_core.settings import PolicySettings
-from rl_core.storage.folders import digest_bytes
 
 __all__ = ["RewardSource", "RewardParts", "reward_parts", "with_rewards"]
 
@@ -29,7 +27,7 @@ class RewardParts:
 
     def fingerprint(self) -> dict[str, str]:
         """Name -> digest of each function's source, so that a resumed run notices an edited one."""
-        return {name: _source_digest(function) for name, function in self.functions.items()}
+        return {name: source_digest(function) for name, function in self.functions.items()}
 
 
 def reward_parts(reward: RewardSource) -> RewardParts:
@@ -74,16 +72,5 @@ def with_rewards(settings: PolicySettings, parts: RewardParts | None) -> PolicyS
 
 def _name(function: Callable[..., Any]) -> str:
     """A name for metrics: the function's own, `reward` for a lambda."""
-    inner = function
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    name = getattr(inner, "__name__", type(inner).__name__)
-    name = "reward" if name == "<lambda>" else name
+    name = function_name(function, "reward")
     return f"{name}_function" if name in COMPONENTS else name
-
-
-def _source_digest(function: Callable[..., Any]) -> str:
-    try:
-        return digest_bytes(inspect.getsource(function).encode())[:16]
-    except (OSError, TypeError):  # no source: a partial, a callable object, typed at a prompt
-        return getattr(function, "__qualname__", type(function).__qualname__)

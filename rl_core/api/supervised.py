@@ -6,13 +6,16 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from transformers import PreTrainedModel
 
-from rl_core.api import recipes
 from rl_core.api.data import conversations, preference_pairs
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
+from rl_core.api.recipes import Recipe
+from rl_core.api.recipes.preference import preference
+from rl_core.api.recipes.reward_model import reward_model as reward_model_recipe
+from rl_core.api.recipes.sft import sft as sft_recipe
 from rl_core.api.training import Training, folder_of, run_fingerprint, settings_of_kind
 from rl_core.data.chat import ChatRenderer
 from rl_core.data.records import RowSource
@@ -24,8 +27,11 @@ from rl_core.trainers.preference import PreferenceTrainer
 from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
+from rl_core.training.trainer_protocol import Trainer
 
 __all__ = ["dpo", "reward_model", "sft"]
+
+T = TypeVar("T", bound=Trainer)
 
 
 def sft(
@@ -52,22 +58,11 @@ def sft(
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     rows = conversations(data, heldout, policy.renderer, policy.context, seed, settings.loss_on)
-    recipe = recipes.sft(policy, rows.train, rows.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "sft", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=rows.digest
-    )
-    return Training(
-        "sft",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+    recipe = sft_recipe(policy, rows.train, rows.heldout, settings, seed)
+    return _training(
+        "sft", recipe, settings, policy.model, policy, run=(model, rows.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def dpo(
@@ -99,22 +94,11 @@ def dpo(
     policy = load_policy(model, seed=seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, settings.loss)
-    recipe = recipes.preference(policy, pairs.train, pairs.heldout, settings, seed)
-    fingerprint = run_fingerprint(
-        "dpo", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
-    )
-    return Training(
-        "dpo",
-        recipe,
-        settings,
-        policy.model,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
-        renderer=policy.renderer,
-    )
+    recipe = preference(policy, pairs.train, pairs.heldout, settings, seed)
+    return _training(
+        "dpo", recipe, settings, policy.model, policy, run=(model, pairs.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
 
 
 def reward_model(
@@ -141,22 +125,34 @@ def reward_model(
     classifier, policy = _classifier(model, seed)
     settings = resolve_defaults(settings, policy.kind, policy.context)
     pairs = preference_pairs(data, heldout, policy.renderer, policy.context, seed, "reward_model")
-    recipe = recipes.reward_model(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
+    recipe = reward_model_recipe(classifier, policy.renderer.pad_id, pairs.train, pairs.heldout, settings, seed)
+    return _training(
+        "reward_model", recipe, settings, classifier, policy, run=(model, pairs.digest, seed),
+        output=output, tracker=tracker, callbacks=callbacks,
+    )  # fmt: skip
+
+
+def _training(
+    algorithm: str,
+    recipe: Recipe[T],
+    settings: SFTSettings | RewardModelSettings | PreferenceSettings,
+    trained: PreTrainedModel,
+    policy: Policy,
+    *,
+    run: tuple[ModelSource, str, int],
+    output: str | Path | None,
+    tracker: TrackerSource,
+    callbacks: Sequence[Callback],
+) -> Training[T]:
+    """The training of a recipe. `run`: the model that it starts from, the digest of its data, and its seed."""
+    source, digest, seed = run
     fingerprint = run_fingerprint(
-        "reward_model", settings, seed, model=model_name(model), chat=policy.renderer.digest, data=pairs.digest
+        algorithm, settings, seed, model=model_name(source), chat=policy.renderer.digest, data=digest
     )
     return Training(
-        "reward_model",
-        recipe,
-        settings,
-        classifier,
-        policy.tokenizer,
-        fingerprint,
-        folder_of(output),
-        tracker,
-        callbacks,
+        algorithm, recipe, settings, trained, policy.tokenizer, fingerprint, folder_of(output), tracker, callbacks,
         renderer=policy.renderer,
-    )
+    )  # fmt: skip
 
 
 def _check_heldout(

@@ -29,11 +29,11 @@ from rl_core.settings import (
     SFTSettings,
 )
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import set_aside
+from rl_core.storage.folder_removal import set_aside
 from rl_core.storage.single_files import make_folder
 from rl_core.trackers import JsonlTracker, TrackerSource, begin, close, several
 from rl_core.training.callbacks import Callback, check_callbacks
-from rl_core.training.loop import LoopMemory, LoopOutcome
+from rl_core.training.loop_state import LoopMemory, LoopOutcome
 from rl_core.training.trainer_protocol import Trainer
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 from rl_core.capabilities.decision import Decision
 from rl_core.capabilities.decoding import compiled_decoding, decoder, fused_step, packed_weights
 from rl_core.capabilities.positions import positions
-from rl_core.capabilities.training import training_forward
+from rl_core.capabilities.training import independent_rows, training_forward
 from rl_core.capabilities.trials import packs_into_one_row, plain_head, router_logits, sequence_packing
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "compiled_decoding",
     "decoder",
     "fused_step",
+    "independent_rows",
     "packed_weights",
     "packs_into_one_row",
     "plain_head",

@@ -17,8 +17,9 @@ from rl_core.capabilities.decision import (
     position_obstacles,
     unwrapped,
 )
+from rl_core.cpu import attention_kernel, gemm, norm_and_gate
 
-__all__ = ["training_forward"]
+__all__ = ["independent_rows", "training_forward"]
 
 
 def training_forward(model: Any, device: str | None = None) -> Decision:
@@ -61,3 +62,31 @@ def _training_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
     if trunk.training and any(getattr(part, "gradient_checkpointing", False) for part in (trunk, *trunk.layers[:1])):
         yield "activation checkpointing is on, which works on transformers' layers"
     yield from position_obstacles(trunk)
+
+
+def independent_rows(model: Any, device: str | None = None) -> Decision:
+    """Guarantee that a row's states and gradients are the same bits whatever rows are computed beside it.
+
+    Compiled code of this project keeps it; kernels of torch and MKL choose their order of sums by the size of a batch.
+    """
+    return decide(
+        "independent rows",
+        _independence_obstacles(unwrapped(model).base_model, device),
+        "compiled code computes each row alike, whatever stands beside it",
+        "rows of different owners in passes of their own",
+    )
+
+
+def _independence_obstacles(trunk: Any, device: str | None) -> Iterator[str]:
+    if not (decision := training_forward(trunk, device)).allowed:
+        yield f"no path '{decision.name}': {decision.reason}"
+    if gemm.load() is None or norm_and_gate.load() is None or attention_kernel.load() is None:
+        yield "matrix products are not this project's compiled code here (no C compiler, or an Intel processor's MKL)"
+    config, head_dim = trunk.config, trunk.layers[0].self_attn.head_dim
+    if not attention_kernel.AttentionKernel.suits(head_dim):
+        yield f"heads of {head_dim} dimensions are attended to by torch's kernel"
+    for name in ("hidden_size", "intermediate_size"):
+        if getattr(config, name) % norm_and_gate.WIDTH:
+            yield f"{name} {getattr(config, name)} is no multiple of {norm_and_gate.WIDTH}"
+    if hasattr(trunk.layers[0].self_attn, "q_norm"):
+        yield "norms of single heads are torch's kernels"

@@ -21,7 +21,13 @@ __all__ = ["add_norm", "add_weight_grad", "gated_silu", "input_grad", "linear", 
 
 
 def linears(x_NI: torch.Tensor, modules: Sequence[nn.Module]) -> torch.Tensor:
-    """Outputs of some linear layers for one input, side by side: [N, sum of O]. Adapters are called as they are."""
+    """Outputs of some linear layers for one input, side by side: [N, sum of O]. Adapters are called as they are.
+
+    Layers that know how to compute several of their kind at once have a method `joined`.
+    """
+    if (several := getattr(type(modules[0]), "joined", None)) is not None:
+        found: torch.Tensor = several(modules[0], x_NI, modules)
+        return found
     if all(_is_plain(module) for module in modules):
         weights = [module.weight for module in modules]
         biases = [module.bias for module in modules if module.bias is not None]

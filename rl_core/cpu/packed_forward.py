@@ -18,7 +18,7 @@ from torch import nn
 
 from rl_core.cpu.kernels import add_norm, gated_silu, linears, norm
 from rl_core.cpu.packed_attention import attention_of, chosen
-from rl_core.cpu.shared_prefixes import shared_prefixes
+from rl_core.cpu.shared_prefixes import RowGroups, prefixes_within
 from rl_core.errors import DataError
 from rl_core.types import TrainBatch
 
@@ -35,23 +35,28 @@ def check_needed(mask_BS: torch.Tensor, needed_BS: torch.Tensor | None) -> None:
         )
 
 
-def packed_forward(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None = None) -> torch.Tensor:
+def packed_forward(
+    trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None = None, groups: RowGroups | None = None
+) -> torch.Tensor:
     """Last hidden states, after the final norm, of a right-padded batch, with gradient.
 
     Args:
         trunk: of a family that `capabilities.training_forward` allows.
         needed_BS: True at the positions whose hidden states will be read, all of them real; None = all real positions.
+        groups: rows that share no prefixes with others; its `tokens` are set before linear layers are called.
     Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
     Raises: DataError when a position is needed that the attention mask calls padding.
     """
     ids_BS, mask_BS = batch.input_ids_BS, batch.attention_mask_BS
     check_needed(mask_BS, needed_BS)
     lengths = mask_BS.sum(1).tolist()
-    shared = None if _drops_out(trunk) else shared_prefixes(ids_BS, lengths, least=_LEAST_SHARED)
+    rows = [len(lengths)] if groups is None else groups.rows
+    shared = None if _drops_out(trunk) else prefixes_within(rows, ids_BS, lengths, least=_LEAST_SHARED)
     flat_T = mask_BS.reshape(-1).nonzero().squeeze(1)  # place of each real token in the batch
     flat_N = flat_T if shared is None else flat_T[shared.first_N]
     out_T, from_T = flat_T, None if shared is None else shared.unique_T  # where the result goes, and which goes there
     x_NH = trunk.embed_tokens(ids_BS.reshape(-1)[flat_N])
+    _count_tokens(groups, flat_N, ids_BS)
     layers = trunk.layers[: trunk.config.num_hidden_layers]
     cos_1ND, sin_1ND = trunk.rotary_emb(x_NH, position_ids=(flat_N % ids_BS.shape[1])[None])
     attend = attention_of(lengths, shared, layers[0].self_attn.head_dim, cos_1ND[0], sin_1ND[0])
@@ -67,6 +72,7 @@ def packed_forward(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None
             else:
                 needed_n, from_T = torch.unique(from_T[needed_T], return_inverse=True)
             attended_NE, x_NH = chosen(attended_NE, needed_n), chosen(x_NH, needed_n)
+            _count_tokens(groups, flat_N[needed_n], ids_BS)
         x_NH, normed_NH = add_norm(x_NH, linears(attended_NE, [layer.self_attn.o_proj]), layer.post_attention_layernorm)
         active_NI = gated_silu(linears(normed_NH, [layer.mlp.gate_proj, layer.mlp.up_proj]))
         after = layers[index + 1].input_layernorm if index + 1 < len(layers) else trunk.norm
@@ -74,6 +80,14 @@ def packed_forward(trunk: Any, batch: TrainBatch, needed_BS: torch.Tensor | None
     states_TH = normed_NH if from_T is None else normed_NH.index_select(0, from_T)
     flat_PH = x_NH.new_zeros(ids_BS.numel(), x_NH.shape[1])
     return flat_PH.index_copy(0, out_T, states_TH).unflatten(0, ids_BS.shape)
+
+
+def _count_tokens(groups: RowGroups | None, flat_N: torch.Tensor, ids_BS: torch.Tensor) -> None:
+    """Set `groups.tokens` to the tokens of each group among those at these places of the batch."""
+    if groups is not None:
+        group_of_B = torch.repeat_interleave(torch.arange(len(groups.rows)), torch.tensor(groups.rows))
+        group_N = group_of_B[flat_N // ids_BS.shape[1]]
+        groups.tokens = torch.bincount(group_N, minlength=len(groups.rows)).tolist()
 
 
 def _drops_out(trunk: Any) -> bool:

@@ -9,11 +9,11 @@ B rows, S sequence, T real tokens, N tokens of which no two have the same beginn
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["SharedPrefixes", "shared_prefixes"]
+__all__ = ["RowGroups", "SharedPrefixes", "prefixes_within", "shared_prefixes"]
 
 
 @dataclass(slots=True)
@@ -23,6 +23,14 @@ class SharedPrefixes:
     unique_T: torch.Tensor  # int64, index in 0..N-1 of what each real token is
     first_N: torch.Tensor  # int64, ascending: one real token for each of them
     repeated_R: torch.Tensor  # int64, the T - N real tokens that are in no `first_N`
+
+
+@dataclass(slots=True)
+class RowGroups:
+    """Consecutive rows of a batch that go through other adapters than the rest; no state is shared between groups."""
+
+    rows: list[int]  # rows of each group, in order
+    tokens: list[int] = field(default_factory=list)  # of each group, as layers get them now; kept by the forward pass
 
 
 def shared_prefixes(ids_BS: torch.Tensor, lengths: Sequence[int], *, least: float = 0.0) -> SharedPrefixes | None:
@@ -52,3 +60,32 @@ def shared_prefixes(ids_BS: torch.Tensor, lengths: Sequence[int], *, least: floa
     is_first_T = origins_T == torch.arange(len(origins_T))
     numbers_T = is_first_T.cumsum(0) - 1
     return SharedPrefixes(numbers_T[origins_T], is_first_T.nonzero().squeeze(1), (~is_first_T).nonzero().squeeze(1))
+
+
+def prefixes_within(
+    groups: Sequence[int], ids_BS: torch.Tensor, lengths: Sequence[int], *, least: float = 0.0
+) -> SharedPrefixes | None:
+    """Common prefixes of rows of one group; what one group shares depends on its own rows alone.
+
+    Args:
+        groups: rows of each group, consecutive. others: as `shared_prefixes`, `least` being a share of each group.
+    """
+    if len(groups) < 2:
+        return shared_prefixes(ids_BS, lengths, least=least)
+    parts, row, start, count, found = [], 0, 0, 0, False
+    for rows in groups:
+        total = sum(lengths[row : row + rows])
+        shared = shared_prefixes(ids_BS[row : row + rows], lengths[row : row + rows], least=least)
+        found |= shared is not None
+        if shared is None:
+            every = torch.arange(total)
+            shared = SharedPrefixes(every, every, every[:0])
+        parts.append(SharedPrefixes(shared.unique_T + count, shared.first_N + start, shared.repeated_R + start))
+        row, start, count = row + rows, start + total, count + len(shared.first_N)
+    if not found:
+        return None
+    return SharedPrefixes(*(torch.cat(part) for part in zip(*map(_fields, parts), strict=True)))
+
+
+def _fields(shared: SharedPrefixes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return shared.unique_T, shared.first_N, shared.repeated_R

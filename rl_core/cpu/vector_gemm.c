@@ -27,11 +27,17 @@
 #define PANEL (WIDE * W)       /* columns */
 #define DEEP 256               /* of depth, at a time */
 #define LINE (DEEP + 16)       /* a copied row: rows a power of two apart would meet in the cache */
-#define ROWS (16 * TALL)        /* that a thread copies at a time */
+#define ROWS (16 * TALL)        /* that a thread copies at a time, at most */
 #define PANELS (1024 / PANEL)  /* that are copied at a time */
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t blocks_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+/* Rows of a piece: every member gets as many pieces, of nearly the same size. */
+INLINE int64_t rows_of_a_piece(int64_t rows, int64_t members) {
+    int64_t pieces = blocks_of(blocks_of(rows, ROWS), members) * members;
+    return blocks_of(blocks_of(rows, TALL), pieces) * TALL;
+}
 
 /* Numbers in a vector. */
 int vector_numbers(void) { return W; }
@@ -136,8 +142,7 @@ int64_t vector_gemm_room(int64_t threads) {
 void vector_product(const float *left, int64_t left_stride, int left_across, const Part *parts, int64_t n_parts,
                     int across, float *c, int64_t c_stride, int64_t rows, int64_t depth, int add, float *room,
                     int threads) {
-    /* Fewer rows than would keep every thread busy for long are shared out in smaller pieces. */
-    int64_t step = least(ROWS, blocks_of(blocks_of(rows, TALL), threads) * TALL);
+    int64_t step = rows_of_a_piece(rows, threads);
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float *own = room + PANELS * PANEL * DEEP + omp_get_thread_num() * ROWS * LINE, *to = c;
@@ -190,7 +195,7 @@ void vector_packed_part(const float *left, int64_t left_stride, const int8_t *ri
                         int64_t rows, int64_t columns, int64_t depth, int add, int8_t *room, int member, int members) {
     int by_rows = rows >= 4 * TALL * members;
     int64_t turn = by_rows ? member : 0, turns = by_rows ? members : 1;
-    int64_t step = by_rows ? least(ROWS, blocks_of(blocks_of(rows, TALL), members) * TALL) : ROWS;
+    int64_t step = by_rows ? rows_of_a_piece(rows, members) : ROWS;
     int64_t panels = blocks_of(columns, PANEL), padded = panels * PANEL;
     int64_t first = by_rows ? 0 : panels * member / members * PANEL;
     int64_t end = by_rows ? columns : least(columns, panels * (member + 1) / members * PANEL);

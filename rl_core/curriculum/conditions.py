@@ -1,4 +1,4 @@
-"""Exit conditions: moving average or slope of a metric against a threshold, with a full window and a patience."""
+"""Exit conditions: moving average or slope of a metric, or a function of the user's, against a threshold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from rl_core.curriculum.own_statistic import own_statistic
 from rl_core.errors import SettingsError, nearest
 from rl_core.metrics import MetricHistory
 from rl_core.settings import ExitCondition
@@ -37,8 +38,17 @@ class ConditionStatus:
 
     @property
     def label(self) -> str:
-        """The compared quantity: success_rate, or slope of success_rate."""
+        """The compared quantity: success_rate, slope of success_rate, or the name of a function of the user's."""
+        if self.condition.function is not None:
+            return self.condition.function.partition(":")[2]
         return ("slope of " if self.condition.statistic == "slope" else "") + self.condition.metric
+
+    @property
+    def metric(self) -> str:
+        """Name of the compared quantity as a metric: average/success_rate, slope/success_rate, or own/mastered."""
+        if self.condition.function is not None:
+            return f"own/{self.label}"
+        return ("slope/" if self.condition.statistic == "slope" else "average/") + self.condition.metric
 
     def __str__(self) -> str:
         condition = self.condition
@@ -77,6 +87,8 @@ def check_condition(
         streak: consecutive iterations, up to the previous one, in which the condition held.
     Raises: SettingsError when the condition could never hold.
     """
+    if condition.function is not None:
+        return _check_function(condition, history, streak)
     name = check_metric(condition.metric, history, known)
     measure = history.slope if condition.statistic == "slope" else history.mean
     value = measure(name, condition.window)
@@ -87,3 +99,12 @@ def check_condition(
         and _COMPARISONS[condition.comparison](value, condition.threshold)
     )
     return ConditionStatus(condition, value, filled, holds, streak + 1 if holds else 0)
+
+
+def _check_function(condition: ExitCondition, history: MetricHistory, streak: int) -> ConditionStatus:
+    """Status of a condition on a function of the user's; its window is full after as many iterations."""
+    seen = max((history.count(name) for name in history.names), default=0)
+    value = own_statistic(condition, history) if seen else None
+    compare = _COMPARISONS[condition.comparison]
+    holds = value is not None and seen >= condition.window and compare(value, condition.threshold)
+    return ConditionStatus(condition, value, min(1.0, seen / condition.window), holds, streak + 1 if holds else 0)

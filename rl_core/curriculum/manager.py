@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rl_core.curriculum.conditions import ConditionStatus, check_condition, metric_name
+from rl_core.curriculum.own_statistic import check_function
 from rl_core.curriculum.rollback import RollbackWatch
 from rl_core.errors import ResumeRefused, SettingsError
 from rl_core.metrics import MetricHistory
@@ -62,7 +63,10 @@ class CurriculumManager:
         self.watch = RollbackWatch([stage.rollback or rollback for stage in self.stages])
         self._streaks: list[int] = []  # consecutive iterations in which each current condition held
         conditions = [condition for stage in self.stages for condition in stage.exit_conditions]
-        windows = [condition.window for condition in [*conditions, *([early_stop] if early_stop else [])]]
+        conditions += [early_stop] if early_stop else []
+        for condition in conditions:
+            check_function(condition)
+        windows = [condition.window for condition in conditions]
         self._window = MetricHistory(limit=max([*windows, self.watch.longest_window]))
 
     @property
@@ -120,8 +124,7 @@ class CurriculumManager:
             values["curriculum/window_filled"] = min(status.filled for status in statuses)
         for status in statuses:
             if status.value is not None:
-                kind = "slope" if status.condition.statistic == "slope" else "average"
-                values[f"curriculum/{kind}/{status.condition.metric}"] = status.value
+                values[f"curriculum/{status.metric}"] = status.value
         return values | self.watch.metrics(self.index, self._window)
 
     def history_json(self) -> list[dict[str, Any]]:
@@ -196,9 +199,7 @@ class CurriculumManager:
         conditions = self._conditions()
         streaks = self._streaks or [0] * len(conditions)
         statuses = [
-            check_condition(
-                condition, self._window, names, streak=streak - (metric_name(condition.metric) not in metrics)
-            )
+            check_condition(condition, self._window, names, streak=streak - _is_missing(condition, metrics))
             for condition, streak in zip(conditions, streaks, strict=True)
         ]
         self._streaks = [status.streak for status in statuses]
@@ -238,3 +239,8 @@ class CurriculumManager:
         log("curriculum: %s: %s -> %s after iteration %d (%s)", kind, source, target, self.iteration, why)
         if self.on_move is not None:
             self.on_move(self.history_json())
+
+
+def _is_missing(condition: ExitCondition, metrics: Mapping[str, float]) -> bool:
+    """True = the iteration did not observe the condition's metric."""
+    return condition.function is None and metric_name(condition.metric) not in metrics

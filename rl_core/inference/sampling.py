@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +27,7 @@ __all__ = [
     "check_weights",
     "draw",
     "penalized",
+    "restricted",
     "sequence_seed",
     "uniforms",
 ]
@@ -65,6 +66,9 @@ class RolloutBackend(Protocol):
 
     def refresh(self) -> None:
         """Notice that the model's weights have changed since the last run."""
+
+    def end_at(self, eos_ids: Collection[int]) -> None:
+        """Tokens that end an action from now on."""
 
 
 def sequence_seed(*parts: object) -> int:
@@ -107,7 +111,7 @@ def draw(
         logprobs_B, tokens_B = log_p_BV.max(dim=-1)
         return tokens_B, logprobs_B
     if restriction is not None:
-        log_p_BV = torch.log_softmax(_restricted(log_p_BV, restriction), dim=-1)
+        log_p_BV = torch.log_softmax(restricted(log_p_BV, restriction), dim=-1)
     cumulative_BV = log_p_BV.exp().cumsum(dim=-1, dtype=torch.float64)
     # first token whose cumulative probability exceeds u * total: one of probability 0 is never taken
     levels_B1 = (uniforms_B * cumulative_BV[:, -1])[:, None]
@@ -124,7 +128,7 @@ def penalized(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty: float) ->
     return torch.where(seen_BV, changed_BV, logits_BV)
 
 
-def _restricted(log_p_BV: torch.Tensor, kept: SamplingSettings) -> torch.Tensor:
+def restricted(log_p_BV: torch.Tensor, kept: SamplingSettings) -> torch.Tensor:
     """log p, minus infinity at tokens that are not kept: first min_p, then top_k, then top_p of what these leave.
 
     The order is that of vLLM's sampler (penalties, temperature, min_p, top_k, top_p; vllm/v1/sample/sampler.py). Tokens

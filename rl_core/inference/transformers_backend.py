@@ -48,7 +48,7 @@ class TransformersBackend:
     def __init__(self, model: PreTrainedModel, *, eos_ids: Collection[int], pad_id: int, max_length: int) -> None:
         self.max_length = min(max_length, row_limit(model) or max_length)
         self._model = model
-        self._eos_ids = frozenset(eos_ids)
+        self.end_at(eos_ids)
         self._pad_id = pad_id
         self._fit = MemoryFit("rollouts", "lower sampling.max_completion_tokens, or use a smaller model")
         self._keeps_cache = decoding.keeps_cache(model)
@@ -58,6 +58,10 @@ class TransformersBackend:
                 type(unwrap(model)).__name__,
             )
         self._takes_positions = "position_ids" in inspect.signature(type(unwrap(model)).forward).parameters
+
+    def end_at(self, eos_ids: Collection[int]) -> None:
+        """Tokens that end an action from now on."""
+        self._eos_ids = frozenset(eos_ids)
 
     def refresh(self) -> None:
         """Nothing is kept between runs."""

@@ -12,7 +12,15 @@ from rl_core.losses.aggregation import aggregate
 from rl_core.losses.kl import kl_k1, kl_k3
 from rl_core.losses.masking import check_count, check_finite, check_inputs, fill_masked, masked_max, masked_sum
 
-__all__ = ["cispo_loss", "clipped_policy_loss", "gspo_loss", "reinforce_loss", "sapo_loss"]
+__all__ = [
+    "cispo_loss",
+    "clipped_policy_loss",
+    "clipped_terms",
+    "gspo_loss",
+    "policy_ratio",
+    "reinforce_loss",
+    "sapo_loss",
+]
 
 LOG_RATIO_LIMIT = 20.0
 Metrics = dict[str, torch.Tensor]
@@ -56,9 +64,9 @@ def clipped_policy_loss(
         raise DataError(f"clip_eps {clip_eps} must lie between 0 and 1, clip_eps_high {high} above 0")
     if dual_clip is not None and dual_clip <= 1:
         raise DataError(f"dual_clip: {dual_clip} must be above 1")
-    ratio_BT, advantages_BT = _ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
-    losses_BT = torch.maximum(-ratio_BT * advantages_BT, -ratio_BT.clamp(1 - clip_eps, 1 + high) * advantages_BT)
+    losses_BT = clipped_terms(ratio_BT, advantages_BT, 1 - clip_eps, 1 + high)
     if dual_clip is not None:
         capped_BT = torch.minimum(losses_BT, -dual_clip * advantages_BT)
         losses_BT = torch.where(advantages_BT < 0, capped_BT, losses_BT)
@@ -99,7 +107,7 @@ def cispo_loss(
     """
     if clip_eps_high <= 0:
         raise DataError(f"clip_eps_high: {clip_eps_high} must be above 0")
-    ratio_BT, advantages_BT = _ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
     weights_BT = ratio_BT.detach().clamp(max=1 + clip_eps_high)
     losses_BT = -weights_BT * advantages_BT * fill_masked(logprobs_BT, loss_mask_BT)
@@ -147,8 +155,7 @@ def gspo_loss(
     counts_B = lengths_B > 0
     log_ratio_B = fill_masked(logprobs_BT - old_logprobs_BT, loss_mask_BT).sum(1) / lengths_B.clamp(min=1)
     ratio_B = log_ratio_B.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    clipped_B = ratio_B.clamp(1 - clip_eps, 1 + clip_eps_high)
-    losses_B = torch.maximum(-ratio_B * advantages_B, -clipped_B * advantages_B)
+    losses_B = clipped_terms(ratio_B, advantages_B, 1 - clip_eps, 1 + clip_eps_high)
     weights_B = None if loss_weights_BT is None else fill_masked(loss_weights_BT, loss_mask_BT).sum(1)
     loss = aggregate(losses_B, counts_B, num_loss_tokens=count, loss_weights_BT=weights_B)
     with torch.no_grad():
@@ -190,7 +197,7 @@ def sapo_loss(
     """
     if tau_positive <= 0 or tau_negative <= 0:
         raise DataError(f"tau_positive {tau_positive} and tau_negative {tau_negative} must be above 0")
-    ratio_BT, advantages_BT = _ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
+    ratio_BT, advantages_BT = policy_ratio(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT)
     count = check_count("num_loss_tokens", num_loss_tokens)
     tau_BT = torch.full_like(advantages_BT, tau_negative).masked_fill(advantages_BT > 0, tau_positive)
     gate_BT = torch.sigmoid(tau_BT * (ratio_BT - 1))
@@ -227,7 +234,15 @@ def reinforce_loss(
     return loss, {"loss": loss.detach()}
 
 
-def _ratio(
+def clipped_terms(
+    ratio: torch.Tensor, advantages: torch.Tensor, low: float | torch.Tensor, high: float | torch.Tensor
+) -> torch.Tensor:
+    """max(-r A, -clip(r, low, high) A) of every entry, of one shape; limits are numbers or tensors of that shape."""
+    clipped = torch.clamp(ratio, low, high)  # type: ignore[arg-type]  # its stubs know no union
+    return torch.maximum(-ratio * advantages, -clipped * advantages)
+
+
+def policy_ratio(
     logprobs_BT: torch.Tensor, old_logprobs_BT: torch.Tensor, advantages_BT: torch.Tensor, loss_mask_BT: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Validated ratio (1 where the mask is False) and advantages (0 there), both [B, T]."""

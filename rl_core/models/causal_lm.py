@@ -120,14 +120,15 @@ def load(
     Raises: ModelError when there is no such model, or its files cannot be used.
     """
     tokenizer = load_tokenizer(path, settings)
-    model: Any = load_pretrained(AutoModelForCausalLM, path, settings)
+    quantized = lora.quantized_loading(settings.lora, device_of(settings), dtype_of(settings))
+    model: Any = load_pretrained(AutoModelForCausalLM, path, settings, **quantized)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     if settings.lora is not None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = lora.add_adapter(model, settings.lora)
-    return model.to(device_of(settings)).train(), tokenizer
+    return (model if quantized else model.to(device_of(settings))).train(), tokenizer
 
 
 def load_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:

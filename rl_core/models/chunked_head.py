@@ -30,6 +30,7 @@ def selected_logprobs(
     targets_N: torch.Tensor,
     *,
     temperatures_N: torch.Tensor | None = None,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
     with_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -38,9 +39,10 @@ def selected_logprobs(
     Args:
         hidden_NH, weight_VH, bias_V: the head's input and parameters; the product is taken in their dtype (or in that
             of autocast), everything after it in at least float32.
-        targets_N: int64 [N].
+        targets_N: int64 [N], or [N, K] for K targets at each place.
         temperatures_N: float [N], above 0; None = 1.
-    Returns: logprobs [N] in nats, entropy [N] in nats or None; float32, or float64 for float64 input.
+        low_rank: a [N, R] and B [V, R], which add a B^T to the logits: an adapter of the head.
+    Returns: logprobs of the targets' shape and entropy [N] or None, nats; float32, or float64 for float64 input.
     """
     device = hidden_NH.device.type
     if torch.is_autocast_enabled(device):
@@ -50,7 +52,7 @@ def selected_logprobs(
     if chunk_tokens is None:
         chunk_tokens = default_chunk_tokens(device, weight_VH.shape[0])
     logprobs_N, entropy_N = _SelectedLogprobs.apply(
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, with_entropy, chunk_tokens
+        hidden_NH, weight_VH, bias_V, *(low_rank or (None, None)), targets_N, temperatures_N, with_entropy, chunk_tokens
     )
     return logprobs_N, entropy_N if with_entropy else None
 
@@ -69,26 +71,31 @@ class _SelectedLogprobs(torch.autograd.Function):
         hidden_NH: torch.Tensor,
         weight_VH: torch.Tensor,
         bias_V: torch.Tensor | None,
+        low_NR: torch.Tensor | None,
+        up_VR: torch.Tensor | None,
         targets_N: torch.Tensor,
         temperatures_N: torch.Tensor | None,
         with_entropy: bool,
         chunk: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         count = hidden_NH.shape[0]
-        logprobs_N = hidden_NH.new_empty(count, dtype=at_least_float32(hidden_NH.dtype))
-        entropy_N = torch.empty_like(logprobs_N) if with_entropy else logprobs_N.new_empty(0)
+        accurate = at_least_float32(hidden_NH.dtype)
+        logprobs_N = hidden_NH.new_empty(targets_N.shape, dtype=accurate)
+        entropy_N = hidden_NH.new_empty(count if with_entropy else 0, dtype=accurate)
         kept: torch.Tensor | None = None
         for start in range(0, count, chunk):
             part = slice(start, start + chunk)
-            log_p_CV = log_softmax_chunk(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
-            logprobs_N[part] = log_p_CV.gather(1, targets_N[part, None]).squeeze(1)
+            log_p_CV = log_softmax_chunk(
+                hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), _low_part(low_NR, up_VR, part)
+            )
+            logprobs_N[part] = log_p_CV.gather(1, _columns(targets_N[part])).view(targets_N[part].shape)
             if with_entropy:
                 if bias_V is not None:
                     log_p_CV.clamp_(min=_LEAST)
                 entropy_N[part] = -_sum_of_products(log_p_CV.exp(), log_p_CV)
-            if count <= chunk and any(ctx.needs_input_grad[:3]):
+            if count <= chunk and any(ctx.needs_input_grad[:5]):
                 kept = log_p_CV
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, kept)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, low_NR, up_VR, targets_N, temperatures_N, entropy_N, kept)
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs the backward pass nothing
         if not with_entropy:
@@ -100,35 +107,43 @@ class _SelectedLogprobs(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, temperatures_N, entropy_N, kept = ctx.saved_tensors
+        hidden_NH, weight_VH, bias_V, low_NR, up_VR, targets_N, temperatures_N, entropy_N, kept = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         accurate = at_least_float32(hidden_NH.dtype)
         if grad_logprobs_N is None:
             grad_logprobs_N = torch.zeros_like(targets_N, dtype=accurate)
         if temperatures_N is not None:  # here rather than at the [C, V] gradients, which are linear in these
-            grad_logprobs_N = grad_logprobs_N / temperatures_N
+            grad_logprobs_N = (_columns(grad_logprobs_N) / temperatures_N[:, None]).view(targets_N.shape)
             grad_entropy_N = grad_entropy_N / temperatures_N if grad_entropy_N is not None else None
         grad_hidden_NH = torch.empty_like(hidden_NH) if needs_hidden else None
         # Summed over chunks in float32: partial sums in bfloat16 would lose the small ones.
         grad_weight_VH = torch.zeros_like(weight_VH, dtype=accurate) if needs_weight else None
         grad_bias_V = torch.zeros_like(bias_V, dtype=accurate) if needs_bias else None
+        grad_low_NR = torch.empty_like(low_NR) if low_NR is not None else None
+        grad_up_VR = torch.zeros_like(up_VR) if up_VR is not None else None
         for start in range(0, hidden_NH.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
             log_p_CV = kept
             if log_p_CV is None:
-                log_p_CV = log_softmax_chunk(hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part))
+                log_p_CV = log_softmax_chunk(
+                    hidden_NH[part], weight_VH, bias_V, _part(temperatures_N, part), _low_part(low_NR, up_VR, part)
+                )
                 if bias_V is not None:
                     log_p_CV.clamp_(min=_LEAST)
-            grad_CV = log_p_CV.exp()
+            grad_CV, grad_CK = log_p_CV.exp(), _columns(grad_logprobs_N[part])
+            grad_C1 = grad_CK.sum(1, keepdim=True)
             if grad_entropy_N is not None:
                 # -p (g + e (log p + S)); log p is finite, so p = 0 gives 0
                 factor_CV = (log_p_CV + entropy_N[part, None]).mul_(grad_entropy_N[part, None])
-                grad_CV.mul_(factor_CV.add_(grad_logprobs_N[part, None]).neg_())
+                grad_CV.mul_(factor_CV.add_(grad_C1).neg_())
             else:
-                grad_CV.mul_(grad_logprobs_N[part, None].neg())
-            grad_CV.scatter_add_(1, targets_N[part, None], grad_logprobs_N[part, None])
+                grad_CV.mul_(grad_C1.neg())
+            grad_CV.scatter_add_(1, _columns(targets_N[part]), grad_CK)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0)
+            if grad_low_NR is not None and grad_up_VR is not None:
+                grad_low_NR[part] = input_grad(grad_CV, [up_VR])
+                add_weight_grad(grad_up_VR, grad_CV, low_NR[part])
             grad_CV = grad_CV.to(weight_VH.dtype)
             if grad_hidden_NH is not None:
                 grad_hidden_NH[part] = input_grad(grad_CV, [weight_VH])
@@ -141,6 +156,8 @@ class _SelectedLogprobs(torch.autograd.Function):
             grad_hidden_NH,
             grad_weight_VH.to(weight_VH.dtype) if grad_weight_VH is not None else None,
             grad_bias_V.to(bias_V.dtype) if grad_bias_V is not None else None,
+            grad_low_NR,
+            grad_up_VR,
             None,
             None,
             None,
@@ -157,14 +174,28 @@ def _part(values_N: torch.Tensor | None, part: slice) -> torch.Tensor | None:
     return values_N[part] if values_N is not None else None
 
 
+def _columns(values: torch.Tensor) -> torch.Tensor:
+    """[N, K] of [N, K] or [N]."""
+    return values if values.ndim == 2 else values[:, None]
+
+
+def _low_part(
+    low_NR: torch.Tensor | None, up_VR: torch.Tensor | None, part: slice
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return (low_NR[part], up_VR) if low_NR is not None and up_VR is not None else None
+
+
 def log_softmax_chunk(
     hidden_CH: torch.Tensor,
     weight_VH: torch.Tensor,
     bias_V: torch.Tensor | None,
     temperatures_C: torch.Tensor | None = None,
+    low_rank: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """log softmax of the logits [C, V] over the temperatures, at least float32."""
+    """log softmax of the logits [C, V] over the temperatures, at least float32; `low_rank`: see above."""
     logits_CV = linear(hidden_CH, [weight_VH])
+    if low_rank is not None:
+        logits_CV = logits_CV.to(at_least_float32(logits_CV.dtype)).add_(linear(low_rank[0], [low_rank[1]]))
     if bias_V is not None:
         logits_CV += bias_V
     accurate = at_least_float32(logits_CV.dtype)

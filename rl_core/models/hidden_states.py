@@ -12,19 +12,26 @@ from transformers import PreTrainedModel
 
 from rl_core.capabilities import packs_into_one_row, training_forward
 from rl_core.cpu.packed_forward import check_needed, packed_forward
+from rl_core.cpu.shared_prefixes import RowGroups
 from rl_core.models.rotary import check_lengths
 from rl_core.types import TrainBatch
 
 __all__ = ["hidden_states", "model_inputs"]
 
 
-def hidden_states(model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Tensor | None = None) -> torch.Tensor:
+def hidden_states(
+    model: PreTrainedModel,
+    batch: TrainBatch,
+    needed_BS: torch.Tensor | None = None,
+    groups: RowGroups | None = None,
+) -> torch.Tensor:
     """Last hidden states, after the final norm, of a right-padded batch, with gradient.
 
     Args:
         model: a model of transformers with a head on it (without adapters around it: see `unwrap`), or its trunk.
         needed_BS: True at the positions whose hidden states will be read, all of them real; the last layer may leave
             out the others. None = all real positions.
+        groups: rows that go through other adapters than the rest; not with `position_ids_BS`.
     Returns: [B, S, H]; arbitrary at padding and at positions that are not needed.
     Raises: DataError when a position is needed that the attention mask calls padding (on a CPU, where it is read), or
         a row is longer than the model's rotary frequencies allow.
@@ -34,7 +41,9 @@ def hidden_states(model: PreTrainedModel, batch: TrainBatch, needed_BS: torch.Te
     if training_forward(trunk).allowed:
         if batch.position_ids_BS is not None:
             return _of_sequences(trunk, batch, batch.position_ids_BS, needed_BS)
-        return packed_forward(trunk, batch, needed_BS)
+        return packed_forward(trunk, batch, needed_BS, groups)
+    if groups is not None:
+        groups.tokens = [rows * batch.input_ids_BS.shape[1] for rows in groups.rows]
     hidden: torch.Tensor = trunk(**model_inputs(model, batch), use_cache=False).last_hidden_state
     return hidden.reshape(*batch.input_ids_BS.shape, -1)
 

@@ -2,53 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
 
 from rl_core.data.chat import ChatRenderer
-from rl_core.data.model_text import plain_json, printable
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
-from rl_core.environments.environment import Environment, Episode, Step
-from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode, error_trace
-from rl_core.environments.step_pool import Call, NewContext, Observation, PendingTurn, StepPool, Turnover
+from rl_core.environments.environment import Environment
+from rl_core.environments.failed_episodes import EpisodeFailures, FailedEpisode
+from rl_core.environments.step_pool import StepPool
 from rl_core.environments.tool_schema import example, schema_of
 from rl_core.environments.tools import Toolset
-from rl_core.errors import DataError, EnvironmentFault, SettingsError, ToolMisuse
+from rl_core.errors import EnvironmentFault, SettingsError, ToolMisuse
 from rl_core.inference.sampling import RolloutBackend, sequence_seed
+from rl_core.rollouts.episode_sequence import EpisodeRequest, EpisodeSequence, Renderer
 from rl_core.settings import SamplingSettings
 from rl_core.storage.faults import fault
-from rl_core.timing import span
-from rl_core.types import Message, Rollout, RolloutGroup, StopReason, ToolCall, Trajectory, Turn
+from rl_core.types import RolloutGroup, ToolCall
 
-__all__ = ["EpisodeRequest", "Renderer", "collect", "plain_messages", "plain_step"]
+__all__ = ["EpisodeRequest", "Renderer", "collect"]
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeRequest:
-    """One episode to play."""
-
-    level: str
-    seed: int
-
-
-class Renderer(Protocol):
-    """The part of `data.chat.ChatRenderer` that collection needs."""
-
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of the opening messages and the header of the first action."""
-
-    def observation_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids to append after the policy's end-of-turn token, up to the header of its next action."""
-
-    def action_text(self, ids: Sequence[int]) -> str:
-        """Text of one sampled action."""
 
 
 def collect(
@@ -88,7 +63,7 @@ def collect(
         pool = None
         if environment.blocking:
             pool = stack.enter_context(StepPool(sampling.max_concurrent_steps, sampling.step_timeout_s))
-        groups: list[list[_EpisodeSequence]] = []
+        groups: list[list[EpisodeSequence]] = []
         times_seen: dict[EpisodeRequest, int] = {}
         mine = set(process_group.share([1] * len(requests)))
         for index, request in enumerate(requests):
@@ -99,7 +74,7 @@ def collect(
             made = []
             for sample in range(group_size):
                 key = sequence_seed(seed, environment.name, request.level, request.seed, first + sample)
-                made.append(_EpisodeSequence(environment, renderer, request, sampling, pool, key, sample, failed.add))
+                made.append(EpisodeSequence(environment, renderer, request, sampling, pool, key, sample, failed.add))
             groups.append(made)
         for group in groups:
             for sequence in group:
@@ -176,253 +151,3 @@ def _with_native_tools(renderer: Renderer, tools: Toolset) -> Renderer:
             "leave native_tools out: environments describe their tools in the system message"
         )
     return told
-
-
-class _EpisodeSequence:
-    """A `RolloutSequence` over one episode: turns sampled tokens into actions, and observations into tokens."""
-
-    def __init__(
-        self,
-        environment: Environment,
-        renderer: Renderer,
-        request: EpisodeRequest,
-        sampling: SamplingSettings,
-        pool: StepPool | None,
-        seed: int,
-        sample: int,
-        on_failure: Callable[[FailedEpisode], None],
-    ) -> None:
-        self.place = f"environment '{environment.name}', level '{request.level}', seed {request.seed}"
-        self.seed = seed
-        self.messages: list[Message] = []
-        self.prompt_ids: list[int] = []
-        self._environment_name = environment.name
-        self._renderer = renderer
-        self._max_turns, self._room = sampling.max_turns, sampling.max_completion_tokens
-        self._temperature = sampling.temperature
-        self._stop = sampling.stop
-        self._pool = pool  # None = the environment is called on the caller's thread
-        self._request = request
-        self._sample = sample  # index within its group
-        self._on_failure = on_failure
-        self.has_failed = False
-        self._turns: list[Turn] = []
-        self._history: list[Message] = []  # messages so far, those of the policy included
-        self._completion_ids: list[int] = []
-        self._context_starts: list[int] = []
-        self._used = 0  # of the room: sampled and appended tokens
-        self._loss_mask: list[bool] = []
-        self._logprobs: list[float] = []
-        self._reward = 0.0
-        self._last = Step()
-        self._stop_reason: StopReason | None = None
-        self._episode: Episode | None = None
-        self._reset: Call | None = None
-        try:
-            self._episode = self._guard(environment.episode, seed=request.seed, level=request.level)
-        except EnvironmentFault as fault:
-            self._fail(fault, "the environment's episode()")
-        else:
-            self._reset = pool.submit(f"{self.place}: its reset", self._guard, self._episode.reset) if pool else None
-
-    def begin(self, max_length: int) -> None:
-        """Take the opening messages, of which a context of `max_length` tokens has to leave some room."""
-        if self._episode is None:
-            return
-        try:
-            with span("environment"):
-                messages = self._reset.result() if self._reset else self._guard(self._episode.reset)
-                self.messages = self._guard(plain_messages, messages)
-            if not self.messages:
-                raise EnvironmentFault(f"{self.place}: the episode began without a message")
-        except EnvironmentFault as fault:
-            self._fail(fault, "the environment's reset")
-            return
-        self.prompt_ids = self._renderer.prompt_ids(self.messages)
-        self._history = list(self.messages)
-        self._room = min(self._room, max_length - len(self.prompt_ids))
-        if self._room < 1:
-            raise DataError(
-                f"{self.place}: a prompt of {len(self.prompt_ids)} tokens leaves no room in a context of {max_length}"
-            )
-
-    def advance(self, action_ids: list[int], logprobs: list[float], hit_limit: bool) -> Turnover:
-        """Play one action; see `RolloutSequence`."""
-        self._append(action_ids, logprobs, sampled=True)
-        self._used += len(action_ids)
-        text = self._renderer.action_text(action_ids)
-        self._turns.append(Turn(action=text, num_tokens=len(action_ids)))
-        if hit_limit:  # cut in the middle: the environment is not shown half an action
-            self._stop_reason = StopReason.MAX_TOKENS
-            return None
-        assert self._episode is not None
-        step = functools.partial(self._guard, self._episode.step, text)
-        if self._pool is None:
-            return self._take(functools.partial(_timed, step))
-        return PendingTurn(self._pool.submit(f"{self.place}: a step", step), self._take)
-
-    def should_stop(self, action_ids: list[int]) -> bool:
-        """True = the newest token completes a stop text; see `RolloutSequence`."""
-        # A token has at least one byte, a character at most four. More tokens than that: decoding may strip the first.
-        newest = action_ids[-(4 * max(map(len, self._stop)) + 8) :]
-        text = self._renderer.action_text(newest)
-        return any(stop in text for stop in self._stop)
-
-    def _take(self, result: Callable[[], Step]) -> Observation:
-        """Observation of a finished step, which `result` gives; None = the episode is over, or has failed."""
-        try:
-            return self._observe(self._guard(plain_step, result()))
-        except EnvironmentFault as fault:
-            self._fail(fault, f"step {len(self._turns)} of the environment")
-            return None
-
-    def _observe(self, step: Step) -> Observation:
-        """Observation of a step; None = the episode is over."""
-        if not math.isfinite(step.reward):
-            raise EnvironmentFault(f"{self.place}: step returned reward {step.reward}, not a finite reward")
-        self._last, turn = step, self._turns[-1]
-        self._reward += step.reward
-        turn.tool_call, turn.is_error = step.tool_call, step.is_error
-        turn.more_calls, turn.info = step.more_calls, step.info
-        if step.terminated or step.truncated:
-            self._stop_reason = StopReason.TERMINATED if step.terminated else StopReason.ENVIRONMENT
-            return None
-        if not step.messages:
-            raise EnvironmentFault(f"{self.place}: a step neither ended the episode nor returned an observation")
-        if len(self._turns) >= self._max_turns:
-            self._stop_reason = StopReason.MAX_TURNS
-            return None
-        observation = self._continuation(step.messages)
-        if observation is None:
-            self._stop_reason = StopReason.MAX_TOKENS
-            return None
-        turn.observation = "\n".join(message["content"] for message in step.messages)
-        ids = observation.ids if isinstance(observation, NewContext) else observation
-        self._append(ids, [0.0] * len(ids), sampled=False)
-        return observation
-
-    def close(self) -> None:
-        """End the episode's sessions, where it has some; an error of that is logged."""
-        if self._episode is None:
-            return
-        try:
-            self._episode.close()
-        except Exception:
-            logger.warning("%s: its close failed", self.place, exc_info=True)
-
-    def _continuation(self, messages: list[Message]) -> Observation:
-        """Tokens to append, or the context that the chat template renders anew; None = no room for a token after it."""
-        self._history += [{"role": "assistant", "content": self._turns[-1].action}, *messages]
-        if not (isinstance(self._renderer, ChatRenderer) and self._renderer.rewrites(messages)):
-            ids = self._renderer.observation_ids(messages)
-        else:
-            rendered = self._renderer.history_ids(self._history)
-            context = self._context_ids()
-            if rendered[: len(context)] != context:
-                limit = min(len(rendered) + self._room - self._used, len(self.prompt_ids) + self._room)
-                if len(rendered) >= limit:
-                    return None
-                self._context_starts.append(len(self._completion_ids))
-                return NewContext(rendered, limit)
-            ids = rendered[len(context) :]
-        self._used += len(ids)
-        return ids if self._used < self._room and self._fits(ids) else None
-
-    def _context_ids(self) -> list[int]:
-        """All tokens that the policy reads now."""
-        if not self._context_starts:
-            return [*self.prompt_ids, *self._completion_ids]
-        return self._completion_ids[self._context_starts[-1] :]
-
-    def _fits(self, ids: list[int]) -> bool:
-        """A later context has room for these tokens and one more."""
-        return not self._context_starts or len(self._context_ids()) + len(ids) < len(self.prompt_ids) + self._room
-
-    def rollout(self, policy_version: int) -> Rollout:
-        """The finished episode as a rollout."""
-        assert self._stop_reason is not None, f"{self.place}: the backend left the episode unfinished"
-        return Rollout(
-            prompt_ids=self.prompt_ids,
-            completion_ids=self._completion_ids,
-            loss_mask=self._loss_mask,
-            sampler_logprobs=self._logprobs,
-            trajectory=self._trajectory(policy_version),
-            is_truncated=self._stop_reason is not StopReason.TERMINATED,
-            context_starts=self._context_starts,
-        )
-
-    def _trajectory(self, policy_version: int = 0) -> Trajectory:
-        episode, num_actions = self._episode, sum(self._loss_mask)
-        return Trajectory(
-            environment=self._environment_name,
-            level=self._request.level,
-            kind=episode.kind if episode is not None else "",
-            seed=self._request.seed,
-            prompt=next((m["content"] for m in reversed(self.messages) if m["role"] == "user"), ""),
-            target=episode.target if episode is not None else "",
-            turns=self._turns,
-            answer=self._last.answer,
-            success=bool(self._last.success),
-            is_grounded=self._last.is_grounded,
-            temperature=self._temperature,
-            reward=self._reward,
-            rewards={"task": self._reward},
-            stop_reason=self._stop_reason if self._stop_reason is not None else StopReason.FAILED,
-            num_prompt_tokens=len(self.prompt_ids),
-            num_completion_tokens=len(self._completion_ids),
-            num_action_tokens=num_actions,
-            mean_logprob=sum(self._logprobs) / max(1, num_actions),
-            policy_version=policy_version,
-            sample=self._sample,
-            row=episode.row if episode is not None else {},
-        )
-
-    def _fail(self, fault: EnvironmentFault, where: str) -> None:
-        """Note that the environment failed, in `where`. Raises: EnvironmentFault if too many episodes have."""
-        self.has_failed = True
-        self._stop_reason = StopReason.FAILED
-        error = str(fault).removeprefix(f"{self.place}: ")
-        trace = error_trace(fault.__cause__) if fault.__cause__ is not None else ""
-        self._on_failure(FailedEpisode(self._trajectory(), self.messages, where, error, trace))
-
-    def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
-        self._completion_ids += ids
-        self._logprobs += logprobs
-        self._loss_mask += [sampled] * len(ids)
-
-    def _guard(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call into the environment; whatever it raises names the episode."""
-        try:
-            return function(*args, **kwargs)
-        except SettingsError:  # an unknown level is for the user to correct
-            raise
-        except (Exception, SystemExit) as error:  # SystemExit: an environment must not end the run
-            raise EnvironmentFault(f"{self.place}: {type(error).__name__}: {error}") from error
-
-
-def _timed(step: Callable[[], Step]) -> Step:
-    with span("environment"):
-        return step()
-
-
-def plain_step(step: Step) -> Step:
-    """The step with plain texts: an environment may hand back what the policy wrote (message, answer, call)."""
-    if isinstance(step.answer, str):
-        step.answer = printable(step.answer)
-    if step.tool_call is not None:
-        step.tool_call = _plain_call(step.tool_call)
-    step.more_calls, step.info = [_plain_call(call) for call in step.more_calls], plain_json(step.info)
-    step.messages, step.reward = plain_messages(step.messages), float(step.reward)
-    return step
-
-
-def _plain_call(call: ToolCall) -> ToolCall:
-    return ToolCall(printable(call.name), plain_json(call.arguments))
-
-
-def plain_messages(messages: Sequence[Message]) -> list[Message]:
-    """The messages with texts that a tokenizer takes. Raises: ValueError for one without role or text."""
-    for message in messages:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise ValueError(f"message {message!r:.200} has no role, or no text as its content")
-    return [cast(Message, plain_json(message)) for message in messages]

@@ -20,7 +20,7 @@ from rl_core.environments.heldout import within
 from rl_core.errors import EnvironmentFault
 from rl_core.rewards.signature import Signature
 from rl_core.rewards.user_function import RewardFunction
-from rl_core.rollouts.collect import plain_messages, plain_step
+from rl_core.rollouts.episode_sequence import plain_messages, plain_step
 from rl_core.types import Message, Rollout, StopReason, Trajectory, Turn
 
 __all__ = ["Replay", "replay_episode"]

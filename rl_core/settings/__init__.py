@@ -6,6 +6,7 @@ construction and used by the configuration loader for messages and forms.
 """
 
 from rl_core.settings.base import Settings, setting
+from rl_core.settings.code_paths import code_paths
 from rl_core.settings.curriculum import CurriculumStage, ExitCondition, RollbackSettings
 from rl_core.settings.distillation import DistillationSettings, TeacherSettings
 from rl_core.settings.launch import LaunchSettings
@@ -24,7 +25,6 @@ from rl_core.settings.policy import (
     CriticSettings,
     PolicySettings,
     ReplaySettings,
-    ThoughtsSettings,
 )
 from rl_core.settings.resolution import resolve_defaults
 from rl_core.settings.rewards import (
@@ -35,6 +35,8 @@ from rl_core.settings.rewards import (
     RewardSettings,
     ToolUseSettings,
 )
+from rl_core.settings.service import ServiceEngineSettings
+from rl_core.settings.thoughts import ThoughtsSettings
 from rl_core.settings.training import (
     LoopSettings,
     OptimizerSettings,
@@ -85,10 +87,12 @@ __all__ = [
     "RewardSettings",
     "SFTSettings",
     "SamplingSettings",
+    "ServiceEngineSettings",
     "Settings",
     "TeacherSettings",
     "ThoughtsSettings",
     "ToolUseSettings",
+    "code_paths",
     "resolve_defaults",
     "setting",
 ]

@@ -25,8 +25,12 @@ def setting(
     ge: float | None = None,
     lt: float | None = None,
     le: float | None = None,
+    is_code: bool = False,
 ) -> Any:
-    """Dataclass field with documentation and an allowed range; a `ModelDefault` is a default by kind of model."""
+    """Dataclass field with documentation and an allowed range; a `ModelDefault` is a default by kind of model.
+
+    `is_code`: holds import paths (see `code_paths`).
+    """
     limits = {"gt": gt, "ge": ge, "lt": lt, "le": le}
     metadata: dict[str, Any] = {name: limit for name, limit in limits.items() if limit is not None}
     if isinstance(default, ModelDefault):
@@ -34,6 +38,8 @@ def setting(
         doc = f"{doc}; left out: {default.words()}"
         default = default.placeholder()
     metadata["doc"] = doc
+    if is_code:
+        metadata["code"] = True
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata, kw_only=True)
     return dataclasses.field(default=default, metadata=metadata, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from rl_core.errors import SettingsError
 from rl_core.settings.base import Settings, setting
@@ -24,9 +24,19 @@ class ExitCondition(Settings):
     comparison: Literal[">=", ">", "<=", "<"] = setting(">=", doc="mean or slope on the left, threshold on the right")
     threshold: float = setting(0.8, doc="threshold of the mean or slope")
     patience: int = setting(1, ge=1, doc="consecutive iterations for which it must hold")
+    function: str | None = setting(
+        None,
+        is_code=True,
+        doc="a statistic of yours in place of metric and statistic: import path or file of a function",
+    )
+    options: dict[str, Any] = setting({}, doc="keyword arguments of that function")
 
     def check(self) -> None:
-        """A slope needs at least two points."""
+        """A slope needs at least two points; a function of the user's reads metrics by itself."""
+        if self.function is not None and (self.metric, self.statistic) != ("success_rate", "mean"):
+            raise SettingsError("function: reads every metric by itself; remove metric and statistic")
+        if self.options and self.function is None:
+            raise SettingsError("options: go to a function of yours, and none is named; set function")
         if self.statistic == "slope" and self.window < 2:
             raise SettingsError(f"window: {self.window} point has no slope; use at least 2")
 

@@ -1,4 +1,4 @@
-"""Settings of policy optimisation (algorithms, critic, replay) and of learned thoughts."""
+"""Settings of policy optimisation: algorithms, critic, replay."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ __all__ = [
     "CriticSettings",
     "PolicySettings",
     "ReplaySettings",
-    "ThoughtsSettings",
 ]
 
 
@@ -90,6 +89,16 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None, gt=0, doc="upper clip of the ratio; default: as clip_eps, dapo 0.28, gspo 4e-4"
     )
     dual_clip: float | None = setting(None, gt=1, doc="cap of the ratio at A < 0 (arXiv:1912.09729); default: none")
+    loss: str | None = setting(
+        None,
+        is_code=True,
+        doc="policy loss of yours in place of the algorithm's: import path or file (package.module:name, loss.py:name)",
+    )
+    loss_options: dict[str, Any] = setting({}, doc="keyword arguments of that loss")
+    advantages: str | None = setting(
+        None, is_code=True, doc="advantage estimator of yours in place of the algorithm's comparison of rewards"
+    )
+    advantage_options: dict[str, Any] = setting({}, doc="keyword arguments of that estimator")
     sapo_tau_positive: float = setting(1.0, gt=0, doc="sapo: slope of the gate at A > 0 (arXiv:2511.20347)")
     sapo_tau_negative: float = setting(1.05, gt=0, doc="sapo: slope of the gate at A <= 0; larger = less off-policy")
     loss_aggregation: Aggregation | None = setting(
@@ -154,7 +163,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
         None, ge=0, doc="penalised tokens before the length limit; default: dapo a fifth of it, others 0"
     )
     filter_threshold: float = setting(0.0, ge=0, doc="samples with a smaller |advantage| are masked")
-    rewards: dict[str, float] = setting({"task": 1.0}, doc="reward components and their weights")
+    rewards: dict[str, float] = setting({"task": 1.0}, is_code=True, doc="reward components and their weights")
     reward_options: RewardSettings = setting(
         RewardSettings(), doc="options of the reward components and their combination"
     )
@@ -236,7 +245,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
     def check(self) -> None:
         """Combinations that cannot learn or would be partly ignored."""
         self.sampling.check_trainable()
-        if self.group_size == 1 and self.compares_groups:
+        if self.group_size == 1 and self.compares_groups and self.advantages is None:
             raise SettingsError(
                 f"group_size: 1 leaves {self.algorithm} without a baseline (every advantage is 0); use at least 2"
             )
@@ -253,7 +262,8 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"critic: not used by {self.algorithm}, whose advantages are group-relative; remove it, or set "
                 "algorithm to ppo"
             )
-        if self.algorithm == "reinforce" and self.epochs * self.minibatches > 1 and self.importance == "none":
+        several = self.epochs * self.minibatches > 1
+        if self.algorithm == "reinforce" and self.loss is None and several and self.importance == "none":
             raise SettingsError(
                 "importance: reinforce has no ratio, so further steps on the same rollouts need importance weights; "
                 "set token or sequence, or epochs and minibatches to 1"
@@ -277,6 +287,7 @@ class PolicySettings(OptimizerSettings, LoopSettings):
             raise SettingsError(
                 f"dynamic_sampling_tries: not used by {self.algorithm}, which has no group-relative advantages"
             )
+        self._check_own()
         self._check_rewards()
         for stage in self.curriculum:
             try:
@@ -290,11 +301,25 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"importance: vtrace corrects a critic's targets, and {self.algorithm} has no critic here; use token, "
                 "or algorithm ppo, or reinforce with `critic: {}`"
             )
-        if self.algorithm == "reinforce" and self.epochs * self.minibatches > 1:
+        if self.algorithm == "reinforce" and self.loss is None and self.epochs * self.minibatches > 1:
             raise SettingsError(
                 "importance: V-trace weights rollouts once, before the first step, and reinforce has no ratio for the "
                 "steps after it; set epochs and minibatches to 1, or algorithm to ppo"
             )
+
+    def _check_own(self) -> None:
+        """A loss or an estimator of the user's makes settings of the algorithm void; options need one."""
+        clips = ("clip_eps", "clip_eps_high", "dual_clip")
+        if self.loss is not None and (named := [name for name in clips if getattr(self, name) is not None]):
+            raise SettingsError(f"{named[0]}: not used by a loss of yours; give it to the loss by loss_options")
+        if self.advantages is not None and self.value_function is not None:
+            raise SettingsError(
+                f"advantages: stand for a comparison of rewards, and {self.algorithm} has a critic here, whose values "
+                "give them; remove critic, or set algorithm to grpo or reinforce"
+            )
+        for options, needed in (("loss_options", "loss"), ("advantage_options", "advantages")):
+            if getattr(self, options) and getattr(self, needed) is None:
+                raise SettingsError(f"{options}: go to a function of yours, and none is named; set {needed}")
 
     def _check_rewards(self) -> None:
         """Reward components that are named elsewhere exist, and the length penalty fits."""
@@ -314,56 +339,3 @@ class PolicySettings(OptimizerSettings, LoopSettings):
                 f"overlong_buffer: {self.overlong_tokens} is more than max_completion_tokens "
                 f"{self.sampling.max_completion_tokens}"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ThoughtsSettings(OptimizerSettings, LoopSettings):
-    """Thoughts before answers, trained by REINFORCE on their likelihood gain (similar to arXiv:2403.09629)."""
-
-    learning_rate: float = setting(DEFAULTS["ThoughtsSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = setting("cosine", doc="shape after the warm-up")
-    weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
-    eval_every: int = setting(20, ge=0, doc="iterations between validations; 0 = only at the end")
-    patience: int | None = setting(5, ge=1, doc="validations without improvement before stopping; none = never stop")
-    iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
-    episodes_per_iteration: int = setting(32, ge=1, le=1_048_576, doc="episodes of one round")
-    levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
-    reward: Literal["logprob_gain", "correctness_gain"] = setting(
-        "logprob_gain",
-        doc="gain of a thought: in the right answer's log-probability (nats) or probability, compared with no thought",
-    )
-    gain_clip: float = setting(3.0, gt=0, doc="gains are clipped to +-this; a turn without an answer gets minus this")
-    max_thought_tokens: int = setting(
-        DEFAULTS["ThoughtsSettings.max_thought_tokens"],
-        ge=1,
-        le=1_048_576,
-        doc="a longer thought counts as a turn without an answer",
-    )
-    gamma: float = setting(0.99, ge=0, le=1, doc="discount from one question of an episode to the next")
-    gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE over an episode's questions (arXiv:1506.02438)")
-    baseline_learning_rate: float = setting(0.05, gt=0, le=1, doc="constant AdamW learning rate of the value head")
-    entropy_coef: float = setting(0.01, ge=0, doc="initial weight of the entropy bonus on thought tokens")
-    entropy_decay: float = setting(0.9995, gt=0, le=1, doc="decay factor of entropy_coef per episode")
-    entropy_floor: float = setting(0.001, ge=0, doc="lower bound of entropy_coef")
-    answer_coef: float = setting(
-        1.0, ge=0, doc="weight of the right answers' negative log-likelihood, with and without the thought"
-    )
-    validation_episodes: int = setting(100, ge=2, le=10_000_000, doc="held-out episodes per validation")
-    select_by: Literal["success_rate", "thought_gain"] = setting(
-        "success_rate", doc="validation metric for model selection and patience"
-    )
-    check_episodes: int = setting(200, ge=2, le=10_000_000, doc="held-out episodes of the test for genuine thoughts")
-    min_dependence: float = setting(
-        0.5, ge=0, le=1, doc="share of the gain that must vanish if thoughts are shuffled or replaced by filler"
-    )
-    bootstrap_samples: int = setting(2000, ge=100, le=1_000_000, doc="bootstrap resamples of the test's intervals")
-    require_genuine: bool = setting(True, doc="fail the stage if the test finds thoughts not genuine")
-    sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
-
-    def check(self) -> None:
-        """entropy_floor must not exceed entropy_coef; sampling must not be greedy."""
-        self.sampling.check_trainable()
-        if self.sampling.stop:
-            raise SettingsError("sampling.stop: a thought ends by the end-of-turn token; remove it")
-        if self.entropy_floor > self.entropy_coef:
-            raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

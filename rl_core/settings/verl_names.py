@@ -95,7 +95,7 @@ VERL: tuple[tuple[str, str, str], ...] = (
     ("data.apply_chat_template_kwargs", "=model.chat_template_kwargs", "same"),
     ("actor_rollout_ref.model.lora_rank", "model.lora.rank", "same; 0 there is lora: null"),
     ("actor_rollout_ref.model.lora_alpha", "model.lora.alpha", "same"),
-    ("actor_rollout_ref.model.target_modules", "model.lora.target_modules", "a list of names of layers"),
+    ("actor_rollout_ref.model.target_modules", "model.lora.target_modules", "a list of names of layers, or all-linear"),
     ("actor_rollout_ref.model.exclude_modules", "", "name the layers in model.lora.target_modules"),
     ("actor_rollout_ref.model.enable_gradient_checkpointing", f"={_P}.activation_checkpointing", "same; off by default here"),
     ("actor_rollout_ref.model.trust_remote_code data.trust_remote_code", "=model.trust_remote_code", "same"),

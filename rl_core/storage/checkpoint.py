@@ -24,17 +24,10 @@ import torch
 
 from rl_core.errors import CheckpointError, CorruptError, NonFiniteError
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import (
-    clear_leftovers,
-    digest_bytes,
-    publish_folder,
-    put_bytes,
-    read_manifest,
-    read_verified,
-    remove_folder,
-    set_aside,
-)
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder, set_aside
+from rl_core.storage.folders import publish_folder, put_bytes
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
 from rl_core.storage.single_files import make_folder, write_text_atomic
 from rl_core.storage.state_codec import StateDecoder, StateEncoder
 

@@ -21,6 +21,7 @@ RUNS = {
     "retrain": "posttrain retrain",
     "check": "the flow evaluate-champion",
     "gc": "posttrain gc --yes",
+    "sweep": "posttrain sweep",
     "own server": "posttrain run without PREFECT_API_URL",
     "up": "posttrain up",
     "deployment": "a run of a deployment",
@@ -168,6 +169,14 @@ GROUPS: dict[str, tuple[FaultPoint, ...]] = {
         ("gc.planned", "gc has decided, nothing is removed", "gc"),
         ("gc.store", "the store has removed its part", "gc"),
         ("gc.path", "one path is removed", "gc"),
+    ),
+    "sweeps": _group(
+        ("sweep.begun", "sweep.json is written, no trial has begun", "sweep"),
+        ("sweep.asked", "a configuration is noted, no trial of it has begun", "sweep"),
+        ("sweep.rung", "the metric at a rung of successive halving is noted, nothing is decided", "sweep"),
+        ("sweep.told", "the outcome of a trial is noted", "sweep"),
+        ("sweep.chosen", "the winner is noted, nothing is reported", "sweep"),
+        ("sweep.reported", "table and figure are written, the gate has not been asked", "sweep"),
     ),
     "flows": _group(
         ("flow.begun", "the flow has begun, the run has not"),

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CheckpointError, CorruptError
-from rl_core.storage.folders import content_names, publish_folder, read_manifest, remove_folder
+from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage.folders import publish_folder
+from rl_core.storage.manifest import content_names, read_manifest
 from rl_core.storage.single_files import refused, sync, temporary_beside
 
 __all__ = ["replace_folder"]

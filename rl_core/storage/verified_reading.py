@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.storage.folders import MANIFEST, digest_file, read_manifest
+from rl_core.storage.manifest import MANIFEST, digest_file, read_manifest
 
 __all__ = ["verified"]
 

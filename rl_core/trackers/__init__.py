@@ -5,6 +5,7 @@ A `tracker=` argument is one of these, or a list of several:
     "terminal"                  a line an iteration
     "jsonl:PATH", "csv:PATH"    a file; the prefix may be left out where the name ends in .jsonl or .csv
     "tensorboard:FOLDER"        TensorBoard's event files (needs the package tensorboard)
+    "wandb:PROJECT"             a run of Weights & Biases (needs the package wandb)
     "mlflow:URI", "mlflow"      an MLflow run, where the package `posttrain` is installed as a whole
     an object                   whatever has the methods of `rl_core.Tracker`
 
@@ -13,17 +14,21 @@ tracker may also have `begin(name, params)`, called when a run starts, and `clos
 status FINISHED, FAILED or KILLED; it may begin again afterwards.
 """
 
+from rl_core.trackers.background import BackgroundTracker
 from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
 from rl_core.trackers.resolve import TrackerSource, begin, close, several
 from rl_core.trackers.tensorboard import TensorBoardTracker
 from rl_core.trackers.terminal import TerminalTracker
+from rl_core.trackers.weights_and_biases import WandbTracker
 
 __all__ = [
+    "BackgroundTracker",
     "CsvTracker",
     "JsonlTracker",
     "TensorBoardTracker",
     "TerminalTracker",
     "TrackerSource",
+    "WandbTracker",
     "begin",
     "close",
     "several",

@@ -11,6 +11,7 @@ from rl_core.errors import SettingsError, nearest
 from rl_core.trackers.metric_files import CsvTracker, JsonlTracker
 from rl_core.trackers.tensorboard import TensorBoardTracker
 from rl_core.trackers.terminal import TerminalTracker
+from rl_core.trackers.weights_and_biases import WandbTracker
 from rl_core.tracking import Tracker, sync_tracker
 
 __all__ = ["Several", "TrackerSource", "begin", "close", "several"]
@@ -99,6 +100,7 @@ def _tracker(source: str | Tracker, folder: Path | None) -> Tracker:
         "csv": CsvTracker,
         "jsonl": JsonlTracker,
         "tensorboard": TensorBoardTracker,
+        "wandb": lambda project: WandbTracker(project, folder),
     }
     if kind in known:
         if not address and kind != "terminal":

@@ -18,9 +18,11 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.settings import EvaluationSettings, Settings, resolve_defaults
-from tasks.config.cross_checks import check_combinations, find_waste, named_code
+from tasks.config.code_checks import named_code
+from tasks.config.cross_checks import check_combinations, find_waste
 from tasks.config.files import context_of, replaced, resolve_files
 from tasks.config.overrides import apply_overrides
+from tasks.config.own_stages import load_own_stages
 from tasks.config.problems import ConfigError, KeyLocations, Problem, overlap
 from tasks.config.schema import model_of, read
 from tasks.config.settings import (
@@ -111,8 +113,12 @@ def _check_all(
     if folder is not None:
         settings, found = resolve_files(settings, folder)
         problems = problems + found
+    context = context_of(settings.model)
+    if import_code:
+        stages, found = load_own_stages(settings.stages, settings.model, context)
+        settings, problems = replaced(settings, stages=stages), problems + found
     try:
-        stages = resolve_defaults(settings.stages, settings.model, context_of(settings.model))
+        stages = resolve_defaults(settings.stages, settings.model, context)
         settings = replaced(settings, stages=stages)
     except SettingsError as error:
         name, _, text = str(error).partition(": ")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,16 +11,15 @@ from pathlib import Path
 
 from rl_core.errors import PosttrainError, nearest
 from rl_core.settings import LoopSettings, PolicySettings, SamplingSettings
+from tasks.config.code_checks import code_problems
 from tasks.config.curriculum_checks import METRICS, POLICY, curriculum_problems
 from tasks.config.files import context_of
 from tasks.config.memory_checks import memory_problems
-from tasks.config.problems import Key, Problem, overlap, shown
+from tasks.config.problems import Key, Problem, overlap
 from tasks.config.settings import PipelineSettings
-from tasks.stage_registry import policy_stages
+from tasks.stage_registry import names, policy_stages
 
-__all__ = ["METRICS", "check_combinations", "find_waste", "named_code"]
-
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+__all__ = ["METRICS", "check_combinations", "find_waste"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +44,7 @@ def check_combinations(
         *_stages(settings),
         *_sampling(settings),
         *_loops(settings),
-        *_import_paths(settings),
+        *(_Finding(problem, ()) for problem in code_problems(settings, import_code)),
         *_environment(settings, import_code),
         *_rewards(settings, import_code),
         *(_Finding(problem, about) for problem, about in curriculum_problems(settings.stages.policy)),
@@ -103,6 +101,7 @@ def _stages(settings: PipelineSettings) -> Iterator[_Finding]:
     path: Key = ("model", "path")
     policies = [("stages", name) for name in policy_stages()]
     trained = any(getattr(stages, name) is not None for name in policy_stages())
+    trained = trained or any(block and name not in names() for name, block in stages.own.items())  # not imported
     any_policy = f"{', '.join(policy_stages()[:-1])} or {policy_stages()[-1]}"
     if stages.sft is not None and stages.prepare_data is None and settings.model.path is not None:
         yield _finding(
@@ -188,25 +187,6 @@ def _loops(settings: PipelineSettings) -> Iterator[_Finding]:
                 f"{loop.patience} evaluations are never made with eval_every 0; set eval_every, or remove patience",
                 ("stages", name, "eval_every"),
             )
-
-
-def named_code(settings: PipelineSettings) -> tuple[str, ...]:
-    """Import paths of the code outside this project that the settings name: environments and reward functions."""
-    from rl_core.environments import named_code as of_environment  # imports torch
-
-    policy = settings.stages.policy
-    rewards = [name for name in policy.rewards if ":" in name] if policy is not None else []
-    return (*of_environment(settings.environment.name, settings.environment.options), *rewards)
-
-
-def _import_paths(settings: PipelineSettings) -> Iterator[_Finding]:
-    """Names with a colon are import paths; looked at before anything is searched for or imported."""
-    policy = settings.stages.policy
-    named: list[tuple[Key, str]] = [(("environment", "name"), settings.environment.name)]
-    named += [((*POLICY, "rewards", name), name) for name in (policy.rewards if policy is not None else ())]
-    for key, name in named:
-        if ":" in name and not _IMPORT_PATH.fullmatch(name):
-            yield _finding(key, f"{shown(name)} is no import path; write package.module:name, with Python's names")
 
 
 def _environment(settings: PipelineSettings, import_code: bool) -> Iterator[_Finding]:

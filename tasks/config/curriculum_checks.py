@@ -148,6 +148,24 @@ def _shortest(condition: ExitCondition) -> int:
 
 def _condition(condition: ExitCondition, key: Key, iterations: int, metrics: Ranges) -> Iterator[Found]:
     """The metric exists, the threshold can be met, the window can fill and the condition hold for its patience."""
+    if condition.function is None:
+        yield from _threshold(condition, key, metrics)
+    if condition.function is None and metric_name(condition.metric) not in metrics:
+        return
+    if _shortest(condition) > iterations:
+        patience = f" with a patience of {condition.patience}" if condition.patience > 1 else ""
+        yield _found(
+            (*key, "window"),
+            f"{condition.window} iterations{patience} never fill within the {iterations} of its stage, so it never "
+            "holds",
+            (*POLICY, "iterations"),
+            (*key, "patience"),
+            key[:-2],
+        )
+
+
+def _threshold(condition: ExitCondition, key: Key, metrics: Ranges) -> Iterator[Found]:
+    """The metric exists, and the threshold can be met."""
     name = metric_name(condition.metric)
     if name not in metrics:
         yield _unknown(condition.metric, key, metrics)
@@ -166,16 +184,6 @@ def _condition(condition: ExitCondition, key: Key, iterations: int, metrics: Ran
         text = f"{what} {condition.comparison} {threshold:g} can never hold: {what} is {bounds}"
         about = [(*key, "metric"), (*key, "comparison"), (*key, "statistic"), (*key, "window")]
         yield _found((*key, "threshold"), f"{text}; choose a threshold inside", *about)
-    if _shortest(condition) > iterations:
-        patience = f" with a patience of {condition.patience}" if condition.patience > 1 else ""
-        yield _found(
-            (*key, "window"),
-            f"{condition.window} iterations{patience} never fill within the {iterations} of its stage, so it never "
-            "holds",
-            (*POLICY, "iterations"),
-            (*key, "patience"),
-            key[:-2],
-        )
 
 
 def _slopes(low: float, high: float, window: int) -> tuple[float, float]:

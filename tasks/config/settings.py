@@ -5,9 +5,12 @@ Ranges and meanings are declared once, in `setting(...)`, as in rl_core/settings
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from rl_core.errors import SettingsError, nearest
@@ -30,6 +33,7 @@ from tasks import stage_registry
 
 __all__ = [
     "STAGES",
+    "OwnStageSettings",
     "PipelineSettings",
     "PromotionSettings",
     "RetrainSettings",
@@ -48,6 +52,7 @@ else:
 # Folders that servers and logs have in the output folder, beside those of pipelines.
 _RESERVED = ("logs", "mlflow", "operations", "prefect")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+SINKS = ("tensorboard", "wandb")
 _STORES = ("http", "https", "sqlite", "postgresql", "mysql", "mssql", "databricks")
 
 
@@ -70,6 +75,10 @@ class TrackingSettings(Settings):
     registered_model: str | None = setting(None, doc="name in the model registry; left out: the pipeline's name")
     traces: int = setting(20, ge=0, le=10_000, doc="evaluation episodes logged as MLflow traces, per evaluated model")
     system_metrics_seconds: float = setting(5.0, ge=0, doc="seconds between samples of CPU, memory, GPU; 0 = off")
+    sinks: tuple[str, ...] = setting(
+        (),
+        doc="trackers beside MLflow: tensorboard, tensorboard:FOLDER, wandb, wandb:PROJECT; none can fail a step",
+    )
 
     def check(self) -> None:
         """The store must be one that MLflow takes, without a password; names must be usable."""
@@ -77,6 +86,9 @@ class TrackingSettings(Settings):
             _check_name("registered_model", self.registered_model)
         if self.experiment is not None and not (self.experiment.strip() and self.experiment.isprintable()):
             raise SettingsError(f"experiment: {self.experiment!r} must be printable text")
+        for sink in self.sinks:
+            if sink.partition(":")[0] not in SINKS:
+                raise SettingsError(f"sinks: {sink!r} is no tracker; {nearest(sink.partition(':')[0], SINKS)}")
         if self.uri is None:
             return
         try:
@@ -147,6 +159,19 @@ class RetrainSettings(Settings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OwnStageSettings(Settings):
+    """A stage of the user's: see "Stage" in docs/bring-your-own.md."""
+
+    use: str | None = setting(
+        None,
+        is_code=True,
+        doc="import path or file of its OwnStage (package.module:STAGE, polish.py:STAGE); left out: the installed "
+        "stage of that name (entry points `posttrain.stages`)",
+    )
+    settings: dict[str, Any] = setting({}, doc="its own settings")
+
+
+@dataclass(frozen=True, kw_only=True)
 class StagesSettings(Settings):
     """The stages of the pipeline, in this order; a stage left out (or null) is skipped, `{}` means its defaults."""
 
@@ -162,11 +187,39 @@ class StagesSettings(Settings):
     evaluate: EvaluationSettings | None = setting(None, doc="held-out episodes, for every model of the run")
     analyze: AnalysisSettings | None = setting(None, doc="what the evaluated trajectories show")
     promote: PromotionSettings | None = setting(None, doc="compare with the champion and promote, or not")
+    own: dict[str, OwnStageSettings | None] = setting({}, doc="stages of yours, by name")
+
+    def __getattr__(self, name: str) -> Any:
+        """Settings of a stage of the user's by its name: typed once it is registered, else the block as it stands."""
+        block = self.__dict__.get("own", {}).get(name)
+        if block is None and name not in stage_registry.names():
+            raise AttributeError(f"there is no stage '{name}'")
+        found = stage_registry.entry(name).own if name in stage_registry.names() else None
+        if block is None or found is None:
+            return block
+        from tasks.config.schema import read
+
+        typed, problems = read(found.settings, block.settings)
+        return block if problems else typed  # problems were reported when they were read
+
+    def with_stages(self, changes: Mapping[str, Any]) -> StagesSettings:
+        """Other settings for some stages, by name; None = without that stage."""
+        own = dict(self.own)
+        for name in [name for name in changes if name in own]:
+            value, block = changes[name], own[name]
+            if value is None or block is None:
+                del own[name]
+            else:
+                own[name] = dataclasses.replace(block, settings=json.loads(json.dumps(dataclasses.asdict(value))))
+        fields = {field.name for field in dataclasses.fields(self)}
+        return dataclasses.replace(self, **{name: changes[name] for name in changes if name in fields}, own=own)
 
     @property
     def active(self) -> tuple[StageName, ...]:
         """The stages that run, in order."""
-        return tuple(name for name in stage_registry.names() if getattr(self, name) is not None)
+        known = stage_registry.names()
+        there = [name for name in known if getattr(self, name) is not None]
+        return (*there, *(name for name, block in self.own.items() if block is not None and name not in known))
 
     @property
     def preference_uses(self) -> tuple[str, ...]:
@@ -190,10 +243,8 @@ class RunSettings(Settings):
         return self.timeouts.get(stage, self.timeout_seconds)
 
     def check(self) -> None:
-        """Timeouts are positive and name stages."""
+        """Timeouts are positive."""
         for stage, seconds in self.timeouts.items():
-            if stage not in stage_registry.names():
-                raise SettingsError(f"timeouts.{stage}: no such stage; {nearest(stage, stage_registry.names())}")
             if seconds <= 0:
                 raise SettingsError(f"timeouts.{stage}: {seconds} must be greater than 0")
 
@@ -204,6 +255,9 @@ class PipelineSettings(Settings):
 
     name: str = setting(doc="of the pipeline; names its folder, experiment and model")
     seed: int = setting(0, ge=0, lt=2**31, doc="all randomness of the run comes from it")
+    seeds: dict[str, int] = setting(
+        {}, doc="seeds of single training stages by name, in place of seed: repeats one stage on the same data"
+    )
     output: str = setting("outputs", doc="folder that everything is written into")
     threads: int | Literal["auto"] | None = setting(
         None, ge=1, le=1024,
@@ -226,11 +280,26 @@ class PipelineSettings(Settings):
             )
         if not self.output.strip() or "\0" in self.output:
             raise SettingsError(f"output: {self.output!r} must name a folder")
+        stages = {*stage_registry.names(), *self.stages.own}
+        for stage in self.run.timeouts:
+            if stage not in stages:
+                raise SettingsError(f"run.timeouts.{stage}: no such stage; {nearest(stage, stages)}")
+        for stage, number in self.seeds.items():
+            if stage not in (*stage_registry.training_stages(), *self.stages.own):
+                raise SettingsError(
+                    f"seeds.{stage}: no stage that trains; {nearest(stage, stage_registry.training_stages())}"
+                )
+            if not 0 <= number < 2**31:
+                raise SettingsError(f"seeds.{stage}: {number} must be at least 0 and below 2^31")
         if not self.stages.active:
             raise SettingsError(
                 f"stages: none is given; name at least one of {', '.join(stage_registry.names())} "
                 "(`sft: {}` = defaults)"
             )
+
+    def seed_of(self, stage: str) -> int:
+        """Seed of a stage: its own in `seeds`, else the pipeline's."""
+        return self.seeds.get(stage, self.seed)
 
     @property
     def experiment(self) -> str:

@@ -20,7 +20,7 @@ from typing import Literal
 
 from rl_core.data.files import PARQUET_SUFFIXES, data_files
 from rl_core.errors import DataError
-from rl_core.storage.folders import digest_file
+from rl_core.storage.manifest import digest_file
 from tasks.config import PipelineSettings
 
 __all__ = [

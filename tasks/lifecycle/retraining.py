@@ -239,7 +239,7 @@ def _planned(
     changed = dataclasses.replace(settings, seed=record.seed)
     if record.start is not None:
         model = dataclasses.replace(settings.model, path=f"models:/{settings.registered_model}/{record.start}")
-        stages = dataclasses.replace(settings.stages, **dict.fromkeys(record.dropped))
+        stages = settings.stages.with_stages(dict.fromkeys(record.dropped))
         changed = dataclasses.replace(changed, model=model, stages=stages)
     return RetrainingPlan(why=why, new=new, record=record, settings=changed, continues=continues)
 

@@ -4,7 +4,7 @@
     <key>/manifest.json            of a finished one, under `conditions`
 
 They hold the plain settings (secrets masked), digests of the inputs with their places, and digests of code: of the
-user's modules by function, of posttrain's own sources by file.
+user's modules by function, of those of posttrain's own sources that the stage reaches by file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.storage.folders import read_manifest
+from rl_core.storage.manifest import read_manifest
 from tasks.config.masking import masked
-from tasks.pipeline.key import StageKey, source_digests
+from tasks.pipeline.key import StageKey
 from tasks.pipeline.result import StageResult
 
 __all__ = ["CONDITIONS", "changes", "describe", "finished_conditions", "read_conditions"]
@@ -49,7 +49,7 @@ def describe(
         "modules": {
             module: {"file": str(found.file), "functions": found.functions()} for module, found in key.modules.items()
         },
-        "sources": source_digests(),
+        "sources": key.sources,
         "before": dict(before),
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
@@ -90,6 +90,7 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], *, with_inputs: bool
         *_plain_changes("environment", old.get("environment"), new.get("environment")),
         *_plain_changes("model", old.get("model"), new.get("model")),
         *_plain_changes("seed", old.get("seed"), new.get("seed")),
+        *_plain_changes(f"seeds.{stage}", old.get("stage_seed"), new.get("stage_seed")),
     ]
     if old.get("environment_digest") != new.get("environment_digest") and not any(
         line.startswith("environment") for line in found

@@ -16,7 +16,7 @@ from typing import Any
 
 from rl_core.errors import ResumeRefused
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import move_folder, remove_folder
+from rl_core.storage.folder_removal import move_folder, remove_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import write_json_atomic
 from tasks import stage_registry
@@ -31,6 +31,7 @@ __all__ = [
     "adopt",
     "check_unfinished",
     "differences_now",
+    "mark_aside",
     "newest_conditions",
     "present",
     "set_others_aside",
@@ -169,6 +170,8 @@ def adopt(final: Path, conditions: dict[str, Any], options: RunOptions) -> list[
         (own / ASIDE).unlink(missing_ok=True)
         kept = (read_conditions(own) or {}).get("drift") or []
         return [str(line) for line in kept]
+    if options.on_drift == "beside":
+        return []
     others = [stage for stage in unfinished(final.parent) if stage.key != final.name]
     if not others:
         return []
@@ -188,7 +191,16 @@ def adopt(final: Path, conditions: dict[str, Any], options: RunOptions) -> list[
 
 
 def _set_aside(stage: Unfinished, instead: str) -> None:
-    write_json_atomic(stage.folder / ASIDE, {"for": instead, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
+    _note_aside(stage.folder, instead)
+
+
+def _note_aside(folder: Path, instead: str) -> None:
+    write_json_atomic(folder / ASIDE, {"for": instead, "time": time.strftime("%Y-%m-%d %H:%M:%S")})
+
+
+def mark_aside(final: Path) -> None:
+    """Note that a stage which begins is one of several side by side: its checkpoints are for its own key alone."""
+    _note_aside(final.with_name(f"{final.name}.open"), "a sweep")
 
 
 def _take_over(stage: Unfinished, final: Path, conditions: dict[str, Any], found: list[str]) -> list[str]:

@@ -3,56 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rl_core.errors import SettingsError
-from rl_core.storage.folders import digest_file, digest_folder
+from rl_core.settings import Settings, code_paths
+from rl_core.storage.manifest import digest_file, digest_folder
+from rl_core.user_code import UserModule, import_paths, user_modules
 from tasks.config import PipelineSettings
 from tasks.pipeline.result import StageResult
-from tasks.pipeline.user_code import UserModule, import_paths, user_modules
+from tasks.pipeline.stage_code import file_digest, stage_code, stage_sources
+from tasks.stage_registry import entry
 
-__all__ = [
-    "StageKey",
-    "code_version",
-    "environment_digests",
-    "input_digest",
-    "source_digests",
-    "stage_key",
-    "stage_key_parts",
-    "stage_seed",
-]
-
-_SOURCES = (".py", ".c", ".h")
-
-
-@functools.cache
-def code_version() -> str:
-    """Short SHA-256 of the source of rl_core and tasks: what decides a stage's numbers."""
-    digest = hashlib.sha256()
-    for name, path in _sources().items():
-        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:12]
-
-
-@functools.cache
-def source_digests() -> dict[str, str]:
-    """Short SHA-256 of each source file behind `code_version`, by its path in the project."""
-    return {name: digest_file(path)[:8] for name, path in _sources().items()}
-
-
-def _sources() -> dict[str, Path]:
-    root = Path(__file__).resolve().parents[2]
-    return {
-        str(path.relative_to(root)): path
-        for package in ("rl_core", "tasks")
-        for path in sorted(path for ending in _SOURCES for path in (root / package).rglob(f"*{ending}"))
-    }
+__all__ = ["StageKey", "environment_digests", "input_digest", "stage_key", "stage_key_parts", "stage_seed"]
 
 
 def stage_seed(seed: int, name: str) -> int:
@@ -85,19 +52,18 @@ def environment_digests(pipeline: PipelineSettings) -> dict[str, str]:
 
 
 def _content_digests(
-    stage_settings: dict[str, Any] | None, pipeline: PipelineSettings
+    stage_settings: dict[str, Any] | None, pipeline: PipelineSettings, named: Collection[str]
 ) -> tuple[dict[str, str], dict[str, UserModule]]:
     """Content of what the stage takes from the user besides its inputs: data file, chat template, and code.
 
-    Code is what the environment's name, reward functions and any other import path in the settings lead to.
+    Code is what the environment's name, `named` (import paths) and any other import path in the settings lead to.
     Returns: digests by name; the modules of the user's by module name, whose digests are among them.
     Raises: SettingsError for a module that cannot be found.
     """
     digests = environment_digests(pipeline)
     if pipeline.model.chat_template is not None and Path(pipeline.model.chat_template).is_file():
         digests["chat_template"] = digest_file(Path(pipeline.model.chat_template))
-    named = [pipeline.environment.name, *(stage_settings or {}).get("rewards", {})]
-    required = {path for path in named if ":" in path}
+    required = {path for path in (pipeline.environment.name, *named) if ":" in path}
     others = import_paths(stage_settings) | import_paths(dataclasses.asdict(pipeline.environment))
     modules = user_modules(required, others - required)
     return digests | {f"code {name}": module.digest for name, module in modules.items()}, modules
@@ -109,6 +75,7 @@ class StageKey:
 
     parts: dict[str, Any]  # plain values by kind: settings, environment, content, model, inputs, seed, code
     modules: dict[str, UserModule]  # of the user's, whose digests are in `parts`
+    sources: dict[str, str]  # digests of the project's files behind `code`, by their path
 
     @property
     def key(self) -> str:
@@ -126,10 +93,15 @@ def stage_key_parts(name: str, stage_settings: Any, pipeline: PipelineSettings, 
     decisive = dataclasses.asdict(stage_settings) if stage_settings is not None else None
     if decisive is not None:
         decisive.pop("launch", None)  # another number of processes gives the same numbers, to rounding
-    content, modules = _content_digests(decisive, pipeline)
+    named = [path for _, path in code_paths(stage_settings)] if isinstance(stage_settings, Settings) else []
+    if name in pipeline.stages.own:
+        named.append(entry(name).task)
+    content, modules = _content_digests(decisive, pipeline, named)
     model = dataclasses.asdict(pipeline.model)
     if "chat_template" in content:
         model.pop("chat_template")  # its text decides, not its place
+    of_user = [module.content for module in modules.values()]
+    of_user += [f'"{path}"'.encode() for path in named]  # one of this project's own modules may be named
     payload = {
         "stage": name,
         "settings": decisive,
@@ -138,6 +110,7 @@ def stage_key_parts(name: str, stage_settings: Any, pipeline: PipelineSettings, 
         "model": model,
         "inputs": dict(digests),
         "seed": pipeline.seed,
-        "code": code_version(),
+        **({"stage_seed": pipeline.seed_of(name)} if pipeline.seed_of(name) != pipeline.seed else {}),
+        "code": stage_code(name, of_user),
     }
-    return StageKey(payload, modules)
+    return StageKey(payload, modules, {path: file_digest(path) for path in stage_sources(name, of_user)})

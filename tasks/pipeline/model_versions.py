@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import BackendError
-from rl_core.storage.folders import digest_folder
+from rl_core.storage.manifest import digest_folder
 from tasks import stage_registry
 from tasks.config import PipelineSettings, settings_digest
-from tasks.pipeline.key import code_version
 from tasks.pipeline.result import StageResult
+from tasks.pipeline.stage_code import code_version
 from tasks.tracking import PARENT, Registry, RunTracker, VersionOf, is_registered_reference
 
 __all__ = ["ModelVersions", "registered_name"]

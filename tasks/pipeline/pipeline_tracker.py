@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 from tasks.config import PipelineSettings, resolve, settings_digest
 from tasks.config.masking import masked
-from tasks.pipeline.key import code_version
 from tasks.pipeline.outcome import STOP_SECONDS
 from tasks.pipeline.run_options import RunOptions
+from tasks.pipeline.stage_code import code_version
 from tasks.tracking import RunTracker, Tracking, VersionOf
+from tasks.tracking.beside import check_installed, sinks_of
 
 __all__ = ["PipelineTracker", "git_commit", "next_start", "run_folder"]
 
@@ -73,27 +74,35 @@ class PipelineTracker:
         *,
         started: str,
         resumed: bool,
+        home: Path,
         on_progress: StageProgress,
     ) -> None:
-        """Open the parent run, or reopen that of the run which began at `started`."""
+        """Open the parent run, or reopen that of the run which began at `started`. `home`: folder of its `runs/`."""
         self._tracking = tracking
         self._settings = settings
         self._on_progress = on_progress
         self._tags = _common_tags(settings, options)
         self._data_tags: dict[str, str] = {}  # on the parent run already
         self._stages: list[RunTracker] = []
-        home = Path(settings.output).resolve() / settings.name
+        self._trial = trial = options.trial
+        self._shared = Path(settings.output).resolve() / settings.name
+        check_installed(settings.tracking.sinks)
+        kind = "stage" if options.only else "pipeline"
+        if trial is not None:
+            kind = "evaluation" if options.given else "trial"
         self.parent = tracking.start_run(
-            f"{settings.name} · {started}",
+            trial.name if trial is not None else f"{settings.name} · {started}",
             run_folder(home, started),
             tags={
                 **self._tags,
-                "kind": "stage" if options.only else "pipeline",
+                "kind": kind,
                 **({"resumed": "true"} if resumed else {}),
             },
             params=masked(resolve(settings)),
             description="The pipeline is running; its result will stand here.",
             system_metrics_seconds=settings.tracking.system_metrics_seconds,
+            parent_run_id=trial.parent_run_id if trial is not None else None,
+            parent_folder=trial.parent_folder if trial is not None else None,
         )
 
     def log_settings(self, threads: int) -> None:
@@ -136,6 +145,14 @@ class PipelineTracker:
             on_progress=[lambda done, total, message: self._on_progress(label, done, total, message)],
             system_metrics_seconds=self._settings.tracking.system_metrics_seconds,
         )
+        run.beside += sinks_of(
+            self._settings.tracking.sinks, self._shared, pipeline=self._settings.name, group=self.parent.name,
+            folder=f"{stage}-{key[:8]}", run_id=f"{stage}-{key}",
+        )  # fmt: skip
+        for sink in run.beside:
+            sink.begin(f"{self.parent.name} · {label}", resolve(settings) if settings is not None else {})
+        if self._trial is not None and (tell := self._trial.on_metrics) is not None:
+            run.on_metrics.append(lambda metrics, step: tell(stage, metrics, step))
         self._stages.append(run)
         return run
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import re
 import socket
@@ -25,9 +26,9 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.settings import get_current_settings
 from prefect.task_engine import TaskRunTimeoutError
 
-from rl_core.errors import BackendError, StageTimeout
 from rl_core.storage.faults import fault
 from tasks.pipeline.gpu_slot import gpu_slot
+from tasks.pipeline.plain_call import is_passing, retry_delays, timed_out
 from tasks.pipeline.result import REVIEW, StageResult
 from tasks.pipeline.run import PipelineRun
 
@@ -42,7 +43,7 @@ def is_transient(error: BaseException) -> bool:
     """True = a retry may help: a backend or a connection failed; not settings, data, a stop or the stage's limit."""
     if isinstance(error, TaskRunTimeoutError):  # a TimeoutError too, but the user set how long the stage may take
         return False
-    return isinstance(error, BackendError | ConnectionError | TimeoutError)
+    return is_passing(error)
 
 
 def _retry(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
@@ -70,7 +71,7 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
         cache_policy=NO_CACHE,
         persist_result=False,
         retries=run.retries,
-        retry_delay_seconds=[min(600.0, run.retry_delay_seconds * 2**i) for i in range(run.retries)],
+        retry_delay_seconds=retry_delays(run),
         retry_condition_fn=_retry,
         timeout_seconds=limit,
     )
@@ -87,11 +88,7 @@ def stage_task(name: str, stage: Callable[..., StageResult], pipeline_run: Pipel
             with gpu_slot(name):  # outside of the stage's time limit: waiting is not its fault
                 result: StageResult = call(*arguments, **named)
         except TaskRunTimeoutError as error:
-            setting = f"run.timeouts.{name}" if name in run.timeouts else "run.timeout_seconds"
-            raise StageTimeout(
-                f"stage '{name}' was stopped after {limit:g} s, the limit that {setting} sets; raise it, "
-                "and the stage goes on from its last checkpoint"
-            ) from error
+            raise timed_out(run, name) from error
         pipeline_run.add_result(name, result)
         return result
 
@@ -104,7 +101,8 @@ def _progress_artifact(pipeline_run: PipelineRun, name: str) -> Iterator[None]:
     ended = threading.Event()
     made = _quietly(create_progress_artifact, progress=0.0, key=_key(pipeline_run, name, "progress"))
     artifact = made if isinstance(made, UUID) else None
-    thread = threading.Thread(target=_report_progress, args=(pipeline_run, artifact, ended), daemon=True)
+    report = contextvars.copy_context().run  # Prefect's settings, among them the password of the server
+    thread = threading.Thread(target=report, args=(_report_progress, pipeline_run, artifact, ended), daemon=True)
     thread.start()
     try:
         yield

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.storage.folders import read_verified, set_aside, verify_folder
+from rl_core.storage.folder_removal import set_aside
+from rl_core.storage.manifest import read_verified, verify_folder
 from tasks.tracking.journal import DeliveryCursor
 
 __all__ = [

@@ -5,6 +5,7 @@
     run.json          the newest run: its MLflow run, its settings' digest, its status (tasks/pipeline/record.py)
     runs/<started>/   journal of the parent run, and its own run.json
     stages/           see tasks/pipeline/stage.py
+    sweeps/           trials of sweeps share the stages above; each has lock, run.json and runs/ in a folder of its own
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder
 from tasks.config import PipelineSettings, settings_digest
@@ -65,8 +66,11 @@ class PipelineRun:
         self.settings = settings
         self.options = options or RunOptions()
         self.output = Path(settings.output).resolve()
-        self.home = self.output / settings.name
-        self.stages_folder = self.home / "stages"
+        trial = self.options.trial
+        shared = self.output / settings.name
+        self.home = trial.home if trial is not None else shared
+        self.stages_folder = shared / "stages"
+        self._models_cache = shared / "base_models"
         self.threads, self.threads_note = 1, ""  # chosen when the run is entered; the note is for people
         self.stop = stop or threading.Event()
         self.tracking = Tracking(settings.tracking.uri, self.output, settings.tracking.experiment or settings.name)
@@ -116,12 +120,13 @@ class PipelineRun:
             self.options,
             started=started,
             resumed=self.resumed,
+            home=self.home,
             on_progress=self.report_progress,
         )
         self.models = ModelVersions(
             self.settings,
             self.tracking.registry,
-            self.home / "base_models",
+            self._models_cache,
             self.results,
             {**self.options.tags, **tags_of_records(data_record)},
             deliver=lambda: self.tracking.replay_all(self.home),
@@ -132,7 +137,8 @@ class PipelineRun:
 
     def _clear_leftovers(self) -> None:
         """Remove temporaries that killed processes left here; others note answers here without the pipeline's lock."""
-        for folder in (self.home, *self.home.glob("runs/*"), *self.stages_folder.glob("*")):
+        stages = self.stages_folder.glob("*") if self.options.trial is None else ()  # other trials write there
+        for folder in (self.home, *self.home.glob("runs/*"), *stages):
             if folder.is_dir() and not folder.is_symlink():
                 clear_leftovers(folder)
 
@@ -140,7 +146,8 @@ class PipelineRun:
         """Close runs of this pipeline that died, and deliver what is still in earlier runs' journals."""
         self.dead_runs = tuple(close_dead_runs(self.tracking, self.home))
         for run in self.dead_runs:
-            if run.is_pipeline and run.name != f"{self.settings.name} · {previous}":
+            is_own = run.name == f"{self.settings.name} · {previous}"
+            if run.is_pipeline and run.folder.parent.name == "runs" and not is_own:
                 logger.warning("%s; `posttrain resume '%s'` goes on with it", run.why, run.name)
         waiting = self.tracking.replay_all(self.home)
         if waiting:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-__all__ = ["FlowRunAddress", "OnDrift", "RunOptions"]
+__all__ = ["FlowRunAddress", "OnDrift", "RunOptions", "TrialPlace"]
 
 # An unfinished stage whose conditions changed since its checkpoint: refuse to run, resume from the checkpoint under the
-# new conditions, or begin anew and keep the old checkpoint aside.
-OnDrift = Literal["refuse", "resume", "anew"]
+# new conditions, begin anew and keep the old checkpoint aside, or leave it alone, as it is another trial's of a sweep.
+OnDrift = Literal["refuse", "resume", "anew", "beside"]
+
+MetricsCallback = Callable[[str, Mapping[str, float], int], None]  # stage, metrics, step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +23,20 @@ class FlowRunAddress:
     id: str = ""
     url: str = ""
     api: str = ""  # of the Prefect server, without its password; "" = the run's own embedded one
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialPlace:
+    """Place of a run that is one trial of a sweep: it shares the pipeline's finished stages, and nothing else.
+
+    The sweep holds the pipeline's lock; trials hold their own, and that of the stage that they are at.
+    """
+
+    home: Path  # folder of the trial's own lock, record and journals
+    name: str  # of its run
+    parent_run_id: str | None = None  # the sweep's run in the tracking store
+    parent_folder: Path | None = None  # the journal of that run
+    on_metrics: MetricsCallback | None = None  # is told what the trial's stages measure
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,3 +51,4 @@ class RunOptions:
     started: str = ""  # start time of the run to go on with; "" = an interrupted run with equal settings, if any
     tags: Mapping[str, str] = field(default_factory=dict)  # of every run and model version that this run makes
     flow_run: FlowRunAddress = FlowRunAddress()
+    trial: TrialPlace | None = None  # None = a run of its own

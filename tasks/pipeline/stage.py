@@ -19,51 +19,33 @@ without a word: see tasks/pipeline/drift.py.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-import shutil
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rl_core.errors import PosttrainError, Stopped
-from rl_core.storage.checked_lines import copy_intact, read_checked
+from rl_core.errors import FolderBusy, PosttrainError, Stopped
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers, remove_folder, seal_folder
+from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from rl_core.timing import collected
-from tasks.config import PipelineSettings, resolve
-from tasks.pipeline.conditions import CONDITIONS, describe, read_conditions
+from tasks.pipeline.conditions import CONDITIONS, describe
 from tasks.pipeline.decisions import note_decision
-from tasks.pipeline.drift import ASIDE, adopt, set_others_aside
+from tasks.pipeline.drift import adopt, mark_aside, set_others_aside
 from tasks.pipeline.key import input_digest, stage_key, stage_key_parts, stage_seed
 from tasks.pipeline.outcome import STOP_SECONDS, is_stop
-from tasks.pipeline.result import (
-    FAILED_EPISODES,
-    METRICS_HISTORY,
-    RECENT_ROLLOUTS,
-    StageResult,
-    content_digest,
-    journal_of,
-    load_finished,
-)
+from tasks.pipeline.result import FAILED_EPISODES, RECENT_ROLLOUTS, StageResult, load_finished
+from tasks.pipeline.stage_context import StageContext
+from tasks.pipeline.stage_folder import REWARD_RECORD, KeyedStage, damaged_lines, discard, keep_checkpoints, seal
 from tasks.pipeline.threads import THREADS, note_threads, recorded_threads, torch_threads
-from tasks.processes.launch import WORKERS, recover_events, run_in_workers
+from tasks.processes.launch import recover_events, run_in_workers
 from tasks.stage_registry import entry
 from tasks.tracking import RunTracker, read_metrics
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from rl_core.api.recipes import Recipe
-    from rl_core.distributed import ProcessGroup
-    from rl_core.training.loop import LoopOutcome
-    from rl_core.training.optimizer_step import OptimizerStep
     from tasks.pipeline.run import PipelineRun
 
 # what a file with a stage's body needs; keys and finished folders have modules of their own
@@ -79,80 +61,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-REWARD_RECORD = "rewards.jsonl"  # grows with training, so an interrupted run's is kept
-
-
-def _alone() -> ProcessGroup:
-    from rl_core.distributed import SINGLE_PROCESS  # here, as it loads torch
-
-    return SINGLE_PROCESS
-
-
-@dataclass
-class StageContext:
-    """Settings, inputs, folder, tracker and stop signal of a stage, for its body."""
-
-    name: str
-    folder: Path  # write here; renamed when finished
-    settings: Any  # the stage's own settings
-    pipeline: PipelineSettings
-    inputs: dict[str, Path | str]  # folders of finished stages, model folders or hub names
-    tracker: RunTracker  # in one of several processes a Tracker alone, that tells the stage's own process
-    pipeline_run: PipelineRun  # not there in one of several processes
-    seed: int
-    fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
-    stop: threading.Event
-    allow_drift: bool | tuple[str, ...] = False  # resume although the fingerprint differs, in these keys or in any
-    threads: int = 1  # of all processes of the stage on this machine together
-    process_group: ProcessGroup = field(default_factory=_alone)  # the processes that run this stage's body together
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the stage's checkpoints; removed when it has finished."""
-        return self.folder / "checkpoints"
-
-    def train(self, recipe: Recipe[Any]) -> LoopOutcome:
-        """Run a recipe's trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
-
-        Errors: as `rl_core.training.loop.run_loop`.
-        """
-        return recipe.run(
-            self.settings,
-            tracker=self.tracker,
-            checkpoints=self.checkpoints,
-            fingerprint=self.fingerprint,
-            allow_drift=self.allow_drift,
-            stop_event=self.stop,
-            history=self.folder / METRICS_HISTORY,
-        )
-
-    def save_model(
-        self,
-        optimizer_step: OptimizerStep,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        load: Callable[[PipelineSettings], PreTrainedModel],
-    ) -> None:
-        """Write the trained model into the stage's folder.
-
-        Where several processes share its weights out, the first one puts them together, in a model made anew on the
-        CPU: no GPU need hold them all.
-
-        Args:
-            optimizer_step: that has trained the model.
-            load: gives the model that training started from, for settings with another device.
-        """
-        from rl_core.models import causal_lm
-        from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
-
-        if self.process_group.size > 1:
-            weights = optimizer_step.sharded.gather_state(trainable_weights(model))
-            if not self.process_group.is_rank_zero:
-                return
-            on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")
-            model = load(dataclasses.replace(self.pipeline, model=on_cpu))
-            load_trainable_weights(model, weights)
-        causal_lm.save(model, tokenizer, self.folder / "model")
+_BETWEEN = "stopped between two stages; the same command goes on from there"
+_WAIT_SECONDS = 0.2  # between two looks at a stage that another trial runs
 
 
 def run_stage(
@@ -177,7 +87,7 @@ def run_stage(
         would be passed over; Stopped; whatever the body raises.
     """
     if pipeline_run.stop.is_set():
-        raise Stopped("stopped between two stages; the same command goes on from there", signal.SIGTERM)
+        raise Stopped(_BETWEEN, signal.SIGTERM)
     digests = {key: input_digest(value) for key, value in inputs.items()}
     pipeline_run.tracker.tag_data(digests)
     made_of = stage_key_parts(name, settings, pipeline_run.settings, digests)
@@ -185,9 +95,9 @@ def run_stage(
     final = pipeline_run.stages_folder / name / key
     before = {earlier: result.key for earlier, result in pipeline_run.results.items()}
     conditions = describe(name, made_of, inputs, before)
-    stage = _Stage(name, label or name, settings, inputs, digests, key, final, conditions)
+    stage = KeyedStage(name, label or name, settings, inputs, digests, key, final, conditions)
     make_folder(final.parent)
-    with FolderLock(final.with_name(f"{key}.lock")):
+    with _locked(pipeline_run, final.with_name(f"{key}.lock")):
         fault("stage.locked")
         clear_leftovers(final.parent)
         fresh = pipeline_run.is_fresh(name, key)
@@ -199,7 +109,7 @@ def run_stage(
             pipeline_run.tracker.note_cached(stage.label, done.run_id or done.key)
             return done
         if fresh or pipeline_run.is_restarted(key):
-            _discard(final)
+            discard(final)
             set_others_aside(final)
         drift = adopt(final, conditions, pipeline_run.options)
         _note_begin(stage, fresh, drift)
@@ -207,7 +117,25 @@ def run_stage(
         return _compute(pipeline_run, stage, body, drift)
 
 
-def _note_begin(stage: _Stage, fresh: bool, drift: list[str]) -> None:
+@contextlib.contextmanager
+def _locked(pipeline_run: PipelineRun, path: Path) -> Iterator[None]:
+    """The lock of a stage's key. A trial waits for another one that runs the same stage, and then shares it."""
+    lock = FolderLock(path)
+    while True:
+        try:
+            lock.__enter__()
+            break
+        except FolderBusy:
+            if pipeline_run.options.trial is None:
+                raise
+            if pipeline_run.stop.wait(_WAIT_SECONDS):
+                raise Stopped(_BETWEEN, signal.SIGTERM) from None
+    with contextlib.ExitStack() as held:
+        held.push(lock)
+        yield
+
+
+def _note_begin(stage: KeyedStage, fresh: bool, drift: list[str]) -> None:
     """Note why a stage is run, and say it where one with another key was finished before."""
     has_checkpoints = (stage.folder / "checkpoints").is_dir()
     kind = "fresh" if fresh else "drifted" if drift else "resumed" if has_checkpoints else "first"
@@ -226,39 +154,17 @@ def has_begun(
     return final.is_dir() or final.with_name(f"{key}.open").is_dir()
 
 
-@dataclass(frozen=True)
-class _Stage:
-    """One stage that is asked for, with its key."""
-
-    name: str
-    label: str
-    settings: Any
-    inputs: Mapping[str, StageResult | Path | str]
-    digests: dict[str, str]  # of the inputs
-    key: str
-    final: Path  # the folder when it has finished
-    conditions: dict[str, Any]  # what the key is made of, for people (tasks/pipeline/conditions.py)
-
-    @property
-    def folder(self) -> Path:
-        """The folder while the stage runs."""
-        return self.final.with_name(f"{self.key}.open")
-
-    @property
-    def journal(self) -> Path:
-        """Folder of the stage's run: metrics and their delivery."""
-        return journal_of(self.final)
-
-
 def _compute(
-    pipeline_run: PipelineRun, stage: _Stage, body: Callable[[StageContext], dict[str, Any]], drift: list[str]
+    pipeline_run: PipelineRun, stage: KeyedStage, body: Callable[[StageContext], dict[str, Any]], drift: list[str]
 ) -> StageResult:
     """Open or reopen the stage's folder, run the body, and seal the folder under its final name.
 
     drift: differences under which the stage's checkpoints may be resumed.
     """
-    _clear_leftovers(stage.folder)
+    keep_checkpoints(stage.folder)
     write_json_atomic(stage.folder / CONDITIONS, {**stage.conditions, "drift": drift})
+    if pipeline_run.options.on_drift == "beside":
+        mark_aside(stage.final)  # no other run takes its checkpoints for those of a stage that it would pass over
     threads = _threads(pipeline_run, stage)
     fault("stage.cleared")
     started = time.monotonic()
@@ -279,7 +185,7 @@ def _compute(
         tracker=tracker,
         pipeline_run=pipeline_run,
         threads=threads,
-        seed=stage_seed(pipeline_run.settings.seed, stage.name),
+        seed=stage_seed(pipeline_run.settings.seed_of(stage.name), stage.name),
         fingerprint={"stage key": stage.key, "threads": str(threads)},
         allow_drift=pipeline_run.options.on_drift == "resume" or (("stage key",) if drift else False),
         stop=pipeline_run.stop,
@@ -293,13 +199,14 @@ def _compute(
             tracker.log_metrics({"perf/out_of_memory": counts["out_of_memory"]}, 0)
         if drift:
             summary["drift"] = drift
-        if (stage.folder / "model").is_dir() and entry(stage.name).trains is not None:
+        is_registered = entry(stage.name).trains is not None and pipeline_run.options.trial is None
+        if is_registered and (stage.folder / "model").is_dir():
             summary |= pipeline_run.models.register(tracker, stage.folder / "model", stage.name, summary)
         fault("stage.registered")
         summary.setdefault("tokens_per_second", tokens_per_second(stage.journal))
         seconds = round(time.monotonic() - started, 2)
         summary |= {"seconds": seconds, "threads": threads, "run_id": tracker.run_id or "", "key": stage.key}
-        if damaged := _damaged_lines(stage):
+        if damaged := damaged_lines(stage):
             summary["damaged_lines"] = damaged
             tracker.set_tag("damaged_lines", ", ".join(f"{name}: {count}" for name, count in damaged.items()))
         tracker.log_dict(summary, "summary.json")
@@ -311,7 +218,7 @@ def _compute(
     return StageResult(
         stage=stage.name,
         folder=str(stage.final),
-        digest=_seal(stage),
+        digest=seal(stage),
         key=stage.key,
         cached=False,
         seconds=seconds,
@@ -320,7 +227,7 @@ def _compute(
     )
 
 
-def _threads(pipeline_run: PipelineRun, stage: _Stage) -> int:
+def _threads(pipeline_run: PipelineRun, stage: KeyedStage) -> int:
     """The run's number of threads; with `threads: auto` the one that the stage's checkpoints were made with, if any."""
     threads = pipeline_run.threads
     if pipeline_run.settings.threads == "auto":
@@ -351,7 +258,7 @@ def _closed_by_outcome(tracker: RunTracker, folder: Path) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, PosttrainError):
             tracker.set_tag("error", f"{type(error).__name__}: {error}"[:4000])
-            _clear_leftovers(folder)
+            keep_checkpoints(folder)
             with contextlib.suppress(OSError):  # checkpoints stay
                 folder.rmdir()
         if is_stop(error):
@@ -362,39 +269,6 @@ def _closed_by_outcome(tracker: RunTracker, folder: Path) -> Iterator[None]:
     tracker.close("FINISHED")
 
 
-def _seal(stage: _Stage) -> str:
-    """Move the folder to its final name, with its metrics and a manifest; returns the digest of its content.
-
-    Damaged lines of what grew with the run are not sealed in; `damaged_lines` of the summary counts them.
-    """
-    for path in _grown(stage):
-        copy_intact(path, stage.folder / path.name)
-    fault("stage.copied")
-    shutil.rmtree(stage.folder / "checkpoints", ignore_errors=True)
-    (stage.folder / THREADS).unlink(missing_ok=True)  # in summary.json by now
-    conditions = read_conditions(stage.folder) or stage.conditions
-    (stage.folder / CONDITIONS).unlink(missing_ok=True)
-    facts = {
-        "stage": stage.name, "key": stage.key, "settings": resolve(stage.settings), "conditions": conditions
-    }  # fmt: skip
-    manifest = seal_folder(stage.folder, stage.final, extra=facts)
-    fault("stage.sealed")
-    return content_digest(manifest)
-
-
-def _grown(stage: _Stage) -> list[Path]:
-    """Files of lines that were written all along the run, and may have been damaged since."""
-    names = REWARD_RECORD, FAILED_EPISODES
-    paths = [stage.journal / "metrics.jsonl", *(stage.folder / name for name in names)]
-    return [path for path in paths if path.is_file()]
-
-
-def _damaged_lines(stage: _Stage) -> dict[str, int]:
-    """Number of damaged lines by file, where there are any."""
-    counts = {path.name: sum(not line.is_intact for line in read_checked(path)) for path in _grown(stage)}
-    return {name: count for name, count in counts.items() if count}
-
-
 def tokens_per_second(journal: Path) -> float | None:
     """Tokens over seconds of all training steps in a stage's journal; None where it did not train."""
     tokens = seconds = 0.0
@@ -403,22 +277,3 @@ def tokens_per_second(journal: Path) -> float | None:
             tokens += row["perf/tokens_per_second"] * row["perf/step_seconds"]
             seconds += row["perf/step_seconds"]
     return tokens / seconds if seconds else None
-
-
-def _clear_leftovers(folder: Path) -> None:
-    """Keep the checkpoints of an interrupted run and what grows with them; everything else is written again."""
-    make_folder(folder)
-    kept = {"checkpoints", FAILED_EPISODES, REWARD_RECORD, WORKERS}  # recover_events reads and removes the latter
-    if (folder / "checkpoints").is_dir():
-        kept |= {THREADS, CONDITIONS, ASIDE, RECENT_ROLLOUTS}  # the last: nothing may be played any more
-    for path in folder.iterdir():
-        if path.name in kept:
-            continue
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _discard(final: Path) -> None:
-    """Remove a finished or open folder and its journal; renamed first, so that no reader sees half of it."""
-    for ending in ("", ".open", ".tracking"):
-        remove_folder(final.with_name(f"{final.name}{ending}"))
-        fault("stage.discarded")

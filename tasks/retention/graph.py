@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import CorruptError
-from rl_core.storage.folders import digest_bytes, read_manifest
+from rl_core.storage.manifest import digest_bytes, read_manifest
 from tasks.lifecycle.dead_runs import RunRecord, recorded_runs
 from tasks.pipeline.result import content_digest
 from tasks.stage_registry import result_stages

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from rl_core.api import recipes
+from rl_core.api.recipes.policy_gradient import distillation
 from rl_core.api.teacher_source import make_teacher
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import DistillationSettings
@@ -40,7 +40,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     if "teacher" in context.inputs:  # a registered one is a folder by now
         teacher = dataclasses.replace(teacher, model=str(context.inputs["teacher"]))
     failed = kept_episodes(context)
-    recipe = recipes.distillation(
+    recipe = distillation(
         policy,
         make_teacher(teacher, policy),
         environment,

@@ -12,8 +12,9 @@ from typing import Any
 from rl_core.analysis import write_trajectories
 from rl_core.api.evaluation import play_heldout
 from rl_core.environments.environment import Environment
-from rl_core.evaluation import Evaluation, heldout_requests, validation_requests
+from rl_core.evaluation import Evaluation
 from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
 from rl_core.rollouts.token_files import tokens_path, write_tokens
 from rl_core.settings import EvaluationSettings
 from rl_core.storage.faults import fault

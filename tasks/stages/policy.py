@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rl_core.api import recipes
 from rl_core.api.evaluation import validation
 from rl_core.api.policy import Policy
+from rl_core.api.recipes.policy_gradient import policy_gradient
 from rl_core.environments.environment import Environment
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
+from rl_core.models.lora import is_lora
 from rl_core.rewards.contribution import Contribution, compared_groups, contributions
 from rl_core.rewards.rollout_log import RecentRollouts, RewardRecord, record_all
 from rl_core.settings import GROUP_ALGORITHMS, CurriculumStage, PolicySettings
@@ -48,13 +49,15 @@ def _body(context: StageContext) -> dict[str, Any]:
     environment = make_environment(context.pipeline, data)
     policy = load_policy(context.inputs["model"], context.pipeline)
     frozen = dataclasses.replace(context.pipeline.model, lora=None)
-    reference = causal_lm.load(context.inputs["model"], frozen)[0] if settings.kl_coef > 0 else None
+    reference = None
+    if settings.kl_coef > 0:  # new adapters change nothing: without them, the policy is where it started
+        reference = policy.model if is_lora(policy.model) else causal_lm.load(context.inputs["model"], frozen)[0]
     scorer = None
     if "reward_model" in context.inputs:
         reward_model, _ = heads.load_reward_model(Path(context.inputs["reward_model"]) / "model", frozen)
         scorer = functools.partial(heads.score, reward_model)
     failed = kept_episodes(context)
-    recipe = recipes.policy_gradient(
+    recipe = policy_gradient(
         policy,
         reference,
         environment,

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.api import recipes
+from rl_core.api.recipes.preference import preference
 from rl_core.settings import PreferenceSettings
-from tasks.pipeline.key import code_version
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
+from tasks.pipeline.stage_code import code_version
 from tasks.stages.loading import load_policy
 from tasks.stages.preference_pairs import stage_pairs
 from tasks.stages.reference_cache import cached_references
@@ -44,9 +44,7 @@ def _body(context: StageContext) -> dict[str, Any]:
                 code=code_version(),
             )
         )
-    recipe = recipes.preference(
-        policy, pairs.train, pairs.heldout, settings, context.seed, references, context.process_group
-    )
+    recipe = preference(policy, pairs.train, pairs.heldout, settings, context.seed, references, context.process_group)
     outcome = context.train(recipe)
     context.save_model(
         recipe.trainer.optimizer_step,

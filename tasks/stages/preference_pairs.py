@@ -24,7 +24,7 @@ from rl_core.trainers.reward_model import longer_answer_baseline
 from tasks.pipeline.stage import FAILED_EPISODES, StageContext
 from tasks.stages.failed_episodes import keeper, kept_episodes
 from tasks.stages.loading import load_policy, make_environment
-from tasks.stages.sft import read_jsonl
+from tasks.stages.row_files import read_jsonl
 
 __all__ = ["StagePairs", "stage_pairs"]
 

@@ -27,14 +27,14 @@ from rl_core.errors import DataError
 from rl_core.models import causal_lm
 from rl_core.settings import DataSettings
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import digest_bytes, digest_file
+from rl_core.storage.manifest import digest_bytes, digest_file
 from rl_core.storage.single_files import replacing
 from tasks.pipeline.conditions import read_conditions
 from tasks.pipeline.key import environment_digests, input_digest
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import make_environment
-from tasks.stages.sft import read_jsonl
+from tasks.stages.row_files import read_jsonl
 
 __all__ = ["prepare_data"]
 

@@ -15,7 +15,7 @@ from rl_core.errors import PosttrainError, SettingsError
 from rl_core.evaluation import Evaluation
 from rl_core.settings import AnalysisSettings
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import digest_folder
+from rl_core.storage.manifest import digest_folder
 from rl_core.storage.single_files import write_json_atomic
 from tasks.config import PipelineSettings, PromotionSettings
 from tasks.lifecycle import attempts

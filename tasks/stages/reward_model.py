@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.analysis.statistics import wilson_interval
-from rl_core.api import recipes
+from rl_core.api.recipes.reward_model import reward_model as reward_model_recipe
 from rl_core.data.chat import ChatRenderer
 from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
@@ -34,7 +34,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     pairs = context.process_group.on_rank_zero(lambda: stage_pairs(context))
     model, tokenizer = heads.reward_model_from(context.inputs["model"], context.pipeline.model, seed=context.seed)
     pad_id = ChatRenderer(tokenizer).pad_id
-    recipe = recipes.reward_model(
+    recipe = reward_model_recipe(
         model, pad_id, pairs.train, pairs.heldout, settings, context.seed, context.process_group
     )
     outcome = context.train(recipe)

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rl_core.api import recipes
+from rl_core.api.recipes.sft import sft as sft_recipe
 from rl_core.data.conversation import TrainingSequence, training_sequences
 from rl_core.data.token_rows import TokenRows
 from rl_core.settings import SFTSettings
 from tasks.pipeline.run import PipelineRun
 from tasks.pipeline.stage import StageContext, StageResult, run_stage
 from tasks.stages.loading import load_policy
+from tasks.stages.row_files import rows_of
 
-__all__ = ["read_jsonl", "rows_of", "sft"]
+__all__ = ["sft"]
 
 logger = logging.getLogger(__name__)
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Rows that an earlier stage wrote."""
-    return list(rows_of(path))
-
-
-def rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows that an earlier stage wrote, one at a time."""
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            yield json.loads(line)
 
 
 def sft(pipeline_run: PipelineRun, model: Path | str, data: StageResult) -> StageResult:
@@ -54,7 +42,7 @@ def _body(context: StageContext) -> dict[str, Any]:
             )
 
     train, heldout = TokenRows(sequences("train")), TokenRows(sequences("heldout"))
-    recipe = recipes.sft(policy, train, heldout, settings, context.seed, context.process_group)
+    recipe = sft_recipe(policy, train, heldout, settings, context.seed, context.process_group)
     outcome = context.train(recipe)
     context.save_model(
         recipe.trainer.optimizer_step,

@@ -7,13 +7,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rl_core.api import recipes
 from rl_core.api.policy import Policy
+from rl_core.api.recipes.thoughts import thoughts
 from rl_core.environments.environment import Environment
 from rl_core.errors import CheckFailed
-from rl_core.evaluation import heldout_requests, validation_requests
 from rl_core.rewards.rollout_log import RecentRollouts, record_all
 from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
 from rl_core.settings import EvaluationSettings, ThoughtsSettings
 from rl_core.storage.single_files import write_json_atomic
 from rl_core.thoughts.controls import measure_gains
@@ -47,7 +47,7 @@ def _body(context: StageContext) -> dict[str, Any]:
     validation = heldout_requests(environment, episodes, context.seed)
     examined = _check_requests(context, environment, validation)
     failed = kept_episodes(context)
-    recipe = recipes.thoughts(
+    recipe = thoughts(
         policy,
         environment,
         settings,

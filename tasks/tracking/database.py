@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rl_core.errors import BackendError, CheckpointError
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers, set_aside
+from rl_core.storage.folder_removal import clear_leftovers, set_aside
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.single_files import adopt, make_folder, temporary_beside
 

@@ -31,7 +31,7 @@ from typing import Any
 from rl_core.errors import DataError, FolderBusy
 from rl_core.storage.checked_lines import read_checked, report_damage, sealed
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.own_files import own_file
 from rl_core.storage.single_files import make_folder, refused, sync, write_text_atomic
 

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import CheckpointError, CorruptError, DataError, SettingsError, nearest
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import clear_leftovers, publish_folder, remove_folder, verify_folder
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder
+from rl_core.storage.folders import publish_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.manifest import verify_folder
 from rl_core.storage.single_files import make_folder
 from tasks.tracking.models import MODEL_NAME
 from tasks.tracking.store import Store, missing

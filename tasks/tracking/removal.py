@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_core.errors import BackendError, DataError
-from rl_core.storage.folders import remove_folder
+from rl_core.storage.folder_removal import remove_folder
 from tasks.tracking.store import Store
 
 __all__ = ["StoredRun", "StoredModel", "remove_from_store", "stored_models", "stored_runs", "traces_of"]

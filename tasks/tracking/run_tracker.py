@@ -17,6 +17,7 @@ from rl_core.errors import SettingsError, Stopped
 from rl_core.storage.faults import fault
 from rl_core.storage.folders import sync_tree
 from rl_core.storage.single_files import make_folder, write_text_unsynced
+from rl_core.trackers.background import CLOSE_SECONDS, BackgroundTracker
 from rl_core.types import Trajectory
 from tasks.tracking.journal import Journal, LineLog, clear_journal, events_path, progress_path
 from tasks.tracking.models import check_model, link_tree
@@ -62,6 +63,8 @@ class RunTracker:
         """See `Tracking.start_run`."""
         self.store, self.name, self.folder = store, name, folder.resolve()
         self.on_progress = list(on_progress)
+        self.on_metrics: list[Callable[[Mapping[str, float], int], None]] = []
+        self.beside: list[BackgroundTracker] = []  # get metrics, tags and the end as well
         self.done, self.total, self.message = 0, 0, ""
         self._noted = -PROGRESS_SECONDS
         self._closed = False
@@ -102,6 +105,10 @@ class RunTracker:
         """Record scalars of one step; what is recorded for a (step, name) already stays as it is."""
         with self.store.cost.waiting():
             self.journal.append(metrics, step)
+        for tell in self.on_metrics:
+            tell(metrics, step)
+        for sink in self.beside:
+            sink.log_metrics(metrics, step)
 
     def log_artifact(self, path: Path, folder: str = "") -> None:
         """Keep a copy of a finished file or folder. It may be moved or removed afterwards, but not written over."""
@@ -154,6 +161,9 @@ class RunTracker:
             texts.setdefault("mlflow.source.git.commit", texts["git_commit"])
         if texts or versions:
             self._event("tags", tags=texts, **({"versions": versions} if versions else {}))
+        for sink in self.beside:
+            for name, text in texts.items():
+                sink.set_tag(name, text)
 
     def set_description(self, markdown: str) -> None:
         """Markdown at the top of the run's page."""
@@ -314,6 +324,8 @@ class RunTracker:
             log.warning(
                 "tracking: %d damaged lines of %s were left out: what they recorded is lost", damaged, self.folder
             )
+        for sink in self.beside:
+            sink.close(status, min(timeout_s, CLOSE_SECONDS))
         self.journal.close()
         self._events.close()
         return delivered

@@ -11,7 +11,7 @@ from typing import Any
 
 from rl_core.errors import BackendError, DataError
 from rl_core.storage.faults import fault
-from rl_core.storage.folders import remove_folder
+from rl_core.storage.folder_removal import remove_folder
 from tasks.tracking.journal import DeliveryCursor, events_path
 from tasks.tracking.models import log_model
 from tasks.tracking.registry import Registry, moved_at

@@ -11,10 +11,10 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rl_core.errors import BackendError, DataError, SettingsError
 from rl_core.storage.faults import fault
@@ -57,20 +57,10 @@ _REFUSED = {
 # What the table of runs shows, as MLflow keeps a view that someone shares: in a tag of the experiment, found by the
 # link's `viewStateShareKey`. Columns that no run has are left out by the page.
 VIEW = "posttrain"
-_MODELS = ("base", *policy_stages(), "champion")
-_SUCCESS = [f"metrics.`success_rate/{name}`" for name in _MODELS]
 _RESULT, _NAME = "tags.`result`", "attributes.`Run Name`"
 _IDENTITY = "posttrain.identity"  # tag of an experiment: another database at the same address has another one
 _VIEW_TAG = f"mlflow.sharedViewState.{VIEW}"
-_VIEW = json.dumps(
-    {
-        "selectedColumns": [*_SUCCESS, _RESULT],
-        "columnOrder": [_NAME, "attributes.`Created`", *_SUCCESS, _RESULT],
-        "columnWidths": {_NAME: 280, _RESULT: 640, **dict.fromkeys(_SUCCESS, 170)},
-    }
-)
 _EXPERIMENT = {
-    _VIEW_TAG: _VIEW,
     "mlflow.experimentKind": "custom_model_development",
     "mlflow.note.content": """One run per pipeline, with one nested run per stage (unfold it with +).
 
@@ -86,6 +76,25 @@ Episodes that were played for evaluation are under Traces. Model versions are un
 passed the promotion gate last.
 """,
 }
+
+
+def _view() -> dict[str, Any]:
+    """The view of the table of runs; stages of the user's, once a config named them, have a column as well."""
+    success = [f"metrics.`success_rate/{name}`" for name in ("base", *policy_stages(), "champion")]
+    return {
+        "selectedColumns": [*success, _RESULT],
+        "columnOrder": [_NAME, "attributes.`Created`", *success, _RESULT],
+        "columnWidths": {_NAME: 280, _RESULT: 640, **dict.fromkeys(success, 170)},
+    }
+
+
+def _shows(tag: str | None, view: Mapping[str, Any]) -> bool:
+    """True = a stored view has all columns of this one."""
+    try:
+        stored = json.loads(tag or "{}")
+        return set(view["selectedColumns"]) <= set(stored["selectedColumns"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 @functools.cache
@@ -220,7 +229,9 @@ class Store:
             mark = uuid.uuid4().hex
             try:
                 made = self.client.create_experiment(
-                    self.experiment, artifact_location=location, tags={**_EXPERIMENT, _IDENTITY: mark}
+                    self.experiment,
+                    artifact_location=location,
+                    tags={_VIEW_TAG: json.dumps(_view()), **_EXPERIMENT, _IDENTITY: mark},
                 )
                 fault("store.experiment")
                 self._identity = mark
@@ -233,8 +244,8 @@ class Store:
         if found.lifecycle_stage == "deleted":
             log.warning("experiment '%s' was deleted in %s; it is restored", self.experiment, self.label)
             self.client.restore_experiment(found.experiment_id)
-        if found.tags.get(_VIEW_TAG) != _VIEW:  # made by an earlier version, or by hand
-            self.client.set_experiment_tag(found.experiment_id, _VIEW_TAG, _VIEW)
+        if not _shows(found.tags.get(_VIEW_TAG), view := _view()):  # made by an earlier version, or by hand
+            self.client.set_experiment_tag(found.experiment_id, _VIEW_TAG, json.dumps(view))
         self._identity = found.tags.get(_IDENTITY, "")
         if not self._identity:
             self._identity = uuid.uuid4().hex

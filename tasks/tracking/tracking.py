@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,10 +14,10 @@ from tasks.tracking.journal import DeliveryCursor
 from tasks.tracking.registry import ModelVersion, Registry
 from tasks.tracking.replay import Waiting, journals, replay_folder, waiting_in
 from tasks.tracking.run_tracker import ProgressCallback, RunTracker, record_alias
-from tasks.tracking.store import Cost, Store, default_uri
+from tasks.tracking.store import Cost, Store
 from tasks.tracking.values import VersionOf
 
-__all__ = ["RunRow", "Tracking", "list_runs", "run_records"]
+__all__ = ["RunRow", "Tracking"]
 
 log = logging.getLogger(__name__)
 
@@ -39,6 +38,7 @@ class RunRow:
     url: str
     tags: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)  # the newest value of each
+    params: dict[str, str] = field(default_factory=dict)  # settings, flat
 
 
 class Tracking:
@@ -280,80 +280,8 @@ class Tracking:
             url=self.store.run_url(info.run_id, info.experiment_id),
             tags={key: value for key, value in tags.items() if not key.startswith("mlflow.")},
             metrics=dict(run.data.metrics),
+            params=dict(run.data.params),
         )
-
-
-def list_runs(output: Path, uri: str | None = None, limit: int = 50) -> list[dict[str, str]]:
-    """Runs as lines of a table, the newest pipeline run first, its stages under it in their order.
-
-    [] where the default store does not exist yet; nothing is created. `limit` counts pipeline runs.
-    """
-    return [_line(row, "  " if row.parent_run_id else "") for row in _in_order(output, uri, limit)]
-
-
-def run_records(output: Path, uri: str | None = None, limit: int = 50) -> list[dict[str, Any]]:
-    """The same runs for programs: ids, times in seconds, newest metrics and tags, in the order of `list_runs`."""
-    return [
-        {
-            "run_id": row.run_id,
-            "parent_run_id": row.parent_run_id,
-            "run": row.name,
-            "status": _status(row),
-            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.start_time)),
-            "seconds": row.seconds,
-            "result": row.tags.get("result", ""),
-            "page": row.url,
-            "metrics": row.metrics,
-            "tags": row.tags,
-        }
-        for row in _in_order(output, uri, limit)
-    ]
-
-
-def _in_order(output: Path, uri: str | None, limit: int) -> list[RunRow]:
-    """The newest pipeline run first, each followed by its stages."""
-    tracking = Tracking(uri, output)
-    local = default_uri(tracking.output)
-    if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
-        return []
-    rows = tracking.list_runs(limit=min(50_000, 20 * limit))
-    children: dict[str, list[RunRow]] = {}
-    for row in reversed(rows):
-        if row.parent_run_id:
-            children.setdefault(row.parent_run_id, []).append(row)
-    found: list[RunRow] = []
-    for row in [row for row in rows if not row.parent_run_id][:limit]:
-        found += [row, *children.get(row.run_id, [])]
-    return found
-
-
-def _status(row: RunRow) -> str:
-    waits = row.status == "FINISHED" and row.tags.get("approval") == "waiting"
-    return "waiting" if waits else row.status.lower()
-
-
-def _line(row: RunRow, indent: str) -> dict[str, str]:
-    seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
-    return {
-        "run": indent + row.name,
-        "status": _status(row),
-        "started": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.start_time)),
-        "took": seconds,
-        "result": _result(row),
-        "page": row.url,
-    }
-
-
-def _result(row: RunRow) -> str:
-    """Outcome of a run in a few words: its own `result` tag, the gate's decision, or its main figure."""
-    for tag in ("result", "gate.decision", "error", "interrupted"):
-        if row.tags.get(tag):
-            text = " ".join(row.tags[tag].split())
-            return text if len(text) <= 60 else text[:57] + "..."
-    for name in ("eval/success_rate", "success_rate", "eval/accuracy", "eval/loss", "train/loss"):
-        if name in row.metrics:
-            return f"{name} {row.metrics[name]:.4g}"
-    return ""
 
 
 def _reworded(text: str, old: str, new: str, otherwise: str) -> str:

@@ -14,14 +14,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rl_core.storage.folders import (
-    digest_bytes,
-    publish_folder,
-    put_bytes,
-    read_manifest,
-    read_verified,
-    remove_folder,
-)
+from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage.folders import publish_folder, put_bytes
+from rl_core.storage.manifest import digest_bytes, read_manifest, read_verified
 
 FILE = "weights"
 

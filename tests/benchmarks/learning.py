@@ -143,7 +143,7 @@ class Bench:
         import torch
 
         from rl_core.environments import make
-        from rl_core.evaluation import heldout_requests, validation_requests
+        from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
         from rl_core.settings import EvaluationSettings, SamplingSettings
         from tasks.config import load
         from tasks.stages.loading import load_policy

@@ -108,14 +108,18 @@ def _import_everything() -> None:
     import flows.evaluate_champion
     import flows.post_training
     import flows.retrain
-    import rl_core.api.recipes
+    import rl_core.api.recipes.policy_gradient
+    import rl_core.api.recipes.preference
+    import rl_core.api.recipes.reward_model
+    import rl_core.api.recipes.sft
+    import rl_core.api.recipes.thoughts
     import tasks.stages.promote
     from tasks import stage_registry
 
     for stage in stage_registry.stages():
         stage_registry.task_of(stage)
     from rl_core.cpu import kernels
-    from tasks.pipeline.key import code_version
+    from tasks.pipeline.stage_code import code_version
     from tasks.tracking import environment_freeze
 
     assert code_version() and environment_freeze() and kernels

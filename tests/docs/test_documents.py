@@ -5,21 +5,30 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from documents import DOCS, PAGES, ROOT, anchors, blocks, commands, links, prose
 
 import rl_core
 from flows.cli.parser import build_parser
+from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
+from rl_core.losses.policy import sapo_loss
+from rl_core.models import causal_lm
 from rl_core.rewards.orchestrator import RewardOrchestrator
+from rl_core.settings import ModelSettings
+from rl_core.trainers.policy_gradient.own_parts import OwnAdvantages
 from rl_core.types import Rollout, RolloutGroup, Trajectory, Turn
+from tasks import stage_registry
 from tasks.config import from_dict
 from tasks.config.yaml_loader import read_yaml
 
@@ -143,6 +152,70 @@ def test_the_reward_is_called_as_shown(package):
     assert brevity([trajectory, trajectory]) == pytest.approx([-0.3, -0.3])  # -0.01 a token
 
 
+def test_the_loss_of_the_docs_is_the_shipped_one(package):
+    from my_package.sapo import sapo
+
+    # r = (2, 1/2), A = (1, -1), one more token masked: -4 sigmoid(1) and (4 / 1.05) sigmoid(-1.05 / 2), a mean of two
+    new = torch.tensor([[math.log(2.0), math.log(0.5), -9.0]], requires_grad=True)
+    mask = torch.tensor([[True, True, False]])
+    given = torch.zeros(1, 3), torch.tensor([[1.0, -1.0, 0.0]]), mask
+    options = {"num_loss_tokens": 2, "loss_weights_BT": mask / 2}
+    loss, metrics = sapo(new, *given, **options)
+    p, q = 1 / (1 + math.exp(-1.0)), 1 / (1 + math.exp(0.525))
+    assert loss.item() == pytest.approx((-4 * p + 4 / 1.05 * q) / 2)
+    assert metrics["gate_mean"].item() == pytest.approx((4 * p * (1 - p) + 4 * q * (1 - q)) / 2)
+    shipped, of_shipped = sapo_loss(new, *given, **options)
+    assert loss.item() == pytest.approx(shipped.item())
+    assert metrics["gate_mean"].item() == pytest.approx(float(of_shipped["gate_mean"]))
+    one, other = (torch.autograd.grad(value, new)[0] for value in (loss, shipped))
+    assert torch.allclose(one, other) and bool(one[0, 2] == 0)
+
+
+def test_the_parts_of_the_docs_are_taken_as_shown(package):
+    """By file and by import path; the estimator by hand: (1 * 2 + 0 * 6) / 8 and 1/2."""
+    condition = {"function": "conditions.py:settled", "options": {"tolerance": 0.01}, "window": 20}
+    curriculum = [{"name": "easy", "levels": {"easy": 1.0}, "exit_conditions": [condition]}]
+    stages = {
+        "sft": {}, "evaluate": {}, "analyze": {"measures": ["measures.py:asks_back"]},
+        "policy": {"loss": "sapo.py:sapo", "loss_options": {"tau_negative": 1.1}, "curriculum": curriculum,
+                   "loss_aggregation": "sequence_mean", "advantages": "my_package.advantages:length_weighted"},
+    }  # fmt: skip
+    settings = from_dict({"name": "x", "stages": stages}, check_files=False)
+    policy = settings.stages.policy
+    estimate = OwnAdvantages(policy.advantages, policy.advantage_options)
+    found, metrics = estimate([torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5])], [2, 6, 1, 1])
+    assert [row.tolist() for row in found] == [[0.75, -0.25], [0.0, 0.0]] and metrics == {"baseline": 0.375}
+    from my_package.conditions import settled
+
+    assert settled({"train/success_rate": [0.5, 0.6, 0.6, 0.51]}) is True  # 0.555 after 0.55
+    assert settled({"train/success_rate": [0.5, 0.6, 0.6, 0.6]}) is False
+    assert settled({"train/success_rate": [0.5]}) is None
+    from my_package.measures import asks_back
+
+    asked = Trajectory(environment="e", level="l", kind="k", seed=0, prompt="p", target="t", turns=[Turn("why? ")])
+    assert asks_back(asked) == 1.0
+
+
+def test_the_stage_of_the_docs_rounds_weights(package, monkeypatch, tmp_path):
+    monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
+    stages = {"sft": {}, "own": {"rounding": {"use": "rounding.py:STAGE", "settings": {"dtype": "float16"}}}}
+    values = {"name": "x", "model": {"preset": "nano", "vocab_size": 320, "context": 64}, "stages": stages}
+    settings = from_dict(values, check_files=False)
+    assert settings.stages.active == ("sft", "rounding")
+    tokenizer = train_tokenizer(["abc xyz"], 320)
+    model = causal_lm.create(ModelSettings(preset="nano", context=64, device="cpu"), tokenizer, 0)
+    causal_lm.save(model, tokenizer, tmp_path / "start")
+    (tmp_path / "folder").mkdir()
+    context = SimpleNamespace(
+        inputs={"model": tmp_path / "start"}, pipeline=settings, folder=tmp_path / "folder",
+        settings=settings.stages.rounding,
+    )  # fmt: skip
+    assert stage_registry.entry("rounding").own.body(context) == {"note": "weights rounded to float16"}
+    rounded = causal_lm.load(tmp_path / "folder" / "model", ModelSettings(device="cpu"))[0]
+    for one, other in zip(rounded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other.half().float())
+
+
 def test_rewards_by_column_and_tools_are_used_as_shown(package):
     rows = [{"prompt": "2 + 3 =", "answer": "5"}]
     acting = make("prompts", {"rows": rows, "tools": "tools.py:TOOLS"})
@@ -211,6 +284,36 @@ def test_commands_parse(place, line):
 
 def test_enough_is_shown():
     assert len(commands()) > 40 and len(blocks("yaml")) > 8 and len(blocks("python")) > 6
+
+
+def documented_arguments():
+    """By function or method of the API page: the arguments in its tables' rows."""
+    text = (DOCS / "api.md").read_text().partition("\n## Arguments\n")[2].partition("\n## ")[0]
+    training, methods, others = (table.partition("|---|---|---|\n")[2] for table in text.split("| argument | of |")[1:])
+    every = set(re.findall(r"`(\w+)`", text.partition("`all` are ")[2].partition(".")[0]))
+    found = {}
+    for prefix, table in (("", training), ("Training.", methods), ("", others)):
+        for arguments, of in re.findall(r"^\| ([^|]*) \| ([^|]*) \|", table, re.MULTILINE):
+            for name in every if of == "all" else re.findall(r"`(\w+)`", of):
+                found.setdefault(prefix + name, []).extend(re.findall(r"`(\w+)`", arguments))
+    return found
+
+
+def test_the_api_page_names_every_argument():
+    public = {name: getattr(rl_core, name) for name in rl_core.__all__}
+    public = {name: one for name, one in public.items() if inspect.isfunction(one)}
+    methods = {f"Training.{name}": one for name, one in vars(rl_core.Training).items() if inspect.isfunction(one)}
+    public |= {name: one for name, one in methods.items() if "._" not in name}
+    arguments = {name: sorted(inspect.signature(one).parameters) for name, one in public.items()}
+    expected = {name: [one for one in names if one != "self"] for name, names in arguments.items()}
+    found = {name: sorted(names) for name, names in documented_arguments().items()}
+    assert len(found) > 20 and found == {name: names for name, names in expected.items() if names}
+
+
+def test_the_api_page_shows_every_public_function():
+    text = (DOCS / "api.md").read_text()
+    shown = set(re.findall(r"^        - (\w+)$", text, re.MULTILINE))
+    assert shown >= {name for name in rl_core.__all__ if inspect.isfunction(getattr(rl_core, name))}
 
 
 def test_generated_pages_are_current(monkeypatch):

@@ -1,54 +1,60 @@
-"""A stage that a test makes up: settings, a task and one entry of the registry are all that it takes."""
+"""A stage of the user's: a file with settings and a body, and one name in the config, through a whole pipeline."""
 
-import dataclasses
-import shutil
-from dataclasses import dataclass
+import textwrap
 from pathlib import Path
 
 import pytest
 
-import tasks.config
-from rl_core.settings import Settings, setting
+from rl_core.errors import DataError
 from tasks import stage_registry
-from tasks.config import PipelineSettings, StagesSettings, from_dict
-from tasks.pipeline.stage import run_stage
-from tasks.stage_registry import PipelineStage
+from tasks.config import ConfigError, from_dict, load, resolve
+
+TWIN = '''
+from dataclasses import dataclass
+
+from rl_core.api.recipes.sft import sft as sft_recipe
+from rl_core.data.token_rows import TokenRows
+from rl_core.settings import SFTSettings, setting
+from tasks.stage_registry import OwnStage
+from tasks.stages.loading import load_policy
+from twin_text import NOTE
 
 
 @dataclass(frozen=True, kw_only=True)
-class TwinSettings(Settings):
+class TwinSettings(SFTSettings):
     """Settings of the made-up stage."""
 
-    note: str = setting("a twin", doc="what the stage says")
+    note: str = setting(NOTE, doc="what the stage says")
 
 
-def make_twin(pipeline_run, model, data):
-    """Run the stage: its model is the one that it starts from."""
-    inputs = {"model": model, "data": data}
-    return run_stage(pipeline_run, "twin", _body, settings=pipeline_run.settings.stages.twin, inputs=inputs)
+def body(context):
+    """Train on a few made-up rows."""
+    policy = load_policy(context.inputs["model"], context.pipeline)
+    rows = [([5, 6, 7, 8], [False, True, True, True])] * 8
+    recipe = sft_recipe(policy, rows, rows, context.settings, context.seed, context.process_group)
+    outcome = context.train(recipe)
+    context.save_model(
+        recipe.trainer.optimizer_step, policy.model, policy.tokenizer,
+        lambda pipeline: load_policy(context.inputs["model"], pipeline).model,
+    )
+    return {"note": context.settings.note, "steps": outcome.steps, "metrics": outcome.metrics}
 
 
-def _body(context):
-    shutil.copytree(context.inputs["model"], context.folder / "model")
-    return {"note": context.settings.note}
-
-
-def settings_class(base, **fields):
-    """`base` with fields more, as if they had been written into it."""
-    named = [(name, kind, setting(default, doc=f"{name} of a test")) for name, (kind, default) in fields.items()]
-    return dataclasses.make_dataclass(base.__name__, named, bases=(base,), frozen=True, kw_only=True)
+STAGE = OwnStage(body, TwinSettings, takes=("model", "data"), needs=("data",), gives="policy", before="preference")
+LAST = OwnStage(lambda context: {"note": str(sorted(context.inputs))}, TwinSettings, takes=("models", "evaluation"))
+NO_MODEL = OwnStage(lambda context: {"note": "nothing"}, TwinSettings, gives="policy")
+'''
 
 
 @pytest.fixture
-def made_up(monkeypatch):
-    stages = settings_class(StagesSettings, twin=(TwinSettings | None, None))
-    pipeline = settings_class(PipelineSettings, stages=(stages, None))
-    monkeypatch.setattr(tasks.config, "PipelineSettings", pipeline)
+def home(tmp_path, monkeypatch):
+    """The current folder, with the stage's file and what it imports; the registry is as before in the end."""
     monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
-    stage = PipelineStage(
-        name="twin", task=f"{__name__}:make_twin", takes=("model", "data"), needs=("data",), gives="policy"
-    )
-    stage_registry.register(stage, before="preference")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "twin.py").write_text(TWIN)
+    (tmp_path / "twin_text.py").write_text('NOTE = "a twin"\n')
+    return tmp_path
 
 
 @pytest.fixture
@@ -59,32 +65,151 @@ def prefect_api():
         yield
 
 
-def settings_of(output: Path):
-    return from_dict(
-        {
-            "name": "own", "output": str(output), "threads": 1,
-            "model": {"preset": "nano", "vocab_size": 320, "context": 128},
-            "tracking": {"system_metrics_seconds": 0.0},
-            "stages": {
-                "prepare_data": {"num_demonstrations": 40, "levels": ["easy"]},
-                "sft": {"max_steps": 1, "batch_size": 4}, "twin": {"note": "an own stage"}, "policy": {},
-            },
-        }
-    )  # fmt: skip
+def values(output: Path, **own):
+    own = own or {"twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}}}
+    return {
+        "name": "own", "output": str(output), "threads": 1,
+        "environment": {"name": "arithmetic"},
+        "model": {"preset": "nano", "vocab_size": 320, "context": 128},
+        "tracking": {"system_metrics_seconds": 0.0, "traces": 0},
+        "run": {"timeouts": {"twin": 600}},
+        "stages": {
+            "prepare_data": {"num_demonstrations": 40, "levels": ["easy"]},
+            "sft": {"max_steps": 1, "batch_size": 4}, "own": own,
+            "evaluate": {"episodes": 3, "levels": ["easy"], "sampling": {"max_completion_tokens": 4}},
+        },
+    }  # fmt: skip
 
 
-def test_an_own_stage_runs_by_its_name_and_its_model_has_a_parent(made_up, prefect_api, tmp_path):
-    from flows.single_stage import run_stage as run_single_stage
+def test_a_whole_pipeline_knows_it(home, prefect_api):
+    """Order, profile, lineage of versions, evaluation, picture, cache, `why`, and an edit of what it imports."""
+    from flows.cli.time_profile import shortened
+    from flows.cli.why import explain
+    from flows.post_training import run_pipeline
+    from flows.runtime.dag_figure import _arrows
     from tasks.tracking import Tracking
 
-    result = run_single_stage(settings_of(tmp_path), "twin", quiet=True)
-    assert list(result.results) == ["prepare_data", "sft", "twin"]  # what it needs, and nothing after it
-    assert result.results["twin"].summary["note"] == "an own stage"
-    tracking = Tracking(None, tmp_path, "own")
+    own = {
+        "twin": {"use": "twin.py:STAGE", "settings": {"max_steps": 2, "batch_size": 4}},
+        "last": {"use": "twin.py:LAST"},
+    }
+    settings = from_dict(values(home / "out", **own))
+    assert settings.stages.active == ("prepare_data", "sft", "twin", "evaluate", "last")
+    assert settings.stages.twin.note == "a twin" and settings.stages.twin.learning_rate > 0
+    result = run_pipeline(settings, quiet=True)
+    assert list(result.results) == list(settings.stages.active)
+    twin = result.results["twin"]
+    assert (twin.summary["note"], twin.summary["steps"]) == ("a twin", 2)
+    assert {"sft", "twin"} == set(result.results["evaluate"].summary["models"])
+    assert result.results["last"].summary["note"] == "['evaluation', 'model.sft', 'model.twin']"
+    assert ("sft", "twin") in _arrows([row["stage"] for row in result.rows]) and (
+        home / "out/own/pipeline.png"
+    ).is_file()
+    tracking = Tracking(None, home / "out", "own")
     versions = {version.tags["stage"]: version for version in tracking.versions("own")}
-    assert list(versions) == ["sft", "twin"]
     assert versions["twin"].tags["parent_version"] == str(versions["sft"].version) == "1"
     run = next(row for row in tracking.list_runs() if row.name == "twin")
     assert run.tags["parent_model_version"] == "models:/own/1"
-    again = run_single_stage(settings_of(tmp_path), "twin", quiet=True)
+    assert shortened(settings, "twin", 5).stages.twin.max_steps == 5
+
+    again = run_pipeline(settings, quiet=True)
     assert all(stage.cached for stage in again.results.values())
+    assert "twin: settings and code as before" in explain(settings, "twin")
+    (home / "twin_text.py").write_text('NOTE = "a twin"\nOTHER = 1\n')
+    assert "twin_text" in explain(settings, "twin")
+
+
+def test_settings_survive_storing_and_may_be_overridden(home):
+    (home / "own.yaml").write_text(
+        textwrap.dedent("""\
+        name: own
+        stages:
+          prepare_data: {}
+          own:
+            twin: {use: "twin.py:STAGE", settings: {note: mine}}
+        """)
+    )
+    settings = load(home / "own.yaml", ["stages.own.twin.settings.max_steps=3"])
+    assert (settings.stages.twin.note, settings.stages.twin.max_steps) == ("mine", 3)
+    assert settings.stages.own["twin"].settings["batch_size"] == settings.stages.twin.batch_size
+    again = from_dict(resolve(settings))
+    assert again == settings and again.stages.twin == settings.stages.twin
+    assert load(home / "own.yaml", ["stages.own.twin=null"]).stages.active == ("prepare_data",)
+    without = settings.stages.with_stages({"twin": None, "prepare_data": None})
+    assert (without.own, without.prepare_data) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "key", "message"),
+    [
+        ("twin", {"use": "nowhere.py:STAGE"}, "use", "no such file"),
+        ("twin", {"use": "twin.py:body"}, "use", "is a function, expected a tasks.stage_registry.OwnStage"),
+        ("twin", {}, "use", "there is no installed stage 'twin'"),
+        ("sft", {"use": "twin.py:STAGE"}, "use", "'sft' is registered already"),
+        ("Twin 2", {"use": "twin.py:STAGE"}, "use", "cannot be named 'Twin 2'"),
+        ("twin", {"use": "twin.py:STAGE", "settings": {"max_step": 3}}, "settings.max_step", "did you mean 'max_s"),
+        ("twin", {"use": "twin.py:STAGE", "settings": {"max_steps": "x"}}, "settings.max_steps", "a whole number"),
+        ("twin", {"use": "twin.py STAGE"}, "use", "twin.py STAGE"),
+    ],
+)  # fmt: skip
+def test_one_message_says_what_is_wrong(home, name, block, key, message):
+    with pytest.raises(ConfigError) as caught:
+        from_dict(values(home / "out", **{name: block}) | {"run": {}}, check_files=False)
+    found = {".".join(map(str, problem.key)): problem.text for problem in caught.value.problems}
+    assert message in found.pop(f"stages.own.{name}.{key}")
+    assert found == {}
+
+
+def test_nothing_is_imported_unless_that_is_asked_for(home):
+    (home / "twin.py").write_text("raise RuntimeError('imported')\n")
+    settings = from_dict(values(home / "out"), check_files=False, import_code=False)
+    assert settings.stages.active == ("prepare_data", "sft", "evaluate", "twin")  # its place says its code
+    with pytest.raises(ConfigError, match="RuntimeError: imported"):
+        from_dict(values(home / "out"), check_files=False)
+    only = values(home / "out")
+    del only["stages"]["sft"]
+    assert "evaluate" in from_dict(only, check_files=False, import_code=False).stages.active  # it may give a policy
+    with pytest.raises(ConfigError, match=r"run\.timeouts\.twon: no such stage; did you mean 'twin'"):
+        from_dict(values(home / "out") | {"run": {"timeouts": {"twon": 1}}}, check_files=False, import_code=False)
+
+
+def test_a_policy_without_a_model_is_an_error(home):
+    from types import SimpleNamespace
+
+    from rl_core.distributed import SINGLE_PROCESS
+    from tasks.stages.own_stage import run_own_body
+
+    from_dict(values(home / "out", twin={"use": "twin.py:NO_MODEL"}), check_files=False)
+    context = SimpleNamespace(name="twin", folder=home, process_group=SINGLE_PROCESS)
+    with pytest.raises(DataError, match="stage 'twin' gives a policy, but wrote no model"):
+        run_own_body(context)
+
+
+def test_an_installed_stage_needs_no_path(home, monkeypatch):
+    from importlib.metadata import EntryPoint
+
+    from tasks.config import own_stages
+
+    point = EntryPoint("twin", "twin:STAGE", "posttrain.stages")
+    monkeypatch.setattr(
+        own_stages, "entry_points", lambda group, name="twin": [point] if (group, name) == (point.group, "twin") else []
+    )
+    settings = from_dict(values(home / "out", twin={"settings": {"max_steps": 1}}), check_files=False)
+    assert settings.stages.twin.max_steps == 1
+    assert stage_registry.entry("twin").task == "twin:STAGE"
+
+
+def test_a_retraining_leaves_it_out_where_its_file_has_nothing_new(home):
+    from types import SimpleNamespace
+
+    from tasks.lifecycle.retraining import _nothing_new
+
+    text = TWIN.replace('before="preference"', 'before="preference", learns_from="demonstrations"')
+    (home / "twin.py").write_text(text)
+    plain = values(home / "out")
+    plain["stages"]["policy"] = {}
+    settings = from_dict(plain, check_files=False)
+    assert _nothing_new(settings, SimpleNamespace(sources=())) == ("sft", "twin")
+    assert _nothing_new(settings, SimpleNamespace(sources=("demonstrations",))) == ()
+    left = settings.stages.with_stages(dict.fromkeys(("sft", "twin")))
+    assert left.active == ("prepare_data", "policy", "evaluate")

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from rl_core.cpu import waiting
 from rl_core.errors import BackendError, DataError, SettingsError, StageTimeout
-from rl_core.storage.folders import digest_file, digest_folder, verify_folder
+from rl_core.storage.manifest import digest_file, digest_folder, verify_folder
 from tasks.config import load
 from tasks.pipeline.result import StageResult
 

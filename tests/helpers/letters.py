@@ -53,6 +53,7 @@ def make_trainer(
     model_seed=0,
     process_group=SINGLE_PROCESS,
     teacher=None,
+    own=None,
     kind=PolicySettings,
     **options,
 ):
@@ -82,6 +83,7 @@ def make_trainer(
         backend,
         process_group=process_group,
         teacher=teacher,
+        own=own,
     )
 
 

@@ -76,6 +76,11 @@ STAGES = (
 )
 
 
+def centred(rewards_R, groups_R, lengths_R):
+    """Rewards minus the mean of all, by length: an advantage estimator of a user's."""
+    return (rewards_R - rewards_R.mean()) / lengths_R, {"length": lengths_R.double().mean()}
+
+
 def scenarios(process_group, folder, numbers):
     """By name, what gives numbers; `numbers` runs a trainer."""
     ours = folder / ("alone" if process_group.size == 1 else "together")
@@ -88,6 +93,8 @@ def scenarios(process_group, folder, numbers):
     yield "grpo", lambda: run(of(reference=model_of(1), **held, **TWICE))
     soft = {"algorithm": "sapo", "importance": "geometric", "importance_mask": "token"}
     yield "sapo", lambda: run(of(reference=model_of(1), **soft, **held, **TWICE))
+    own = {"loss": "rl_core.losses.policy:sapo_loss", "advantages": "helpers.sharded_policies:centred"}
+    yield "own parts", lambda: run(of(loss_aggregation="sequence_mean", importance="token", **own, **TWICE))
     taught = {
         "kind": DistilledPolicySettings,
         "teacher": LocalTeacher(model_of(1)),

@@ -3,7 +3,7 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from rl_core.storage.folders import digest_bytes
+from rl_core.storage.manifest import digest_bytes
 
 VOCABULARY, PAD = 11, 0
 

@@ -14,12 +14,11 @@ from rl_core.evaluation import (
     Evaluation,
     compare,
     evaluate,
-    heldout_requests,
     paired_differences,
     summarize,
-    validation_requests,
 )
 from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
 from rl_core.settings import EvaluationSettings, SamplingSettings
 from rl_core.types import StopReason, ToolCall, Trajectory, Turn
 

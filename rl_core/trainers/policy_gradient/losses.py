@@ -15,11 +15,13 @@ from rl_core.losses.kl import adaptive_kl_coef, banded_kl_coef, kl_k1, kl_k3
 from rl_core.losses.masking import masked_max, masked_sum
 from rl_core.losses.policy import cispo_loss, clipped_policy_loss, gspo_loss, reinforce_loss, sapo_loss
 from rl_core.settings import PolicySettings
+from rl_core.trainers.policy_gradient.own_parts import OwnLoss
 
 __all__ = [
     "StepCounts",
     "importance_weights",
     "next_kl_coef",
+    "own_policy_loss",
     "policy_loss",
     "sampler_agreement",
     "token_weights_of",
@@ -104,6 +106,29 @@ def policy_loss(
     return loss, metrics | _policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
 
 
+def own_policy_loss(
+    own: OwnLoss,
+    settings: PolicySettings,
+    logprobs_BS: torch.Tensor,
+    old_logprobs_BS: torch.Tensor,
+    advantages_BS: torch.Tensor,
+    loss_mask_BS: torch.Tensor,
+    counts: StepCounts,
+    importance_BS: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, Metrics]:
+    """The user's loss in place of the algorithm's; arguments and result as `policy_loss`.
+
+    Importance weights multiply the weights of the tokens' losses: what an advantage means there is not known.
+    """
+    weights_BS, count = token_weights_of(settings, loss_mask_BS, counts, logprobs_BS.dtype), counts.num_run_tokens
+    if importance_BS is not None:
+        weights_BS = weights_BS * importance_BS
+    loss, metrics = own(
+        logprobs_BS, old_logprobs_BS, advantages_BS, loss_mask_BS, num_loss_tokens=count, loss_weights_BT=weights_BS
+    )
+    return loss, metrics | _policy_kl(logprobs_BS, old_logprobs_BS, loss_mask_BS, count)
+
+
 def importance_weights(
     settings: PolicySettings,
     logprobs_BS: torch.Tensor,
@@ -113,11 +138,11 @@ def importance_weights(
 ) -> torch.Tensor | None:
     """Importance weights [B, S] over the sampler, truncated, 0 where `importance_mask` drops; None = all 1.
 
-    Of the old policy, since the loss has the ratio of the current one to it; of the current policy for reinforce, which
-    has none. V-trace's weights are in the advantages already. They are never negative, so that multiplying the
+    Of the old policy, since the loss has the ratio of the current one to it; of the current policy for reinforce, whose
+    loss has none. V-trace's weights are in the advantages already. They are never negative, so that multiplying the
     advantages by them multiplies every loss.
     """
-    target_BS = logprobs_BS.detach() if settings.algorithm == "reinforce" else old_logprobs_BS
+    target_BS = logprobs_BS.detach() if settings.algorithm == "reinforce" and settings.loss is None else old_logprobs_BS
     pair = (target_BS, sampler_logprobs_BS, mask_BS)
     weights_BS = None
     if settings.importance != "none" and settings.importance != "vtrace":

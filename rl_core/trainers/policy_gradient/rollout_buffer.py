@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -29,10 +29,12 @@ from rl_core.models.causal_lm import evaluating
 from rl_core.models.critic import PolicyWithCritic, SeparateCritic, ValueHead, hidden_size
 from rl_core.models.dropout import repeatable_masks, training_mode
 from rl_core.models.logprobs import check_contexts, completion_logprobs
+from rl_core.models.lora import without_adapter
 from rl_core.rollouts.batching import make_batches
 from rl_core.settings import PolicySettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import comparison_advantages, fill_masked_rewards, value_advantages
+from rl_core.trainers.policy_gradient.own_parts import OwnParts, own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -49,10 +51,11 @@ class ActorCritic:
     policy: PreTrainedModel
     optimizer_step: OptimizerStep  # of the policy, value head included
     pad_id: int
-    reference: PreTrainedModel | None = None  # of the KL term, frozen
+    reference: PreTrainedModel | None = None  # of the KL term, frozen; the policy itself = without its adapters
     critic: PolicyWithCritic | None = None  # None = an algorithm without values
     critic_optimizer_step: OptimizerStep | None = None  # of a separate critic
     teacher: Teacher | None = None  # of a distillation: advantages come from it in place of rewards
+    own: OwnParts = field(default_factory=OwnParts)  # loss and advantage estimator of the user's
 
     @property
     def device(self) -> torch.device:
@@ -161,9 +164,11 @@ class RolloutBuffer:
     @torch.no_grad()
     def compute_ref_logprobs(self, plan: Plan) -> None:
         """Log-probs of the reference, once for all epochs."""
-        assert self.actor_critic.reference is not None
-        with span("reference"):
-            self.ref_logprobs_RS = self._logprobs(self.actor_critic.reference, plan)
+        reference = self.actor_critic.reference
+        assert reference is not None
+        own = without_adapter(reference) if reference is self.actor_critic.policy else nullcontext()
+        with span("reference"), own:
+            self.ref_logprobs_RS = self._logprobs(reference, plan)
 
     @torch.no_grad()
     def compute_teacher_logprobs(self, plan: Plan) -> None:
@@ -251,18 +256,19 @@ class RolloutBuffer:
         else:
             if penalty_RS is not None:
                 rewards_R = rewards_R - penalty_RS.sum(1).double().cpu()
-            self._compare_rewards(rewards_R)
+            metrics |= self._compare_rewards(rewards_R)
         if self.settings.uses_whitening and bool(self.mask_RS.any()):
             self.advantages_RS = masked_whiten(self.advantages_RS, self.mask_RS)
         return metrics
 
-    def _compare_rewards(self, rewards_R: torch.Tensor) -> None:
+    def _compare_rewards(self, rewards_R: torch.Tensor) -> dict[str, float]:
         """Group-relative or batch advantages of the fresh groups; filtered and masked samples lose their mask."""
         rewards = rewards_R.split([len(group) for group in self.groups])
         fresh = [index for index, group in enumerate(self.groups) if not any(sample.is_replayed for sample in group)]
         masked = [torch.tensor([sample.is_masked for sample in self.groups[index]]) for index in fresh]
         filled = fill_masked_rewards([rewards[index] for index in fresh], masked)
-        for index, advantages_G in zip(fresh, comparison_advantages(filled, self.settings.algorithm), strict=True):
+        compared, metrics = self._compared(filled, fresh)
+        for index, advantages_G in zip(fresh, compared, strict=True):
             for sample, advantage in zip(self.groups[index], advantages_G.tolist(), strict=True):
                 sample.advantage = 0.0 if sample.is_masked else advantage
         for row, sample in enumerate(self.samples):
@@ -270,6 +276,19 @@ class RolloutBuffer:
             if sample.is_masked or abs(sample.advantage) < self.settings.filter_threshold:
                 self.mask_RS[row] = False  # carries no loss, and counts in no denominator
             self.advantages_RS[row][self.mask_RS[row]] = sample.advantage
+        return metrics
+
+    def _compared(
+        self, groups: Sequence[torch.Tensor], indices: Sequence[int]
+    ) -> tuple[list[torch.Tensor], dict[str, float]]:
+        """Advantages [G] of groups of rewards, by the user's estimator (with metrics) or the algorithm's."""
+        own = self.actor_critic.own.advantages
+        if own is None:
+            return comparison_advantages(groups, self.settings.algorithm), {}
+        lengths = [sum(sample.row.loss_mask) for index in indices for sample in self.groups[index]]
+        # by one process for all: a function of the user's may give other numbers at another call
+        found, metrics = self.actor_critic.optimizer_step.process_group.on_rank_zero(lambda: own(groups, lengths))
+        return found, {f"train/advantages/{name}": value for name, value in metrics.items()}
 
     def _estimate_from_values(self, rewards_R: torch.Tensor, penalty_RS: torch.Tensor | None) -> dict[str, float]:
         """GAE and returns of all rows; masked rows and filtered tokens lose their mask."""
@@ -332,8 +351,10 @@ def make_actor_critic(
     pad_id: int,
     process_group: ProcessGroup = SINGLE_PROCESS,
     teacher: Teacher | None = None,
+    own: OwnParts | None = None,
 ) -> ActorCritic:
-    """Policy, critic and optimizers that the algorithm needs."""
+    """Policy, critic and optimizers that the algorithm needs; `own`: None = those that the settings name."""
+    own = own_parts(settings) if own is None else own
     optimizer_step_of = functools.partial(
         OptimizerStep,
         total_steps=settings.iterations * settings.epochs * settings.minibatches,
@@ -342,18 +363,19 @@ def make_actor_critic(
     )
     chosen = settings.value_function
     if chosen is None:
-        return ActorCritic(model, optimizer_step_of(model, settings), pad_id, reference, teacher=teacher)
+        return ActorCritic(model, optimizer_step_of(model, settings), pad_id, reference, teacher=teacher, own=own)
     if chosen.kind == "shared":
         head = ValueHead(hidden_size(model)).to(next(model.parameters()).device)
         joined = PolicyWithCritic(model, head)
-        return ActorCritic(model, optimizer_step_of(joined, settings), pad_id, reference, joined)
+        return ActorCritic(model, optimizer_step_of(joined, settings), pad_id, reference, joined, own=own)
     critic = SeparateCritic(model)
-    own = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
+    of_critic = dataclasses.replace(settings, learning_rate=chosen.learning_rate or settings.learning_rate)
     return ActorCritic(
         model,
         optimizer_step_of(model, settings),
         pad_id,
         reference,
         PolicyWithCritic(model, critic),
-        optimizer_step_of(critic, own),
+        optimizer_step_of(critic, of_critic),
+        own=own,
     )

@@ -27,6 +27,7 @@ from rl_core.errors import SettingsError
 from rl_core.inference.sampling import RolloutBackend
 from rl_core.inference.teacher import Teacher
 from rl_core.models.logprobs import check_router
+from rl_core.models.lora import is_lora
 from rl_core.models.turn_states import TurnStates, turn_states
 from rl_core.rewards.orchestrator import RewardOrchestrator
 from rl_core.rewards.overlong import OverlongPenalty
@@ -37,6 +38,7 @@ from rl_core.settings import PolicySettings, RollbackSettings
 from rl_core.timing import span
 from rl_core.trainers.policy_gradient.advantages import SignalWarning, advantage_metrics
 from rl_core.trainers.policy_gradient.losses import next_kl_coef
+from rl_core.trainers.policy_gradient.own_parts import own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import ReplayBuffer, SampleGroup, sample_groups
 from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
@@ -73,11 +75,13 @@ class PolicyGradientTrainer(RolloutTrainer):
         record: RolloutRecord | None = None,
         process_group: ProcessGroup = SINGLE_PROCESS,
         teacher: Teacher | None = None,
+        own: Mapping[str, Callable[..., Any]] | None = None,
     ) -> None:
         """Build everything; nothing is drawn or played yet.
 
         Args:
-            reference_model: of the KL term, frozen here; needed when kl_coef > 0.
+            reference_model: of the KL term, frozen here; needed when kl_coef > 0. `model` itself, where it has
+                adapters: the model without them, and no second copy.
             backend: samples from `model`'s own weights (a benchmark may hand in one that lags behind).
             pad_id: None = the renderer's.
             evaluator: plays validation episodes and gives `eval/...` metrics; None = `evaluate` gives none.
@@ -86,6 +90,8 @@ class PolicyGradientTrainer(RolloutTrainer):
                 scores them all.
             teacher: of a distillation (`DistilledPolicySettings`): gives each token its advantage. Rewards are then
                 measured, and learned from by nothing.
+            own: loss and advantage estimator of the user's, by the name of their setting; None = those that the
+                settings name are imported.
         Raises: SettingsError for a level that the environment does not have, a KL term without a reference, or a
             router's loss for a model without one;
             DataError for a renderer without padding token where pad_id is None.
@@ -118,9 +124,13 @@ class PolicyGradientTrainer(RolloutTrainer):
         if settings.overlong_tokens:
             limit = settings.sampling.max_completion_tokens
             self._penalties["overlong"] = OverlongPenalty(limit, settings.overlong_tokens)
-        if reference_model is not None:
+        if reference_model is model and not is_lora(model):
+            raise SettingsError("kl_coef: a model without adapters cannot be its own reference; hand in a copy")
+        if reference_model is not None and reference_model is not model:
             reference_model.requires_grad_(False).eval()
-        self.actor_critic = make_actor_critic(model, reference_model, settings, self.pad_id, process_group, teacher)
+        self.actor_critic = make_actor_critic(
+            model, reference_model, settings, self.pad_id, process_group, teacher, own_parts(settings, own)
+        )
         self.optimizer_step = self.actor_critic.optimizer_step
         critic_optimizer_step = self.actor_critic.critic_optimizer_step
         self._snapshots = StageSnapshots(

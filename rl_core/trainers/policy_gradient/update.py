@@ -26,6 +26,7 @@ from rl_core.settings import PolicySettings
 from rl_core.trainers.policy_gradient.losses import (
     StepCounts,
     importance_weights,
+    own_policy_loss,
     policy_loss,
     sampler_agreement,
     token_weights_of,
@@ -135,7 +136,8 @@ class PolicyUpdate:
             if is_traced or buffer.old_logprobs_RS is None:
                 buffer.copy_sampler_logprobs(minibatches)
         metrics = buffer.estimate_advantages(self.kl_coef if in_reward else 0.0)
-        needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0
+        own = self.actor_critic.own.loss  # what it makes of an advantage of 0 is not known
+        needs_all = in_loss or self.entropy_coef > 0 or settings.trust_region_coef > 0 or own is not None
         if not needs_all and (critic is None or critic.value_head is None):
             self.trained = set(torch.nonzero(buffer.advantages_RS.any(1)).flatten().tolist())
         plan = [self._trained_rows(indices) for indices in minibatches]
@@ -225,13 +227,12 @@ class PolicyUpdate:
         weights_BS = importance_weights(settings, logprobs_BS, old_BS, sampler_BS, mask_BS)
         parts: dict[str, Any] = {}
         if weights_BS is not None:
-            advantages_BS = advantages_BS * weights_BS
             if settings.importance_mask != "none":
                 parts["importance_dropped"] = masked_sum((weights_BS == 0).to(weights_BS.dtype), mask_BS) / count
             parts["importance_mean"] = masked_sum(weights_BS, mask_BS) / count
             parts["importance_square_mean"] = masked_sum(weights_BS.square(), mask_BS) / count
-        loss, own = policy_loss(settings, logprobs_BS, old_BS, advantages_BS, mask_BS, self.counts)
-        parts |= own | sampler_agreement(sampler_BS, old_BS, mask_BS, count)
+        loss, found = self._policy_loss(logprobs_BS, old_BS, advantages_BS, mask_BS, weights_BS)
+        parts |= found | sampler_agreement(sampler_BS, old_BS, mask_BS, count)
         loss, more = self._add_terms(loss, outputs, old_BS, batch)
         metrics = {f"policy/{name}": value for name, value in (parts | more).items()}
         if outputs.values_BS is not None:
@@ -240,6 +241,22 @@ class PolicyUpdate:
             loss = loss + settings.value_function.value_coef * value
             metrics |= value_metrics
         return loss, metrics
+
+    def _policy_loss(
+        self,
+        logprobs_BS: torch.Tensor,
+        old_BS: torch.Tensor,
+        advantages_BS: torch.Tensor,
+        mask_BS: torch.Tensor,
+        importance_BS: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The policy term, of the user's loss or the algorithm's."""
+        settings, counts, own = self.settings, self.counts, self.actor_critic.own.loss
+        if own is not None:
+            return own_policy_loss(own, settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts, importance_BS)
+        if importance_BS is not None:
+            advantages_BS = advantages_BS * importance_BS
+        return policy_loss(settings, logprobs_BS, old_BS, advantages_BS, mask_BS, counts)
 
     def _add_terms(
         self, loss: torch.Tensor, outputs: TokenOutputs, old_BS: torch.Tensor, batch: TrainBatch

@@ -107,6 +107,42 @@ def test_two_trainers_in_one_process_do_not_meet():
     assert equal(weights(first), weights(alone)) and not equal(weights(first), weights(second))
 
 
+LOSS = """
+from loss_scale import SCALE
+
+def loss(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_tokens, loss_weights_BT):
+    scale = SCALE * loss_mask_BT.sum() / num_loss_tokens
+    return (-SCALE * advantages_BT * logprobs_BT * loss_weights_BT).sum(), {"scale": scale}
+"""
+
+
+def test_a_loss_of_the_user_s_by_path_and_by_hand(tmp_path, monkeypatch):
+    """Logged and learned from; a resume with an edited file, or an edited file that it imports, is refused."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine.py").write_text(LOSS)
+    (tmp_path / "loss_scale.py").write_text("SCALE = 2.0\n")
+    first = train(tmp_path / "a", iterations=1, loss="mine.py:loss")
+    first.run()
+    assert first.metrics()["policy/scale"].iloc[-1] == pytest.approx(2.0)
+    assert train(tmp_path / "a", iterations=2, loss="mine.py:loss").run().resumed_iteration == 1
+    (tmp_path / "loss_scale.py").write_text("SCALE = 3.0\n")
+    with pytest.raises(rl_core.ResumeRefused, match=r"code\.loss_scale"):
+        train(tmp_path / "a", iterations=3, loss="mine.py:loss").run()
+
+    def plain(logprobs_BT, old_logprobs_BT, advantages_BT, loss_mask_BT, *, num_loss_tokens, loss_weights_BT):
+        return (-advantages_BT * logprobs_BT * loss_weights_BT).sum(), {}
+
+    by_hand = rl_core.grpo(
+        small_policy(), prompts=["say e", "1 + 2 ="], reward=length, loss=plain,
+        settings=settings(iterations=2),
+    )  # fmt: skip
+    by_hand.run()
+    assert by_hand.settings.loss == "plain"
+    with pytest.raises(rl_core.SettingsError, match="loss: 'nowhere' is no import path"):
+        train(loss="nowhere")
+
+
 def test_a_resume_with_another_reward_or_setting_is_refused(tmp_path):
     train(tmp_path, iterations=1).run()
 

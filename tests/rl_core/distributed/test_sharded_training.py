@@ -49,8 +49,8 @@ def test_two_processes_give_the_numbers_of_one(results, stage):
 
 
 POLICIES = [
-    "grpo", "sapo", "distill", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards", "policy adapters",
-    "dropout",
+    "grpo", "sapo", "own parts", "distill", "dynamic", "ppo separate", "ppo shared", "limited", "inner rewards",
+    "policy adapters", "dropout",
 ]  # fmt: skip
 
 

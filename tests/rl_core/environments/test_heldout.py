@@ -19,7 +19,7 @@ from rl_core.environments.prompts import Prompts
 from rl_core.environments.reckoning import Reckoning
 from rl_core.environments.tools import Toolset
 from rl_core.errors import EnvironmentFault, SettingsError
-from rl_core.evaluation import heldout_requests, validation_requests
+from rl_core.rollouts.heldout_requests import heldout_requests, validation_requests
 from rl_core.rollouts.heldout_seeds import draw_heldout
 from rl_core.rollouts.training_seeds import SeedOrders
 from rl_core.settings import EvaluationSettings

@@ -14,7 +14,7 @@ import torch
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy, NonFiniteError
 from rl_core.storage import checkpoint, faults
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import verify_folder
+from rl_core.storage.manifest import verify_folder
 
 
 def state_of(version):

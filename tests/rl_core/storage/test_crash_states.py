@@ -19,7 +19,9 @@ from helpers.crash_states import Recorder, crash_states, materialise
 
 from rl_core.storage.checked_lines import read_checked
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import remove_folder, seal_folder, verify_folder
+from rl_core.storage.folder_removal import remove_folder
+from rl_core.storage.folders import seal_folder
+from rl_core.storage.manifest import verify_folder
 from rl_core.storage.single_files import append_bytes, create_once, make_folder, replacing, write_json_atomic
 from tasks.pipeline.result import load_finished
 from tasks.tracking.journal import LineLog

@@ -15,7 +15,9 @@ import torch
 from rl_core.errors import CheckpointError, CorruptError
 from rl_core.storage.checked_lines import read_checked
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import clear_leftovers, publish_folder, read_manifest, remove_folder, seal_folder
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder
+from rl_core.storage.folders import publish_folder, seal_folder
+from rl_core.storage.manifest import read_manifest
 from rl_core.storage.single_files import (
     REMEDIES,
     append_bytes,

@@ -11,17 +11,15 @@ import pytest
 
 from rl_core.errors import CheckpointError, CorruptError, FolderBusy
 from rl_core.storage import faults
-from rl_core.storage.folders import (
+from rl_core.storage.folder_removal import clear_leftovers, remove_folder
+from rl_core.storage.folders import publish_folder, seal_folder
+from rl_core.storage.manifest import (
     MANIFEST,
-    clear_leftovers,
     digest_bytes,
     digest_file,
     digest_folder,
-    publish_folder,
     read_manifest,
     read_verified,
-    remove_folder,
-    seal_folder,
     verify_folder,
 )
 from rl_core.storage.single_files import write_json_atomic

@@ -10,7 +10,7 @@ import pytest
 from rl_core.errors import FolderBusy
 from rl_core.storage import locks, single_files
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.storage.folders import clear_leftovers
+from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.network_folders import locks_reach_other_machines
 

@@ -13,7 +13,8 @@ from rl_core.rewards.rollout_log import RewardRecord
 from rl_core.settings import JudgeSettings
 from rl_core.storage import single_files
 from rl_core.storage.checked_lines import copy_intact
-from rl_core.storage.folders import clear_leftovers, publish_folder
+from rl_core.storage.folder_removal import clear_leftovers
+from rl_core.storage.folders import publish_folder
 from rl_core.storage.locks import FolderLock
 from rl_core.storage.own_files import cache_folder, own_file
 from rl_core.storage.single_files import write_text_atomic, write_text_unsynced

@@ -7,7 +7,7 @@ import pytest
 
 from rl_core.errors import CheckpointError
 from rl_core.storage import replaced_folders
-from rl_core.storage.folders import verify_folder
+from rl_core.storage.manifest import verify_folder
 from rl_core.storage.replaced_folders import replace_folder
 
 

@@ -15,7 +15,7 @@ import torch
 from helpers.resume_scenarios import CUT, SCENARIOS, MemoryStore, run
 
 from rl_core.storage.checkpoint import CheckpointStore
-from rl_core.training import loop
+from rl_core.training.loop_state import LoopMemory
 
 LAST = 5  # iterations of each run, as patience ends it
 
@@ -173,7 +173,7 @@ def start_state(name):
     state = {
         "model": dict(trainer.model.state_dict()), "best_model": None,
         "optimizer_step": trainer.optimizer_step.state_dict(), "trainer": trainer.state_dict(),
-        "loop": dataclasses.asdict(loop.LoopMemory().state),
+        "loop": dataclasses.asdict(LoopMemory().state),
     }  # fmt: skip
     return copy.deepcopy(state)
 

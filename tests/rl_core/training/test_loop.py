@@ -26,7 +26,7 @@ from rl_core.storage import faults
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.faults import InjectedFault
 from rl_core.tracking import MemoryTracker
-from rl_core.training import loop, signals
+from rl_core.training import loop_checkpoints, signals
 from rl_core.training.loop import run_loop
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
@@ -389,7 +389,7 @@ def test_long_iterations_are_saved_before_their_turn(tmp_path, monkeypatch, tick
     """`tick` seconds pass between two looks at the clock, of which an iteration has several."""
     saved, save = [], CheckpointStore.save
     monkeypatch.setattr(CheckpointStore, "save", lambda self, state: (saved.append(state["loop"]), save(self, state)))
-    monkeypatch.setattr(loop, "SAVE_TIMES", 1.0)
+    monkeypatch.setattr(loop_checkpoints, "SAVE_TIMES", 1.0)
     looks = itertools.count()
     settings = LoopSettings(eval_every=0, checkpoint_every=1000)
     run(tmp_path, settings=settings, iterations=3, clock=lambda: tick * next(looks), best_metric=None)

@@ -242,7 +242,7 @@ def test_schema_has_every_field_with_its_meaning_and_range():
     assert policy["properties"]["betas"]["prefixItems"][0] == {"minimum": 0, "exclusiveMaximum": 1, "type": "number"}
     assert schema["properties"]["environment"]["default"] == {"name": "pixel_grid", "options": {}}
     assert schema["required"] == ["name", "stages"]
-    assert set(schema["$defs"]["StagesSettings"]["properties"]) == set(STAGES)
+    assert set(schema["$defs"]["StagesSettings"]["properties"]) == {*STAGES, "own"}
     for name, block in schema["$defs"].items():
         for field, entry in block.get("properties", {}).items():
             assert entry.get("description"), f"{name}.{field} has no meaning"

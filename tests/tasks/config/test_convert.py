@@ -8,7 +8,7 @@ import pytest
 from helpers import ROOT
 
 from flows.cli.main import main
-from flows.cli.parser import TRAINERS as OFFERED
+from flows.cli.pipeline_parsers import TRAINERS as OFFERED
 from rl_core import PolicySettings
 from rl_core.errors import SettingsError
 from rl_core.settings.peer_names import TRAINER_STAGES, peer_hint, trl_name, trl_names, verl_name, verl_names
@@ -200,3 +200,13 @@ def test_recorded_names_are_those_of_an_installed_trl():
     for name, names in TRL.items():
         cls = trl.ScriptArguments if name == "Script" else getattr(trl, f"{name}Config", None)
         assert cls is None or {field.name for field in dataclasses.fields(cls)} == set(names), name
+
+
+def test_options_of_adapters_are_taken_over(tmp_path):
+    given = {
+        "model_name_or_path": "org/m", "use_peft": True, "lora_target_modules": "all-linear", "use_rslora": True,
+        "use_dora": True, "lora_modules_to_save": ["norm"], "load_in_4bit": True, "num_generations": 4,
+    }  # fmt: skip
+    lora = settings_of(convert(given, "x.yaml"), tmp_path).model.lora
+    assert (lora.target_modules, lora.rank_stabilized, lora.dora) == ("all-linear", True, True)
+    assert (lora.modules_to_save, lora.quantize) == (("norm",), "nf4")

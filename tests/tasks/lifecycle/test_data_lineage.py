@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rl_core.errors import DataError
-from rl_core.storage.folders import digest_file
+from rl_core.storage.manifest import digest_file
 from tasks.config import from_dict
 from tasks.lifecycle.data_lineage import Change, new_since, record_sources, records_from_tags, tags_of_records
 

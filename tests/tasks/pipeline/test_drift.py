@@ -10,7 +10,6 @@ from helpers.stage_doubles import PipelineRun
 from rl_core.errors import ResumeRefused, Stopped
 from rl_core.settings import SFTSettings
 from rl_core.storage.checkpoint import CheckpointStore
-from tasks.pipeline import conditions as conditions_module
 from tasks.pipeline import key as keys
 from tasks.pipeline.conditions import finished_conditions
 from tasks.pipeline.decisions import decisions
@@ -189,12 +188,14 @@ def test_changed_code_names_file_and_function(tmp_path, monkeypatch):
 
 def test_an_upgrade_in_the_middle_counts_and_is_said(tmp_path, monkeypatch):
     cut(tmp_path)
-    monkeypatch.setattr(keys, "code_version", lambda: "0123456789ab")
-    sources = {**keys.source_digests(), "rl_core/losses/policy.py": "other"}
-    monkeypatch.setattr(conditions_module, "source_digests", lambda: sources)
+    monkeypatch.setattr(keys, "stage_code", lambda *_: "0123456789ab")
+    digest = keys.file_digest
+    monkeypatch.setattr(
+        keys, "file_digest", lambda path: "other" if path == "rl_core/losses/supervised.py" else digest(path)
+    )
     with pytest.raises(ResumeRefused) as refused:
         play(PipelineRun(tmp_path), finished([]))
-    assert "-> 0123456789ab (rl_core/losses/policy.py)" in str(refused.value)
+    assert "-> 0123456789ab (rl_core/losses/supervised.py)" in str(refused.value)
     assert "an upgrade of posttrain counts as a change" in str(refused.value)
 
 

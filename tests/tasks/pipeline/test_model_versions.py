@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from rl_core.errors import BackendError
-from rl_core.storage.folders import digest_folder
+from rl_core.storage.manifest import digest_folder
 from tasks.config import from_dict
 from tasks.pipeline.model_versions import ModelVersions
 from tasks.pipeline.result import StageResult

@@ -16,10 +16,12 @@ from rl_core.settings import PreferenceSettings, SFTSettings
 from rl_core.storage.checked_lines import sealed
 from rl_core.training import loop
 from tasks.pipeline import key as keys
+from tasks.pipeline import stage_code
 from tasks.pipeline.key import input_digest, stage_key, stage_seed
 from tasks.pipeline.result import content_digest
 from tasks.pipeline.run_options import RunOptions
-from tasks.pipeline.stage import StageContext, _clear_leftovers, run_stage
+from tasks.pipeline.stage import StageContext, run_stage
+from tasks.pipeline.stage_folder import keep_checkpoints
 
 
 def key(name="sft", settings=SFTSettings(), made=None, digests=None):  # noqa: B008 frozen
@@ -39,7 +41,7 @@ def test_the_key_changes_with_everything_that_decides_the_result(monkeypatch):
     same = key()
     assert len({same, *changed.values()}) == 1 + len(changed), "each one counts"
     assert key(made=pipeline(name="other", output="elsewhere")) == same  # where it lies changes no number
-    monkeypatch.setattr(keys, "code_version", lambda: "other")
+    monkeypatch.setattr(keys, "stage_code", lambda *_: "other")
     assert key() != same
 
 
@@ -69,11 +71,12 @@ def test_the_key_changes_with_what_a_chat_template_prints(tmp_path):
 
 
 def test_the_code_version_is_that_of_every_source():
-    root = Path(keys.__file__).resolve().parents[2]
+    root = Path(stage_code.__file__).resolve().parents[2]
     files = [path for package in ("rl_core", "tasks") for path in (root / package).rglob("*") if path.is_file()]
     files = [path for path in files if "__pycache__" not in path.parts and path.name != "py.typed"]
     sources = [path for path in files if "shipped" not in path.parts]  # what ships there is copied, not run
-    assert {path.suffix for path in sources} == set(keys._SOURCES)
+    assert {path.suffix for path in sources} == set(stage_code._SOURCES)
+    assert {root / path for path in stage_code.project_sources() if "/shipped/" not in path} == set(sources)
 
 
 def test_the_key_changes_with_the_content_of_the_environment_s_data(tmp_path):
@@ -261,11 +264,11 @@ def test_rollouts_for_people_outlive_a_kill_behind_the_last_iteration(tmp_path):
     for name in ("recent_rollouts.jsonl", "summary.json", "model/config.json", "checkpoints/LATEST"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
-    _clear_leftovers(tmp_path)
+    keep_checkpoints(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", "recent_rollouts.jsonl"]
     (tmp_path / "checkpoints" / "LATEST").unlink()
     (tmp_path / "checkpoints").rmdir()
-    _clear_leftovers(tmp_path)
+    keep_checkpoints(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

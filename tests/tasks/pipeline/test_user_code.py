@@ -6,10 +6,10 @@ import textwrap
 import pytest
 
 from rl_core.errors import SettingsError
-from rl_core.settings import PolicySettings
+from rl_core.settings import AnalysisSettings, ExitCondition, PolicySettings
+from rl_core.user_code import import_paths, user_code_digests
 from tasks.config import from_dict
 from tasks.pipeline.key import stage_key
-from tasks.pipeline.user_code import import_paths, user_code_digests
 
 
 @pytest.fixture
@@ -79,6 +79,28 @@ def test_relative_imports_of_a_package_s_own_file_start_within_it(home):
     (home / "own_outer" / "own_inner" / "__init__.py").write_text("")
     (home / "own_outer" / "own_inner" / "score.py").write_text("from .near import x\nfrom ..far import y\n")
     assert modules("own_outer.own_inner.score:score") == {*everything, "own_outer.own_inner.score"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        ("policy", lambda path: PolicySettings(loss=path)),
+        ("policy", lambda path: PolicySettings(advantages=path)),
+        ("policy", lambda path: PolicySettings(early_stop=ExitCondition(function=path))),
+        ("analyze", lambda path: AnalysisSettings(measures=(path,))),
+    ],
+)
+def test_an_edited_part_or_what_it_imports_is_another_stage(home, monkeypatch, stage, settings):
+    monkeypatch.chdir(home)
+    pipeline = from_dict({"name": "x", "stages": {"sft": {}}}, check_files=False)
+    write(home, own_part="import own_part_helper\n", own_part_helper="LIMIT = 1\n")
+    first = stage_key(stage, settings("own_part.py:part"), pipeline, {})
+    write(home, own_part_helper="LIMIT = 2\n")
+    assert stage_key(stage, settings("own_part.py:part"), pipeline, {}) != first
+    write(home, own_part_helper="LIMIT = 1\n")
+    assert stage_key(stage, settings("own_part.py:part"), pipeline, {}) == first
+    with pytest.raises(SettingsError, match="needs the module 'own_absent'"):
+        stage_key(stage, settings("own_absent:part"), pipeline, {})
 
 
 def test_the_environment_s_helpers_count_in_every_stage(home):

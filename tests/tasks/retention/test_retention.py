@@ -8,8 +8,9 @@ import pytest
 from helpers.waiting import delivered_run_id
 
 from rl_core.errors import DataError
-from rl_core.storage.folders import read_manifest, seal_folder
+from rl_core.storage.folders import seal_folder
 from rl_core.storage.locks import FolderLock
+from rl_core.storage.manifest import read_manifest
 from tasks.pipeline.result import content_digest
 from tasks.retention.graph import model_digest
 from tasks.retention.plan import make_plan

@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 from rl_core.environments.arithmetic import Arithmetic
-from rl_core.evaluation import heldout_requests
+from rl_core.rollouts.heldout_requests import heldout_requests
 from rl_core.settings import DataSettings, EvaluationSettings
 from tasks.stages import prepare_data
 

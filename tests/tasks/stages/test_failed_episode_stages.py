@@ -7,15 +7,21 @@ import types
 
 import pytest
 from helpers.letters import LetterEpisode, Letters
-from test_policy_stage import base, context_of  # noqa: F401 the fixture
+from helpers.policy_stage import context_of, save_base
 
 from flows.cli.main import main
 from rl_core.environments import make
 from rl_core.errors import EnvironmentFault, RewardError
 from rl_core.rollouts.failed_episode_file import read_failed_episodes
 from rl_core.types import Trajectory, Turn
-from tasks.pipeline.stage import FAILED_EPISODES, _clear_leftovers
+from tasks.pipeline.stage import FAILED_EPISODES
+from tasks.pipeline.stage_folder import keep_checkpoints
 from tasks.stages import evaluate, policy
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 class Broken(LetterEpisode):
@@ -39,7 +45,7 @@ def sampling(share):
     return {"max_completion_tokens": 8, "max_turns": 1, "stop": ["e"], "max_failed_share": share}
 
 
-def test_a_stage_goes_on_over_failed_episodes_and_keeps_them(base, tmp_path, monkeypatch):  # noqa: F811
+def test_a_stage_goes_on_over_failed_episodes_and_keeps_them(base, tmp_path, monkeypatch):
     monkeypatch.setattr(policy, "make_environment", lambda pipeline, data: BrokenLetters())
     context = context_of(base, tmp_path / "stage", **OPTIONS, sampling=sampling(0.9))
     summary = policy._body(context)
@@ -55,11 +61,11 @@ def test_a_stage_goes_on_over_failed_episodes_and_keeps_them(base, tmp_path, mon
     again = context_of(base, tmp_path / "again", **OPTIONS, sampling=sampling(0.0))
     with pytest.raises(EnvironmentFault, match=r"allows 0\).*no judge; play it again: posttrain replay policy/0/"):
         policy._body(again)
-    _clear_leftovers(again.folder)  # as after every error of ours
+    keep_checkpoints(again.folder)  # as after every error of ours
     assert [name for name, _ in read_failed_episodes(again.folder / FAILED_EPISODES)] == [name]
 
 
-def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):  # noqa: F811
+def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):
     module = types.ModuleType("failing_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample else 0.5 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -73,7 +79,7 @@ def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):  # noqa: 
     assert kept[0][1].trajectory.turns
 
 
-def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):  # noqa: F811
+def test_an_evaluation_says_how_many_failed(base, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluate, "make_environment", lambda pipeline, data: BrokenLetters())
     context = context_of(base, tmp_path / "stage", **OPTIONS)
     settings = {"episodes": 12, "samples": 1, "greedy": True, "sampling": sampling(0.9)}

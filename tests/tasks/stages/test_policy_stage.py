@@ -1,54 +1,23 @@
 """The stage `policy` by itself, with every shipped component; its record of rewards, and what it says of them."""
 
 import json
-import threading
-from types import SimpleNamespace
 
 import pytest
+from helpers.policy_stage import PARTS, context_of, save_base
 
-from rl_core.data.tokenizer import train_tokenizer
-from rl_core.environments import make
 from rl_core.metrics import MetricHistory
 from rl_core.models import causal_lm, heads
 from rl_core.rewards.contribution import Contribution
 from rl_core.settings import ModelSettings
-from rl_core.tracking import MemoryTracker
-from tasks.config import from_dict
-from tasks.pipeline.stage import REWARD_RECORD, StageContext, _clear_leftovers
+from tasks.pipeline.stage import REWARD_RECORD
+from tasks.pipeline.stage_folder import keep_checkpoints
 from tasks.processes.launch import run_in_workers
 from tasks.stages import policy
-
-PARTS = ("task", "curiosity", "coherence", "tool_use", "format", "length")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    texts = [m["content"] for seed in range(50) for m in make("arithmetic").demonstration(seed, "easy").messages]
-    tokenizer, folder = train_tokenizer(texts, 300), tmp_path_factory.mktemp("base")
-    causal_lm.save(causal_lm.create(ModelSettings(preset="nano", context=128), tokenizer, 0), tokenizer, folder)
-    return folder
-
-
-def context_of(base, folder, **options):
-    folder.mkdir()
-    stage = {
-        "iterations": 2, "prompts_per_iteration": 3, "group_size": 2, "checkpoint_every": 1, "eval_every": 0,
-        "rewards": dict.fromkeys(PARTS, 0.5), "reward_options": {"clip": 1.0},
-        "sampling": {"max_completion_tokens": 90, "max_turns": 3}, **options,
-    }  # fmt: skip
-    pipeline = from_dict(
-        {
-            "name": "t",
-            "environment": {"name": "arithmetic"},
-            "model": {"device": "cpu", "path": str(base)},
-            "stages": {"reward_model": {}, "policy": stage, "evaluate": {"episodes": 6}},
-        }
-    )
-    return StageContext(
-        name="policy", settings=pipeline.stages.policy, inputs={"model": base}, pipeline=pipeline, seed=1,
-        tracker=MemoryTracker(), folder=folder, pipeline_run=SimpleNamespace(threads=1), fingerprint={},
-        stop=threading.Event(),
-    )  # fmt: skip
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 def rewards_of(folder):
@@ -158,5 +127,5 @@ def test_an_interrupted_stage_keeps_checkpoints_and_record(tmp_path):
     (tmp_path / "model").mkdir()
     for name in (REWARD_RECORD, "curriculum.json"):
         (tmp_path / name).write_text("")
-    _clear_leftovers(tmp_path)
+    keep_checkpoints(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoints", REWARD_RECORD]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.evaluations import evaluation
 
-from rl_core.storage.folders import digest_folder
+from rl_core.storage.manifest import digest_folder
 from tasks.config import from_dict
 from tasks.config.settings import PromotionSettings
 from tasks.pipeline.stage import StageContext, StageResult

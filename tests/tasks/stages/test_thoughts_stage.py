@@ -10,8 +10,8 @@ import torch
 from rl_core.data.tokenizer import train_tokenizer
 from rl_core.environments import make
 from rl_core.errors import CheckFailed, SettingsError
-from rl_core.evaluation import heldout_requests
 from rl_core.models import causal_lm
+from rl_core.rollouts.heldout_requests import heldout_requests
 from rl_core.settings import EvaluationSettings, ModelSettings, SamplingSettings, ThoughtsSettings
 from tasks.config import from_dict
 from tasks.pipeline.stage import RECENT_ROLLOUTS, StageContext

@@ -9,7 +9,7 @@ import pytest
 
 from rl_core.errors import BackendError
 from rl_core.storage import faults
-from rl_core.storage.folders import digest_folder
+from rl_core.storage.manifest import digest_folder
 from tasks.config import from_dict
 from tasks.stages.promote import promote_version
 from tasks.tracking import PARENT, Tracking, VersionOf

@@ -6,7 +6,7 @@ followed: module names that are computed, and files that the code opens (data th
 a stage's key).
 
 A module counts as the user's when its file lies outside the standard library, installed packages (site-packages) and
-this project's own packages, whose content is in the key already (`code_version`).
+this project's own packages, whose content is in the key already (tasks/pipeline/stage_code.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from rl_core.errors import SettingsError
 from rl_core.importing import is_file
-from rl_core.storage.folders import digest_bytes
+from rl_core.storage.manifest import digest_bytes
 
 __all__ = ["UserModule", "import_paths", "user_code_digests", "user_modules"]
 

@@ -1,0 +1,137 @@
+"""Pieces that the parsers of commands share: a command with its examples, common options, types of values."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from tasks.stage_registry import names
+
+__all__ = [
+    "add_allow_drift",
+    "add_command",
+    "add_config",
+    "add_config_or_output",
+    "add_note",
+    "add_output",
+    "add_quiet",
+    "add_stop_after",
+    "port",
+    "positive",
+    "seconds",
+    "stage_name",
+]
+
+
+def add_command(commands: Any, name: str, about: str, examples: Sequence[str]) -> argparse.ArgumentParser:
+    """Parser of a new command among `commands`, with examples below its help and with `--debug`."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=about,
+        description=f"{about[0].upper()}{about[1:]}.",
+        epilog="\n".join(["examples:", *(f"  posttrain {example}" for example in examples)]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--debug", action="store_true", help="show the traceback of every error")
+    parser.set_defaults(command=name)
+    return parser
+
+
+# ------------------------------------------------------------------------------------------------------------ options
+
+
+def add_config(parser: argparse.ArgumentParser, *, option: bool = False, required: bool = False) -> None:
+    """The configuration, as an argument or as the option `--config`, and `--set`."""
+    about = "the pipeline's YAML file, or the name of a shipped one, such as demo"
+    if option:
+        parser.add_argument("--config", "-c", metavar="CONFIG", required=required, help=about)
+    else:
+        parser.add_argument("config", metavar="CONFIG", help=about)
+    parser.add_argument(
+        "--set",
+        "-s",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a setting, as in stages.policy.learning_rate=3e-4; may be repeated; VALUE is YAML, "
+        "and null removes a stage",
+    )
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """The option `--output`."""
+    parser.add_argument("--output", "-o", default="outputs", help="output folder, without --config (default: outputs)")
+
+
+def add_config_or_output(parser: argparse.ArgumentParser) -> None:
+    """The options `--config` and `--output`, either of which says where the runs are."""
+    add_config(parser, option=True)
+    add_output(parser)
+
+
+def add_allow_drift(parser: argparse.ArgumentParser) -> None:
+    """The option `--allow-drift`."""
+    parser.add_argument(
+        "--allow-drift",
+        action="store_true",
+        help="resume from a checkpoint although settings, data or code changed since",
+    )
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """The option `--quiet`."""
+    parser.add_argument("--quiet", "-q", action="store_true", help="no live progress, only the final table")
+
+
+def add_note(parser: argparse.ArgumentParser) -> None:
+    """The option `--note`, for people who decide on a version."""
+    parser.add_argument("--note", default="", help="why; kept as a tag of the version")
+
+
+def add_stop_after(parser: argparse.ArgumentParser) -> None:
+    """The option `--stop-after`."""
+    parser.add_argument(
+        "--stop-after",
+        type=seconds,
+        metavar="SECONDS",
+        help="stop after so many seconds as SIGTERM does: state saved, exit code 143 within 10 s; the same command "
+        "resumes",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- values
+
+
+def seconds(text: str) -> float:
+    """A duration above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """The number of a port."""
+    number = positive(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port number (1 to 65535)")
+    return number
+
+
+def stage_name(text: str) -> str:
+    """Name of a stage: a shipped one, or one of the config's own, which is not read yet."""
+    if text not in names() and not re.fullmatch("[a-z][a-z0-9_]*", text):
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r} (choose from {', '.join(names())})")
+    return text

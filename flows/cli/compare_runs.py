@@ -1,0 +1,262 @@
+"""`posttrain compare`: any number of runs side by side: settings, stages, curves, results on the same episodes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rl_core.analysis.statistics import paired_bootstrap, sign_test
+from rl_core.analysis.sweep_figure import SweptConfiguration, draw_curves
+from rl_core.analysis.training_curves import Curve, read_training
+from rl_core.analysis.trajectories import read_trajectories, turning_point
+from rl_core.errors import DataError, SettingsError
+from rl_core.evaluation import Evaluation
+from rl_core.storage.single_files import make_folder, write_json_atomic
+from tasks.stage_registry import names, policy_stages, training_stages
+from tasks.stages.evaluate import read_evaluation, trajectories_path
+from tasks.tracking import RunRow, Tracking, find_run, runs_below
+from tasks.tracking.run_list import differing
+
+__all__ = ["compare", "text_of"]
+
+CURVES = ("eval/success_rate", "train/success_rate", "reward/mean", "eval/loss", "train/loss", "policy/loss")
+EXAMPLES = 5  # episodes whose outcomes differ, for each pair
+_LISTED = 5000  # runs among which names are looked up
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One run with the finished stages that it made or took."""
+
+    row: RunRow
+    stages: dict[str, Path]  # folders that are here
+
+    @property
+    def name(self) -> str:
+        return self.row.name
+
+    @property
+    def trained(self) -> Path | None:
+        """Folder of the stage that it trained last."""
+        done = [self.stages[name] for name in training_stages() if name in self.stages]
+        return done[-1] if done else None
+
+    def played(self) -> tuple[Evaluation, Path] | None:
+        """Evaluation of the newest policy, and the file of its episodes."""
+        folder = self.stages.get("evaluate")
+        if folder is None:
+            return None
+        for model in (*reversed(policy_stages()), "base"):
+            if trajectories_path(folder, model).is_file():
+                return read_evaluation(folder, model), trajectories_path(folder, model)
+        return None
+
+
+def compare(output: Path, uri: str | None, wanted: Sequence[str], out: Path | None = None) -> dict[str, Any]:
+    """Comparison of runs as plain values; the first is what the others are compared with.
+
+    Args:
+        wanted: names, ids or pipelines, as `posttrain runs` lists them. out: folder for compare.json and curves.png.
+    Raises: DataError for an unknown run; SettingsError for fewer than two.
+    """
+    output = output.resolve()
+    rows = Tracking(uri, output).list_runs(limit=_LISTED)
+    found = list({row.run_id: row for row in (find_run(rows, name) for name in wanted)}.values())
+    if len(found) < 2:
+        raise SettingsError("compare: name at least two different runs (posttrain runs lists them)")
+    runs = [_Run(row, _stages_of(rows, row, output)) for row in found]
+    curves = {run.name: _curves_of(run) for run in runs}
+    told = {
+        "runs": [
+            {"run": run.name, "status": run.row.status.lower(), "result": run.row.tags.get("result", "")}
+            for run in runs
+        ],
+        "settings": _transposed({run.name: differing(found)[run.row.run_id] for run in runs}),
+        "stages": {
+            name: {run.name: run.stages[name].name if name in run.stages else "" for run in runs}
+            for name in names()
+            if any(name in run.stages for run in runs)
+        },
+        "curves": _told_curves(curves),
+        "episodes": [_paired(runs[0], other) for other in runs[1:]],
+    }  # fmt: skip
+    if out is not None:
+        make_folder(out)
+        write_json_atomic(out / "compare.json", told)
+        drawn = next((name for name in CURVES if any(name in found for found in curves.values())), "")
+        draw_curves(
+            out / "curves.png",
+            [SweptConfiguration(name, {}, None, [found[drawn]]) for name, found in curves.items() if drawn in found],
+            drawn,
+        )
+    return told
+
+
+def _stages_of(rows: Sequence[RunRow], run: RunRow, output: Path) -> dict[str, Path]:
+    """Folders of the stages that a run made, or took from an earlier one."""
+    keys = {row.tags["stage"]: row.tags["stage_key"] for row in runs_below(rows, run) if "stage_key" in row.tags}
+    by_id = {row.run_id: row.tags.get("stage_key", "") for row in rows}
+    for name in names():
+        source = run.tags.get(f"cached.{name}")
+        if source:
+            keys.setdefault(name, by_id.get(source) or source)
+    home = output / run.tags.get("pipeline", "") / "stages"
+    return {name: home / name / key for name, key in keys.items() if (home / name / key).is_dir()}
+
+
+def _transposed(settings: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    keys = dict.fromkeys(key for found in settings.values() for key in found)
+    return {key: {run: found.get(key, "-") for run, found in settings.items()} for key in keys}
+
+
+def _curves_of(run: _Run) -> dict[str, Curve]:
+    if run.trained is None:
+        return {}
+    try:
+        return read_training(run.trained / "metrics.jsonl", frozenset(CURVES)).curves
+    except DataError:
+        return {}
+
+
+def _told_curves(curves: Mapping[str, Mapping[str, Curve]]) -> dict[str, Any]:
+    """Last value of each curve in each run, and the first step at which a run leaves the first one's."""
+    told: dict[str, Any] = {}
+    first = next(iter(curves))
+    for name in CURVES:
+        have = {run: found[name] for run, found in curves.items() if name in found and found[name].values}
+        if len(have) < 2:
+            continue
+        told[name] = {
+            "last": {run: curve.values[-1] for run, curve in have.items()},
+            "parts_at": {run: _parts_at(have[first], curve) for run, curve in have.items() if run != first}
+            if first in have
+            else {},
+        }
+    return told
+
+
+def _parts_at(one: Curve, other: Curve) -> float | None:
+    """First step that both have with different values; None = they never part."""
+    values = dict(zip(one.steps, one.values, strict=True))
+    pairs = zip(other.steps, other.values, strict=True)
+    return next((step for step, value in pairs if step in values and values[step] != value), None)
+
+
+def _paired(first: _Run, other: _Run) -> dict[str, Any]:
+    """The other run minus the first on the episodes that both have played."""
+    told: dict[str, Any] = {"first": first.name, "second": other.name}
+    ours, theirs = first.played(), other.played()
+    if ours is None or theirs is None:
+        lacking = first.name if ours is None else other.name
+        return {**told, "why": f"'{lacking}' has no evaluation here"}
+    before = {episode.key: episode for episode in ours[0].episodes}
+    pairs = [(before[episode.key], episode) for episode in theirs[0].episodes if episode.key in before]
+    if not pairs:
+        return {**told, "why": "they have played no episode in common (evaluate.levels, episodes, episodes_seed)"}
+    gain = paired_bootstrap([new.success for _, new in pairs], [old.success for old, _ in pairs])
+    wins, losses = (sum(sign * (new.success - old.success) > 0 for old, new in pairs) for sign in (1, -1))
+    levels = dict.fromkeys(old.level for old, _ in pairs)
+    return {
+        **told,
+        "episodes": len(pairs),
+        "success": [ours[0].success_rate, theirs[0].success_rate],
+        "gain": gain._asdict(),
+        "wins": wins,
+        "losses": losses,
+        "p_value": sign_test(wins, losses),
+        "gain_by_level": {
+            level: _mean([new.success - old.success for old, new in pairs if old.level == level]) for level in levels
+        },
+        "part": _parting_episodes(ours[1], theirs[1], [old.key for old, new in pairs if old.success != new.success]),
+    }
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _parting_episodes(ours: Path, theirs: Path, keys: Sequence[tuple[str, int]]) -> list[dict[str, Any]]:
+    """The first episodes with different outcomes: where their turns part, and what is done there."""
+    wanted = set(keys[:EXAMPLES])
+    sides = []
+    for path in (ours, theirs):
+        played = (one for one in read_trajectories(path) if (one.level, one.seed) in wanted and one.sample == 0)
+        sides.append({(one.level, one.seed): one for one in played})
+    told = []
+    for key in keys[:EXAMPLES]:
+        pair = [side.get(key) for side in sides]
+        if pair[0] is None or pair[1] is None:
+            continue
+        turn = turning_point(pair[0], pair[1])
+        said = [one.turns[turn].action if turn is not None and turn < len(one.turns) else "" for one in pair if one]
+        told.append({
+            "level": key[0], "seed": key[1], "prompt": pair[0].prompt, "success": [one.success for one in pair if one],
+            "turn": turn, "actions": said,
+        })  # fmt: skip
+    return told
+
+
+def text_of(told: Mapping[str, Any]) -> str:
+    """A comparison for the terminal."""
+    runs = [row["run"] for row in told["runs"]]
+    letters = dict(
+        zip(runs, itertools.chain("ABCDEFGHIJKLMNOPQRSTUVWXYZ", map(str, itertools.count(27))), strict=False)
+    )
+    lines = [f"{letters[row['run']]}  {row['run']}  {row['status']}  {row['result'][:90]}" for row in told["runs"]]
+    lines += ["", "settings that differ"]
+    lines += _columns([(key, [values[run] for run in runs]) for key, values in told["settings"].items()], letters)
+    lines += ["", "stages"]
+    for name, keys in told["stages"].items():
+        same = len(set(keys.values())) == 1
+        lines.append(
+            f"  {name:<14}"
+            + ("shared by all" if same else "  ".join(f"{letters[r]} {k[:8] or '-'}" for r, k in keys.items()))
+        )
+    lines += ["", "curves of the last training stage: last value, and the first step that is not that of A"]
+    for name, curve in told["curves"].items():
+        parts = [
+            f"{letters[run]} {value:.4g}"
+            + (f" (from step {curve['parts_at'][run]:g})" if curve["parts_at"].get(run) is not None else "")
+            for run, value in curve["last"].items()
+        ]
+        lines.append(f"  {name:<20}" + "  ".join(parts))
+    for pair in told["episodes"]:
+        lines += ["", *_pair_lines(pair, letters)]
+    return "\n".join(lines)
+
+
+def _columns(rows: Sequence[tuple[str, Sequence[str]]], letters: Mapping[str, str]) -> list[str]:
+    if not rows:
+        return ["  none"]
+    width = max(len(key) for key, _ in rows)
+    cells = [[letter for letter in letters.values()], *([value[:40] for value in values] for _, values in rows)]
+    widths = [max(len(line[index]) for line in cells) for index in range(len(letters))]
+    heads = ["", *(key for key, _ in rows)]
+    return [
+        f"  {head:<{width}}  " + "  ".join(cell.ljust(size) for cell, size in zip(line, widths, strict=True)).rstrip()
+        for head, line in zip(heads, cells, strict=True)
+    ]
+
+
+def _pair_lines(pair: Mapping[str, Any], letters: Mapping[str, str]) -> list[str]:
+    one, other = letters[pair["first"]], letters[pair["second"]]
+    if "why" in pair:
+        return [f"{other} against {one}: {pair['why']}"]
+    gain = pair["gain"]
+    lines = [
+        f"{other} against {one} on {pair['episodes']} shared episodes: {pair['success'][1]:.1%} against "
+        f"{pair['success'][0]:.1%}, {100 * gain['difference']:+.1f} points [{100 * gain['low']:+.1f}, "
+        f"{100 * gain['high']:+.1f}]; better on {pair['wins']}, worse on {pair['losses']}, sign test p = "
+        f"{pair['p_value']:.3g}"
+    ]
+    levels = ", ".join(f"{level} {100 * value:+.1f}" for level, value in pair["gain_by_level"].items())
+    lines.append(f"  by level: {levels}")
+    for episode in pair["part"]:
+        right = " and ".join(name for name, ok in zip((one, other), episode["success"], strict=True) if ok) or "neither"
+        where = "in the answer's scoring" if episode["turn"] is None else f"at turn {episode['turn'] + 1}"
+        acts = " | ".join(f"{name}: {text[:50]!r}" for name, text in zip((one, other), episode["actions"], strict=True))
+        lines.append(f"  {episode['level']} {episode['seed']}: {right} right, parts {where}  {acts}")
+    return lines

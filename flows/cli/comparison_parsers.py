@@ -1,0 +1,109 @@
+"""Parsers of the commands that look at several runs: sweep, runs, compare. Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flows.cli.arguments import (
+    add_command,
+    add_config,
+    add_config_or_output,
+    add_quiet,
+    add_stop_after,
+    positive,
+    stage_name,
+)
+
+__all__ = ["PARSERS"]
+
+METHODS = ("grid", "random", "bayes", "halving")
+
+
+def _add_sweep(commands: Any) -> None:
+    """`posttrain sweep`."""
+    examples = [
+        "sweep demo --set stages.policy.learning_rate=1e-4,3e-4,1e-3 --seeds 3 --seed-stage policy",
+        "sweep demo --set stages.policy.group_size=4,8 --set stages.policy.learning_rate=1e-4..1e-2:5:log --parallel 2",
+        "sweep demo --set stages.policy.learning_rate=1e-5..1e-2:log --method halving --trials 30",
+    ]
+    about = "run trials that differ in some settings and seeds, sharing all stages that do not change; choose the best"
+    parser = add_command(commands, "sweep", about, examples)
+    add_config(parser)
+    parser.add_argument(
+        "--method",
+        choices=METHODS,
+        default="grid",
+        help="grid: every combination (default); the others draw with Optuna",
+    )
+    parser.add_argument("--trials", type=positive, default=20, metavar="N", help="configurations to draw (default: 20)")
+    parser.add_argument(
+        "--seeds", type=positive, default=1, metavar="N", help="trials of each configuration (default: 1)"
+    )
+    parser.add_argument(
+        "--seed-stage",
+        type=stage_name,
+        metavar="NAME",
+        help="vary the seed of this stage alone (default: all)",
+    )
+    parser.add_argument(
+        "--metric",
+        default="success",
+        metavar="NAME",
+        help="success (default) or reward of the evaluation, or a metric that training logs",
+    )
+    parser.add_argument("--minimize", action="store_true", help="the smallest value of --metric is best")
+    parser.add_argument("--parallel", type=positive, default=1, metavar="N", help="trials at a time (default: 1)")
+    parser.add_argument(
+        "--finalists",
+        type=positive,
+        default=3,
+        metavar="N",
+        help="best configurations that play fresh episodes (default: 3)",
+    )
+    parser.add_argument("--no-gate", action="store_true", help="do not offer the winner to the promotion gate")
+    add_stop_after(parser)
+    add_quiet(parser)
+
+
+def _add_runs(commands: Any) -> None:
+    """`posttrain runs`."""
+    examples = [
+        "runs",
+        "runs --limit 5",
+        "runs --format csv",
+        "runs --where status=finished --where 'success_rate/policy>=0.5'",
+    ]
+    parser = add_command(commands, "runs", "list runs, newest first, with status and result", examples)
+    add_config_or_output(parser)
+    parser.add_argument("--limit", type=positive, default=20, metavar="N", help="how many (default: 20)")
+    parser.add_argument(
+        "--format", choices=("table", "csv", "json"), default="table", help="csv and json hold settings, metrics, tags"
+    )
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="only runs for which KEY OPERATOR VALUE holds, as in 'stages.policy.learning_rate<1e-3'; KEY: a setting, "
+        "a metric, a tag, run, status, result; may be repeated",
+    )
+    parser.add_argument("--no-settings", action="store_true", help="leave out the column of settings that differ")
+
+
+def _add_compare(commands: Any) -> None:
+    """`posttrain compare`."""
+    examples = [
+        "compare 'demo · 2026-11-21 14:00:00' 'demo · 2026-11-21 15:00:00'",
+        "compare demo other_demo --out comparison",
+        "compare RUN_ID RUN_ID RUN_ID --format json",
+    ]
+    about = "compare runs: settings that differ, stages, curves, results on the same episodes, where they part"
+    parser = add_command(commands, "compare", about, examples)
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="name or id of a run, or a pipeline (its newest run)")
+    add_config_or_output(parser)
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="default: table")
+    parser.add_argument("--out", metavar="FOLDER", help="also write compare.json and curves.png into FOLDER")
+
+
+PARSERS: dict[str, Callable[[Any], None]] = {"sweep": _add_sweep, "runs": _add_runs, "compare": _add_compare}

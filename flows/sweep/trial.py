@@ -1,0 +1,189 @@
+"""One trial of a sweep, in this process: a pipeline run that shares finished stages and ends with its evaluation."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flows.runtime.summary import headline, parent_metrics, result_rows
+from flows.sweep.plan import EVALUATED
+from flows.sweep.search import RUNGS
+from rl_core.errors import SettingsError, Stopped
+from tasks.config import PipelineSettings, from_dict
+from tasks.pipeline.dag import run_dag
+from tasks.pipeline.plain_call import plain_call
+from tasks.pipeline.result import journal_of
+from tasks.pipeline.run import PipelineRun
+from tasks.pipeline.run_options import RunOptions, TrialPlace
+from tasks.stage_registry import training_stages
+from tasks.tracking import read_metrics
+
+__all__ = ["Job", "Pruned", "play_fresh", "run_trial"]
+
+logger = logging.getLogger(__name__)
+
+NOT_IN_TRIALS = ("analyze", "promote")  # the winner's own run has them
+_WHILE_TRAINING = {
+    "success": ("eval/success_rate", "train/success_rate"),
+    "reward": ("eval/reward_mean", "reward/mean"),
+}
+_RECENT = 5  # one in so many of the values so far is averaged at a rung
+
+
+class Pruned(Exception):
+    """The search stopped the trial at a rung."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A trial as it is handed to the process that runs it."""
+
+    home: str
+    name: str  # of its run
+    settings: Mapping[str, Any]
+    metric: str
+    rungs: int | None  # that it has reached before; None = nothing is decided while it trains
+    parent_folder: str
+    tags: Mapping[str, str]
+    models: Mapping[str, str]  # to play fresh episodes with; {} = a trial
+    skip: tuple[str, ...] = NOT_IN_TRIALS
+
+    def options(self, on_metrics: Callable[[str, Mapping[str, float], int], None] | None = None) -> RunOptions:
+        """Options of its pipeline run."""
+        place = TrialPlace(
+            home=Path(self.home), name=self.name, parent_folder=Path(self.parent_folder), on_metrics=on_metrics
+        )
+        return RunOptions(on_drift="beside", tags=dict(self.tags), given=dict(self.models), trial=place)
+
+
+class _Rungs:
+    """Reports of a stage's metric at shares of its training; the answer may stop it."""
+
+    def __init__(
+        self, job: Job, stage: str, stop: threading.Event, decide: Callable[[float], bool], reached: int
+    ) -> None:
+        self._names = _WHILE_TRAINING.get(job.metric, (job.metric,))
+        self._stage, self._stop, self._decide, self._next = stage, stop, decide, reached
+        self._values: dict[str, list[float]] = {}
+        self.is_pruned = False
+
+    def on_metrics(self, stage: str, metrics: Mapping[str, float], step: int) -> None:
+        """Take in what a stage measured."""
+        if stage == self._stage:
+            for name in self._names:
+                if name in metrics:
+                    self._values.setdefault(name, []).append(metrics[name])
+
+    def on_progress(self, label: str, done: int, total: int, message: str) -> None:
+        """Report at a rung, and stop the training where the search says so."""
+        if label != self._stage or self._next >= len(RUNGS) or not total or done / total < RUNGS[self._next]:
+            return
+        values = next((self._values[name] for name in self._names if name in self._values), None)
+        if values is None:
+            return
+        recent = values[-max(1, len(values) // _RECENT) :]
+        self._next += 1
+        if not self._decide(sum(recent) / len(recent)):
+            self.is_pruned = True
+            self._stop.set()
+
+
+def run_trial(
+    job: Job,
+    stop: threading.Event,
+    decide: Callable[[float], bool],
+    on_progress: Callable[[str, int, int, str], None],
+) -> dict[str, Any]:
+    """Run the job's pipeline up to its evaluation; returns fields of `TrialOutcome`.
+
+    Args:
+        stop: set by a signal; training saves and stops.
+        decide: is told the metric at a rung; False = the trial is given up.
+    Raises: Pruned; Stopped; whatever the stages raise.
+    """
+    settings = from_dict(job.settings)
+    watched = _last_trained(settings)
+    rungs = None if job.rungs is None else _Rungs(job, watched, stop, decide, job.rungs)
+    began, cpu = time.monotonic(), time.process_time()
+
+    def progress(label: str, done: int, total: int, message: str = "") -> None:
+        on_progress(label, done, total, message)
+        if rungs is not None:
+            rungs.on_progress(label, done, total, message)
+
+    options = job.options(rungs.on_metrics if rungs is not None else None)
+    try:
+        with PipelineRun(settings, options, on_progress=progress, stop=stop) as run:
+            run_dag(run, job.models, plain_call, skip=job.skip)
+            value, metrics = _measured(run, job.metric)
+            rows = result_rows(run)
+            run.parent.log_metrics({**parent_metrics(run), "sweep/value": value}, 0)
+            run.parent.set_tag("result", headline(rows))
+    except Stopped as error:
+        if rungs is not None and rungs.is_pruned:
+            raise Pruned from error
+        raise
+    trained = [result for name, result in run.results.items() if name in training_stages()]
+    return {
+        "status": "finished",
+        "value": value,
+        "metrics": metrics,
+        "stages": {
+            name: {"folder": result.folder, "key": result.key, "cached": result.cached, "seconds": result.seconds}
+            for name, result in run.results.items()
+        },
+        "policy": trained[-1].stage if trained else "",
+        "model": str(trained[-1].model) if trained else "",
+        "seconds": round(time.monotonic() - began, 3),
+        "cpu_seconds": round(time.process_time() - cpu, 3),
+        "peak_bytes": peak_bytes(),
+        "run_id": run.parent.run_id or "",
+    }
+
+
+def play_fresh(job: Job, stop: threading.Event) -> dict[str, Any]:
+    """Play the job's held-out episodes with its models; returns the folder of the evaluation.
+
+    Raises: as `run_trial`; DataError where the environment has no fresh episodes left.
+    """
+    with PipelineRun(from_dict(job.settings), job.options(), stop=stop) as run:
+        run_dag(run, job.models, plain_call, skip=job.skip)
+        return {"folder": run.results["evaluate"].folder}
+
+
+def peak_bytes() -> int:
+    """The most memory that this process and its children ever held."""
+    used = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return 1024 * sum(used)
+
+
+def _last_trained(settings: PipelineSettings) -> str:
+    return next(name for name in reversed(training_stages()) if getattr(settings.stages, name) is not None)
+
+
+def _measured(run: PipelineRun, metric: str) -> tuple[float, dict[str, float]]:
+    """The sweep's metric of a finished trial, and what else its stages tell."""
+    trained = [name for name in reversed(list(run.results)) if name in training_stages()]
+    numbers = run.results[trained[0]].summary.get("metrics") or {}
+    metrics = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+    if "evaluate" in run.results:
+        row = next(iter(run.results["evaluate"].summary["models"].values()))
+        metrics |= {name: float(row[name]) for name in ("success", "success_low", "success_high", "reward")}
+    if metric in EVALUATED:
+        return metrics[metric], metrics
+    for name in trained:
+        logged = [row[metric] for _, row in read_metrics(_journal(run, name)) if metric in row]
+        if logged:
+            return logged[-1], metrics
+    known = sorted({name for stage in trained for _, row in read_metrics(_journal(run, stage)) for name in row})
+    raise SettingsError(f"--metric {metric}: no stage of the trial logs it; it logs {', '.join(known)}")
+
+
+def _journal(run: PipelineRun, stage: str) -> Path:
+    return journal_of(run.results[stage].path)

@@ -1,0 +1,167 @@
+"""The winner of a sweep: chosen on the evaluation's episodes, measured on fresh ones.
+
+The best of many looks better than it is: its figure is the largest of many noisy ones (Cawley and Talbot 2010, JMLR
+11:2079, section 5). So the choice and the figure are of different episodes. The configuration with the best mean over
+its seeds on the evaluation's episodes wins. It and the next best ones (and the configuration's own settings, where they
+are among the trials) then play held-out episodes that no trial was evaluated or validated on. The winner's figure is of
+those episodes alone, and needs no correction, as they had no part in the choice (data splitting: Cox 1975,
+doi:10.1093/biomet/62.2.441). Its gain over each other finalist is tested on the same episodes, with p-values adjusted
+for their number (Holm 1979).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from flows.sweep.plan import EVALUATED, SweepPlan
+from flows.sweep.record import TrialOutcome, trial_name
+from flows.sweep.space import Params
+from rl_core.analysis.paired_tests import gain_test
+from rl_core.analysis.statistics import Rate, paired_bootstrap
+from rl_core.analysis.sweep_statistics import holm, seed_interval
+
+__all__ = ["ALPHA", "SweepChoice", "FinalistGain", "Ranked", "compare_on_fresh", "finalists_of", "rank"]
+
+ALPHA = 0.05
+METHOD = (
+    "chosen by the mean over seeds on the evaluation's episodes; measured on fresh held-out episodes, which had no "
+    "part in the choice (data splitting, Cox 1975; Cawley and Talbot 2010); gains over the other finalists tested "
+    "there, p-values adjusted by Holm 1979"
+)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A configuration with its finished trials."""
+
+    number: int
+    params: Params
+    values: tuple[float, ...]  # by seed
+    interval: Rate  # of their mean
+    models: dict[int, str]  # folders by seed
+
+    @property
+    def best_seed(self) -> int:
+        """The seed whose model is offered: the first with the best value; the values were chosen by, too."""
+        return max(self.models, key=lambda seed: self.values[list(self.models).index(seed)])
+
+
+@dataclass(frozen=True)
+class FinalistGain:
+    """The winner against another finalist on fresh episodes, both as means over their seeds."""
+
+    number: int
+    difference: float
+    low: float
+    high: float
+    p_value: float  # of no gain
+    adjusted: float
+    episodes: int
+
+
+@dataclass(frozen=True)
+class SweepChoice:
+    """The winner, and what fresh episodes say of it."""
+
+    winner: int
+    params: Params
+    metric: str
+    chosen_by: float  # its value on the episodes of the choice
+    method: str
+    draw: int | None = None  # of the held-out episodes; None = there were no fresh ones
+    fresh: dict[int, list[float]] = field(default_factory=dict)  # finalist -> value of each seed on fresh episodes
+    comparisons: list[FinalistGain] = field(default_factory=list)
+    why: str = ""  # there are no fresh episodes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dict."""
+        return asdict(self)
+
+    @property
+    def interval(self) -> Rate | None:
+        """The winner's mean on fresh episodes, with its interval over seeds."""
+        return seed_interval(self.fresh[self.winner]) if self.fresh else None
+
+    def sentence(self, label: str) -> str:
+        """The result in a sentence or two."""
+        how = f"{label} is best of those tried: {self.metric} {_number(self.chosen_by)} where it was chosen"
+        if (found := self.interval) is None:
+            return f"{how}; {self.why or 'not measured on fresh episodes'}, so that figure is too good to be true"
+        spread = f" [{_number(found.low)}, {_number(found.high)}] over {found.n} seeds" if found.n > 1 else ""
+        text = f"{how}, {_number(found.rate)}{spread} on fresh held-out episodes"
+        if alike := [one for one in self.comparisons if one.adjusted > ALPHA]:
+            return f"{text}; not better for sure than {len(alike)} of {len(self.comparisons)} other finalists"
+        return f"{text}; better than the other finalists (adjusted p at most {ALPHA})" if self.comparisons else text
+
+
+def _number(value: float) -> str:
+    return f"{value:.4g}"
+
+
+def rank(outcomes: Mapping[tuple[int, int], TrialOutcome], plan: SweepPlan) -> list[Ranked]:
+    """Configurations all of whose seeds have finished, the best first; equal ones in the order of their numbers."""
+    found = []
+    for number in sorted({number for number, _ in outcomes}):
+        trials = [outcomes.get((number, seed)) for seed in range(plan.seeds)]
+        done = [
+            trial for trial in trials if trial is not None and trial.status == "finished" and trial.value is not None
+        ]
+        if len(done) == plan.seeds:
+            values = tuple(trial.value for trial in done if trial.value is not None)
+            models = {trial.seed: trial.model for trial in done}
+            found.append(Ranked(number, done[0].params, values, seed_interval(values), models))
+    return sorted(found, key=lambda one: one.interval.rate if plan.minimize else -one.interval.rate)
+
+
+def finalists_of(ranked: Sequence[Ranked], plan: SweepPlan, own: Params) -> list[Ranked]:
+    """The best configurations, the winner first, and the configuration's own settings where they were tried."""
+    first = list(ranked[: plan.finalists])
+    return [*first, *(one for one in ranked[plan.finalists :] if one.params == own)]
+
+
+def compare_on_fresh(
+    winner: int, finalists: Sequence[Ranked], episodes: Mapping[str, Mapping[Any, float]], *, metric: str, seed: int
+) -> tuple[dict[int, list[float]], list[FinalistGain]]:
+    """Values of the finalists on fresh episodes, and the winner's gains.
+
+    Args:
+        episodes: model name (`model_name`) -> outcome by episode.
+    """
+    fresh = {
+        one.number: [_mean(episodes[trial_name(one.number, each)].values()) for each in one.models] for one in finalists
+    }
+    means = {
+        one.number: _by_episode([episodes[trial_name(one.number, each)] for each in one.models]) for one in finalists
+    }
+    rows: list[tuple[int, Any, float, int]] = []
+    for one in finalists:
+        if one.number == winner:
+            continue
+        shared = sorted(means[winner].keys() & means[one.number].keys())
+        ours, theirs = ([means[number][key] for key in shared] for number in (winner, one.number))
+        interval = paired_bootstrap(ours, theirs, samples=2000, seed=seed, confidence=1 - ALPHA)
+        test = gain_test([a - b for a, b in zip(ours, theirs, strict=True)], bounded=metric == "success", seed=seed)
+        rows.append((one.number, interval, test.p_value, len(shared)))
+    adjusted = holm([p_value for _, _, p_value, _ in rows])
+    return fresh, [
+        FinalistGain(number, found.difference, found.low, found.high, p_value, corrected, count)
+        for (number, found, p_value, count), corrected in zip(rows, adjusted, strict=True)
+    ]
+
+
+def is_played(plan: SweepPlan) -> Literal[True, False]:
+    """True = the metric is an outcome of episodes, so that fresh ones can measure it again."""
+    return plan.metric in EVALUATED
+
+
+def _by_episode(seeds: Sequence[Mapping[Any, float]]) -> dict[Any, float]:
+    """Mean over seeds of each episode that all of them have played."""
+    shared = set.intersection(*(set(one) for one in seeds))
+    return {key: _mean(one[key] for one in seeds) for key in shared}
+
+
+def _mean(values: Any) -> float:
+    kept = list(values)
+    return sum(kept) / len(kept)

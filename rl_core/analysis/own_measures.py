@@ -1,0 +1,71 @@
+"""Measures of the user's: functions of one trajectory, whose means the analysis reports beside its own."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from rl_core.errors import DataError, SettingsError
+from rl_core.importing import import_named
+from rl_core.types import Trajectory
+
+__all__ = ["OwnMeasure", "own_measures"]
+
+
+@dataclass(frozen=True)
+class OwnMeasure:
+    """One function: its name is the metric's, the first line of its docstring the label in the report."""
+
+    name: str
+    label: str
+    function: Callable[[Trajectory], float | None]
+
+    def __call__(self, trajectory: Trajectory) -> float | None:
+        """Value of one trajectory; None = the measure does not apply. Raises: DataError naming function and episode."""
+        place = f"measure '{self.name}' on {trajectory.level}/{trajectory.seed}"
+        try:
+            value = self.function(trajectory)
+        except Exception as error:  # a user's function may raise anything
+            raise DataError(f"{place} raised {type(error).__name__}: {error}") from error
+        if value is None:
+            return None
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise DataError(f"{place} gave {value!r}; a finite number, or None, is expected")
+        return number
+
+
+def own_measures(paths: Sequence[str], taken: Collection[str] = ()) -> list[OwnMeasure]:
+    """The measures at import paths or in files.
+
+    Args:
+        taken: names of metrics that there are already.
+    Raises: SettingsError for what cannot be imported or called, or has a name that is taken.
+    """
+    found: list[OwnMeasure] = []
+    for index, path in enumerate(paths):
+        key = f"measures.{index}"
+        if ":" not in path:
+            raise SettingsError(f"{key}: '{path}' is no import path; write package.module:name, or file.py:name")
+        function = import_named(path, key)
+        if not callable(function):
+            raise SettingsError(f"{key}: '{path}' is a {type(function).__name__}, expected a function")
+        try:
+            inspect.signature(function).bind(None)
+        except TypeError as error:
+            raise SettingsError(
+                f"{key}: '{path}' takes {inspect.signature(function)}; it is called with one trajectory"
+            ) from error
+        except ValueError:  # written in C: it shows no parameters
+            pass
+        name = path.partition(":")[2]
+        if name in taken or any(measure.name == name for measure in found):
+            raise SettingsError(f"{key}: there is a measure named '{name}' already; give the function another name")
+        label = (inspect.getdoc(function) or "").partition("\n")[0].strip().rstrip(".")
+        found.append(OwnMeasure(name, label or name, function))
+    return found

@@ -1,0 +1,67 @@
+"""One function per algorithm that builds its trainer from loaded parts (a module each), and the one way to run it.
+
+The Python API (`rl_core.grpo`, `rl_core.sft`, ...) and the pipeline's stages both train through these functions. None
+of the modules is imported here: a stage's key rests on what its own recipe imports.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rl_core.settings import LoopSettings
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.tracking import Tracker
+from rl_core.training import loop
+from rl_core.training.callbacks import Callback
+from rl_core.training.loop_state import LoopMemory, LoopOutcome
+from rl_core.training.trainer_protocol import Trainer
+from rl_core.types import Rollout
+
+__all__ = ["Recipe", "Record"]
+
+T = TypeVar("T", bound=Trainer)
+Record = Callable[[int, Sequence[Rollout]], None]
+
+
+@dataclass(frozen=True)
+class Recipe(Generic[T]):
+    """A trainer, how long it trains, and by which evaluation metric its best weights are chosen."""
+
+    trainer: T
+    iterations: int
+    best_metric: str | None = None  # None = the last weights are kept
+    larger_is_better: bool = True
+
+    def run(
+        self,
+        settings: LoopSettings,
+        *,
+        tracker: Tracker | None = None,
+        checkpoints: Path | None = None,
+        fingerprint: Mapping[str, Any] | None = None,
+        allow_drift: bool | Collection[str] = False,
+        stop_event: threading.Event | None = None,
+        history: Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        memory: LoopMemory | None = None,
+    ) -> LoopOutcome:
+        """Train to the end, or resume from the folder `checkpoints`. Arguments and errors: `training.loop.run_loop`."""
+        return loop.run_loop(
+            self.trainer,
+            settings,
+            iterations=self.iterations,
+            tracker=tracker,
+            checkpoints=CheckpointStore(checkpoints, keep=settings.keep_checkpoints) if checkpoints else None,
+            best_metric=self.best_metric,
+            larger_is_better=self.larger_is_better,
+            fingerprint=fingerprint,
+            allow_drift=allow_drift,
+            stop_event=stop_event,
+            history=history,
+            callbacks=callbacks,
+            memory=memory,
+        )

@@ -1,0 +1,24 @@
+"""Supervised fine-tuning from loaded parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rl_core.api.policy import Policy
+from rl_core.api.recipes import Recipe
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
+from rl_core.settings import SFTSettings
+from rl_core.trainers.sft import SFTTrainer
+
+__all__ = ["sft"]
+
+
+def sft(
+    policy: Policy, train: Sequence[Any], heldout: Sequence[Any], settings: SFTSettings, seed: int,
+    process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Recipe[SFTTrainer]:  # fmt: skip
+    """Supervised fine-tuning on rows of (token ids, loss mask), as `ChatRenderer.conversation` gives them."""
+    trainer = SFTTrainer(policy.model, policy.renderer.pad_id, train, heldout, settings, seed, process_group)
+    best = "eval/loss" if settings.patience is not None else None
+    return Recipe(trainer, trainer.total_steps, best, larger_is_better=False)

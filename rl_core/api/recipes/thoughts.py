@@ -1,0 +1,27 @@
+"""Learned thoughts from loaded parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rl_core.api.policy import Policy
+from rl_core.api.recipes import Recipe, Record
+from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
+from rl_core.environments.environment import Environment
+from rl_core.rollouts.collect import EpisodeRequest
+from rl_core.settings import ThoughtsSettings
+from rl_core.thoughts.trainer import ThoughtsTrainer
+
+__all__ = ["thoughts"]
+
+
+def thoughts(
+    policy: Policy, environment: Environment, settings: ThoughtsSettings, seed: int, *,
+    heldout: Sequence[EpisodeRequest], record: Record | None = None, process_group: ProcessGroup = SINGLE_PROCESS,
+) -> Recipe[ThoughtsTrainer]:  # fmt: skip
+    """Thoughts before answers, learned by REINFORCE from what they add."""
+    trainer = ThoughtsTrainer(
+        policy.model, policy.renderer, environment, settings, seed, policy.backend(),
+        heldout=heldout, record=record, process_group=process_group,
+    )  # fmt: skip
+    return Recipe(trainer, settings.iterations, f"eval/{settings.select_by}")

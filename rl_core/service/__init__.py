@@ -1,0 +1,1 @@
+"""Training service: many training runs and samplers over shared base models, request by request."""

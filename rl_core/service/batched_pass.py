@@ -1,0 +1,183 @@
+"""One forward pass, and backward, over rows of one or several training runs of the same base model.
+
+Only the trunk is computed for all rows together. Everything that adds up numbers of several rows (adapters' gradients,
+head, losses) is computed run by run over that run's rows alone and in their order, so it does not depend on the others.
+
+Suffixes: B rows, S widest row of the pass, T widest row of a part, N tokens of a part, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rl_core.cpu.shared_prefixes import RowGroups
+from rl_core.data.batches import attention_mask, pad_rows
+from rl_core.models.chunked_head import selected_logprobs
+from rl_core.models.hidden_states import hidden_states
+from rl_core.models.routed_adapters import low_rank_input
+from rl_core.service.loss_function import LossFunction, LossInputs
+from rl_core.service.training_run import TrainingRun
+from rl_core.types import TrainBatch
+
+__all__ = ["PassPart", "PassResult", "run_pass"]
+
+
+@dataclass(frozen=True, slots=True)
+class PassPart:
+    """Rows of one run that one pass computes."""
+
+    run: TrainingRun
+    loss: LossFunction
+    options: Mapping[str, float]
+    tokens: Sequence[np.ndarray]  # int64 [T] of each row
+    inputs: Sequence[Mapping[str, np.ndarray]]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(map(len, self.tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class PassResult:
+    """Loss, gradient and per-token numbers of a part."""
+
+    loss: float
+    gradient: dict[str, torch.Tensor]  # by the run's parameter names; {} without backward
+    columns: list[dict[str, np.ndarray]]  # of each row: per-token arrays, or [1] where there is one number a row
+
+
+def run_pass(parts: Sequence[PassPart], *, backward: bool) -> list[PassResult]:
+    """Results of some parts, each as if it were computed alone.
+
+    Args:
+        parts: of one base model; several only of runs with adapters.
+    Raises: DataError where a loss refuses its inputs (then it is the only part), and what torch raises.
+    """
+    run = parts[0].run
+    rows = [row for part in parts for row in part.tokens]
+    lengths = [len(row) for row in rows]
+    ids_BS = pad_rows([row.tolist() for row in rows], run.base.pad_id)
+    mask_BS = attention_mask(lengths)
+    batch = TrainBatch(ids_BS, mask_BS, torch.zeros_like(mask_BS)).to(run.base.device)
+    with torch.set_grad_enabled(backward):
+        with _routed(parts) as groups:
+            hidden_BSH = hidden_states(run.model, batch, None, groups)
+        places = mask_BS.reshape(-1).nonzero().squeeze(1).to(hidden_BSH.device)
+        hidden = hidden_BSH.flatten(0, 1).index_select(0, places).split([part.num_tokens for part in parts])
+        given = [_inputs(part, hidden_NH) for part, hidden_NH in zip(parts, hidden, strict=True)]
+        losses = [part.loss.loss(found) for part, found in zip(parts, given, strict=True)]
+    gradients: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+    if backward:
+        gradients = _gradients(parts, losses)
+    return [
+        PassResult(float(loss.detach()), gradient, _columns(part, found))
+        for part, loss, gradient, found in zip(parts, losses, gradients, given, strict=True)
+    ]
+
+
+def _routed(parts: Sequence[PassPart]) -> AbstractContextManager[RowGroups | None]:
+    """The adapters of the parts over their rows; nothing for a run that trains all weights."""
+    if parts[0].run.adapter is None:
+        assert len(parts) == 1
+        return nullcontext()
+    router = parts[0].run.base.router
+    return router.routed([len(part.tokens) for part in parts], [part.run.adapter for part in parts])
+
+
+def _gradients(parts: Sequence[PassPart], losses: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Gradients of each part's loss by the names of its run's parameters; a run may have several parts only alone."""
+    places = [(index, name) for index, part in enumerate(parts) for name in part.run.parameters]
+    trained = [parts[index].run.parameters[name] for index, name in places]
+    # The gradient of a sum is each loss's own: no parameter is in two of them.
+    found = torch.autograd.grad(torch.stack(list(losses)).sum(), trained, allow_unused=True)
+    gradients: list[dict[str, torch.Tensor]] = [{} for _ in parts]
+    for (index, name), gradient in zip(places, found, strict=True):
+        if gradient is not None:
+            gradients[index][name] = gradient
+    return gradients
+
+
+def _inputs(part: PassPart, hidden_NH: torch.Tensor) -> LossInputs:
+    """Log-probabilities, entropies, values and scores of a part, beside its inputs."""
+    run, needs = part.run, part.loss.needs
+    device, lengths = hidden_NH.device, [len(row) for row in part.tokens]
+    mask_BT = attention_mask(lengths).to(device)
+    places = mask_BT.reshape(-1).nonzero().squeeze(1)
+
+    def spread(values_N: torch.Tensor) -> torch.Tensor:
+        flat = values_N.new_zeros(mask_BT.numel(), *values_N.shape[1:])
+        return flat.index_copy(0, places, values_N).unflatten(0, mask_BT.shape)
+
+    given = LossInputs(mask_BT, part.options, _padded(part, spread, device))
+    if "target_tokens" in part.inputs[0]:
+        targets = _joined([row["target_tokens"] for row in part.inputs])
+        head, update = run.model.get_output_embeddings(), run.head_update
+        temperature = part.options.get("temperature", 1.0)
+        logprobs_N, entropy_N = selected_logprobs(
+            hidden_NH,
+            head.weight,
+            head.bias,
+            torch.from_numpy(targets).to(device),
+            temperatures_N=None if temperature == 1 else hidden_NH.new_full((len(hidden_NH),), temperature),
+            low_rank=None if update is None else (low_rank_input(hidden_NH, update), update.up_OR),
+            with_entropy="entropy" in needs,
+        )
+        given.logprobs = spread(logprobs_N)
+        given.entropy_BT = None if entropy_N is None else spread(entropy_N)
+    if "values" in needs:
+        given.values_BT = spread(run.heads.value_head(hidden_NH))
+    if "scores" in needs:
+        last_B = torch.tensor(lengths, device=device).cumsum(0) - 1
+        given.scores_B = (hidden_NH[last_B].float() * run.heads.score_head).sum(-1)
+    return given
+
+
+def _padded(
+    part: PassPart, spread: Callable[[torch.Tensor], torch.Tensor], device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The datums' inputs, but for target tokens, as [B, T], [B, T, K] or [B]."""
+    found = {}
+    for name in part.inputs[0]:
+        arrays = [row[name] for row in part.inputs]
+        if part.loss.inputs[name].shape == "one":
+            found[name] = torch.from_numpy(np.concatenate(arrays)).to(device)
+        elif name != "target_tokens":
+            found[name] = spread(torch.from_numpy(_joined(arrays)).to(device))
+    return found
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Arrays [T] one after the other; where one has several columns, all get as many, of 0."""
+    if all(array.ndim == 1 for array in arrays):
+        return np.concatenate(arrays)
+    columns = [array.reshape(len(array), -1) for array in arrays]
+    width = max(array.shape[1] for array in columns)
+    return np.concatenate([np.pad(array, ((0, 0), (0, width - array.shape[1]))) for array in columns])
+
+
+def _columns(part: PassPart, given: LossInputs) -> list[dict[str, np.ndarray]]:
+    """Raw material of outputs and metrics, row by row, with the rows' own numbers of targets."""
+    tensors = dict(given.outputs)
+    if given.logprobs is not None:
+        tensors["logprobs"] = given.logprobs
+    arrays = {name: tensor.detach().float().cpu().numpy() for name, tensor in tensors.items()}
+    columns = []
+    for index, (tokens, inputs) in enumerate(zip(part.tokens, part.inputs, strict=True)):
+        row = {("old_logprobs" if name == "logprobs" else name): value for name, value in inputs.items()}
+        shape = inputs["target_tokens"].shape if "target_tokens" in inputs else tokens.shape
+        for name, array in arrays.items():
+            if array.ndim == 1:  # one number a row
+                row[name] = array[index : index + 1]
+                continue
+            values = array[index, : len(tokens)]
+            if values.ndim == 2:  # several targets
+                values = values[:, : shape[1] if len(shape) == 2 else 1].reshape(shape)
+            row[name] = values
+        columns.append(row)
+    return columns

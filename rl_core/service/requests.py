@@ -1,0 +1,168 @@
+"""Requests to the training engine: plain data and numpy arrays.
+
+A request names what it works on; nothing of it is kept by reference. `TrainingEngine` (`training_engine.py`) answers
+with `answers.py`, or with `errors.ServiceError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from rl_core.errors import ServiceError
+
+__all__ = [
+    "AdamParameters",
+    "AdapterConfig",
+    "CreateModel",
+    "CreateSampler",
+    "Datum",
+    "ForwardBackward",
+    "OptimStep",
+    "OptimizerKind",
+    "SampleRequest",
+    "SampleParameters",
+    "dense_rows",
+]
+
+OptimizerKind = Literal["adamw", "muon"]
+MOST_DENSE = 1 << 26  # cells of one sparse tensor made dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapter of a training run: W + alpha / rank B A (arXiv:2106.09685). A is drawn from `seed`, B is 0."""
+
+    rank: int = 32
+    seed: int = 0
+    alpha: float = 32.0
+    train_attn: bool = True  # linear layers of attention
+    train_mlp: bool = True  # all other linear layers between embedding and head
+    train_unembed: bool = True  # the output head; the embedding stays as it is, also where it shares the weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateModel:
+    """A new training run over a base model."""
+
+    model_id: str
+    base: str  # name in the engine's settings
+    adapter: AdapterConfig | None = AdapterConfig()  # None = all weights are trained, on a copy of its own
+    optimizer: OptimizerKind = "adamw"
+    seed: int = 0  # of the score head of `reward_modeling`
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One sequence and what its loss needs. Position i predicts `inputs["target_tokens"][i]`: nothing is shifted."""
+
+    tokens: np.ndarray  # integers [T]
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)  # by name, see `service.losses_by_name`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    """A loss on some sequences; its gradient is added to the run's, unless `forward_only`."""
+
+    model_id: str
+    data: tuple[Datum, ...]
+    loss_fn: str
+    loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamParameters:
+    """AdamW as torch's, on every trained parameter; with Muon, learning rate, decay and clipping are its own too."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0  # of the run's whole gradient; 0 and below = no clipping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimStep:
+    """One update by the gradient accumulated so far, which is then forgotten."""
+
+    model_id: str
+    adam: AdamParameters = AdamParameters()
+    muon_momentum: float = 0.95
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateSampler:
+    """A sampler over one source: a base model, a training run's present weights, or a folder of saved weights.
+
+    A snapshot keeps these weights. `inflight` publishes them to all in-flight samplers of the run, earlier ones
+    included; it names the run by `model_id`, and may take the weights that are published from `folder`.
+    """
+
+    sampler_id: str
+    base: str | None = None
+    model_id: str | None = None
+    folder: str | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleParameters:
+    """Parameters of the distribution sampled from, and ends of sequences."""
+
+    max_tokens: int | None = None  # None, and more than fits = up to the context
+    stop: tuple[str, ...] | tuple[int, ...] | None = None  # None = end-of-sequence tokens; () = nothing ends it
+    temperature: float = 1.0  # 0 = greedy; log-probabilities are then those at 1
+    top_k: int = -1  # below 1 = all tokens
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Sampled continuations of one prompt, and log-probabilities of the prompt at temperature 1."""
+
+    sampler_id: str
+    prompt: np.ndarray  # integers [P]
+    seed: int  # equal seeds give equal samples, whatever is sampled beside them
+    num_samples: int = 1
+    parameters: SampleParameters = SampleParameters()
+    prompt_logprobs: bool = False
+    topk_prompt_logprobs: int = 0  # most likely tokens at each prompt position
+    topk_sample_logprobs: int = 0  # most likely tokens at each sampled position, of the distribution sampled from
+    target_prompt_logprobs: np.ndarray | None = None  # integers [P - 1, K]: row i asks at position i + 1; -1 = nothing
+
+
+def dense_rows(
+    values: np.ndarray, row_starts: np.ndarray, columns: np.ndarray, shape: tuple[int, int], *, fill: float = 0
+) -> np.ndarray:
+    """A sparse matrix (compressed rows) as a dense one [T, K] of the same dtype.
+
+    Args:
+        values: [n]. row_starts: integers [T + 1], rising from 0 to n. columns: integers [n].
+        fill: value of the cells that are not listed.
+    Raises: ServiceError (user) where the parts do not fit each other, or the matrix is too large.
+    """
+    rows, width = (int(size) for size in shape)
+    row_starts, columns = np.asarray(row_starts), np.asarray(columns)
+    if rows < 0 or width < 0 or rows * width > MOST_DENSE:
+        raise ServiceError(f"sparse tensor of shape {shape}: at most {MOST_DENSE} cells, none negative", "user")
+    if row_starts.shape != (rows + 1,) or values.ndim != 1 or columns.shape != values.shape:
+        raise ServiceError(
+            f"sparse tensor of {rows} rows: crow_indices {row_starts.shape}, values {values.shape} and col_indices "
+            f"{columns.shape} do not fit; expected ({rows + 1},), (n,) and (n,)",
+            "user",
+        )
+    for name, indices in (("crow_indices", row_starts), ("col_indices", columns)):
+        if indices.dtype.kind not in "iu":
+            raise ServiceError(f"sparse tensor: {name} is {indices.dtype}, expected integers", "user")
+    if row_starts[0] != 0 or row_starts[-1] != len(values) or bool((np.diff(row_starts) < 0).any()):
+        raise ServiceError(f"sparse tensor: crow_indices must rise from 0 to {len(values)}", "user")
+    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < width:
+        raise ServiceError(f"sparse tensor: col_indices must lie in 0..{width - 1}", "user")
+    dense = np.full((rows, width), fill, dtype=values.dtype)
+    dense[np.repeat(np.arange(rows), np.diff(row_starts)), columns] = values
+    return dense

@@ -1,0 +1,147 @@
+"""Saved states of training runs, and their export as model folders of Hugging Face and adapters of peft."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from rl_core.errors import CheckpointError, ServiceError
+from rl_core.models.routed_adapters import LowRank
+from rl_core.service.requests import AdapterConfig, CreateModel
+from rl_core.service.served_base import ServedBase, head_name
+from rl_core.service.training_run import merged_weights
+from rl_core.storage.checkpoint import CheckpointStore
+from rl_core.storage.folders import put_bytes
+from rl_core.storage.replaced_folders import replace_folder
+
+__all__ = [
+    "adapter_in",
+    "export_model",
+    "export_peft",
+    "read_state",
+    "request_of",
+    "sampling_state",
+    "sampling_weights",
+    "write_state",
+]
+
+FORMAT = 1
+
+
+def write_state(folder: str | Path, state: Mapping[str, Any]) -> None:
+    """Publish a state; what the folder held before stays until the new one is whole, and is the fallback then.
+
+    Raises: CheckpointError if the disk refuses; NonFiniteError for weights that are not finite.
+    """
+    CheckpointStore(folder).save(state)
+
+
+def read_state(folder: str | Path) -> dict[str, Any]:
+    """The newest valid state in a folder. Raises: CheckpointError where there is none."""
+    state = CheckpointStore(folder).load_latest()
+    if state is None:
+        raise CheckpointError(f"{folder}: holds no saved weights")
+    if state.get("run", {}).get("format") != FORMAT:
+        raise CheckpointError(f"{folder}: saved by another version of the service (format {state.get('run')})")
+    return state
+
+
+def sampling_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a state that samplers need: weights, without heads, optimizer and gradient."""
+    weights = {name: tensor for name, tensor in state["model"].items() if not name.startswith("heads.")}
+    return {"run": state["run"], "model": weights}
+
+
+def request_of(state: Mapping[str, Any], model_id: str) -> CreateModel:
+    """The request that makes a run which can load this state."""
+    run = state["run"]
+    adapter = None if run["adapter"] is None else AdapterConfig(**run["adapter"])
+    return CreateModel(
+        model_id=model_id, base=run["base"], adapter=adapter, optimizer=run["optimizer"], seed=run["seed"]
+    )
+
+
+def adapter_in(state: Mapping[str, Any], device: torch.device | str = "cpu") -> dict[str, LowRank] | None:
+    """The adapter of a state, by the names of linear layers; None = it holds all weights."""
+    config = state["run"]["adapter"]
+    if config is None:
+        return None
+    weights: Mapping[str, torch.Tensor] = state["model"]
+    end = ".lora_A.weight"
+    return {
+        name.removesuffix(end): LowRank(
+            weights[name].to(device),
+            weights[name.removesuffix(end) + ".lora_B.weight"].to(device),
+            config["alpha"] / config["rank"],
+        )
+        for name in weights
+        if name.endswith(end)
+    }
+
+
+def sampling_weights(base: ServedBase, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights of a state, by name, that turn the base into the model that was saved."""
+    if state["run"]["base"] != base.name:
+        raise ServiceError(f"the saved weights are of base model '{state['run']['base']}', not '{base.name}'", "user")
+    adapter = adapter_in(state, base.device)
+    if adapter is not None:
+        return merged_weights(base, adapter)
+    return {name: tensor.to(base.device) for name, tensor in state["model"].items() if not name.startswith("heads.")}
+
+
+def export_model(base: ServedBase, state: Mapping[str, Any], folder: str | Path) -> None:
+    """A model folder of Hugging Face with the adapter merged, in place of one that was exported there before.
+
+    An adapter of the output head unties it from the embedding.
+    Raises: CheckpointError where the disk refuses, or the folder holds other files.
+    """
+    weights, head = sampling_weights(base, state), f"{head_name(base.model)}.weight"
+    unties = state["run"]["adapter"] is not None and head in weights and base.model.config.tie_word_embeddings
+
+    def write(place: Path) -> None:
+        tied = base.model.config.tie_word_embeddings
+        with base.holding(weights) as model:
+            try:
+                model.config.tie_word_embeddings = tied and not unties
+                model.save_pretrained(place)
+            finally:
+                model.config.tie_word_embeddings = tied
+        base.tokenizer.save_pretrained(place)
+
+    replace_folder(folder, write, {"kind": "model"})
+
+
+def export_peft(base: ServedBase, state: Mapping[str, Any], folder: str | Path) -> None:
+    """An adapter folder of peft. Raises: ServiceError (user) for a run that trains all weights; CheckpointError."""
+    adapter, config = adapter_in(state), state["run"]["adapter"]
+    if adapter is None:
+        raise ServiceError("this run trains all weights, so there is no adapter to export; export the model", "user")
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.path,
+        "r": config["rank"],
+        "lora_alpha": config["alpha"],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": sorted(adapter),
+    }
+    tensors = {
+        f"base_model.model.{name}.{part}.weight": factor.contiguous()
+        for name, update in adapter.items()
+        for part, factor in (("lora_A", update.down_RI), ("lora_B", update.up_OR))
+    }
+
+    def write(place: Path) -> None:
+        put_bytes(place / "adapter_config.json", (json.dumps(described, indent=2) + "\n").encode())
+        put_bytes(place / "adapter_model.safetensors", safetensors.torch.save(tensors))
+        base.tokenizer.save_pretrained(place)
+
+    replace_folder(folder, write, {"kind": "adapter"})

@@ -1,0 +1,133 @@
+"""A base model in memory: its weights, what adapters may update, and a rollout engine over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rl_core.capabilities import independent_rows, plain_head
+from rl_core.errors import ModelError, ServiceError
+from rl_core.inference.engine import RolloutBackend, make_backend
+from rl_core.models import causal_lm
+from rl_core.models.critic import hidden_size
+from rl_core.models.rotary import longest_sequence
+from rl_core.models.routed_adapters import AdapterRouter
+from rl_core.service.answers import BaseInfo
+from rl_core.service.input_checks import ModelLimits
+from rl_core.service.requests import AdapterConfig
+from rl_core.settings import ModelSettings, ServiceEngineSettings
+
+__all__ = ["ServedBase", "head_name"]
+
+_ATTENTION = ("attn", "attention")
+
+
+class ServedBase:
+    """A frozen causal language model that training runs and samplers share."""
+
+    def __init__(self, name: str, path: str, settings: ServiceEngineSettings) -> None:
+        """Raises: ModelError when there is no such model, or its head scales or caps logits."""
+        self.name, self.path = name, path
+        model, self.tokenizer = causal_lm.load(path, ModelSettings(dtype=settings.dtype, device=settings.device))
+        self.model: Any = model.requires_grad_(False).eval()
+        if not (decision := plain_head(self.model)).allowed:
+            raise ModelError(f"base model '{name}' cannot be served: {decision.reason}")
+        self.device = next(self.model.parameters()).device
+        self.head: nn.Linear = self.model.get_output_embeddings()
+        vocab_size = min(self.model.get_input_embeddings().weight.shape[0], self.head.weight.shape[0])
+        self.limits = ModelLimits(longest_sequence(self.model), vocab_size)
+        self.hidden_size = hidden_size(self.model)
+        names = [name for name, part in self.model.named_modules() if type(part) is nn.Linear and part is not self.head]
+        self._inner = names
+        self.router = AdapterRouter(self.model, names)
+        self._batching = settings.batch_runs
+        self._independence = independent_rows(self.model)
+        self.pad_id = self.tokenizer.pad_token_id or 0
+        self.eos_ids = _eos_ids(self.model, self.tokenizer)
+        self._backend: RolloutBackend | None = None
+
+    @property
+    def batches_runs(self) -> bool:
+        """True = rows of several training runs share a pass."""
+        return self._batching == "always" or (self._batching == "exact" and self._independence.allowed)
+
+    @property
+    def info(self) -> BaseInfo:
+        """For people and clients."""
+        return BaseInfo(
+            name=self.name, path=self.path, context=self.limits.context, vocab_size=self.limits.vocab_size,
+            batches_runs=self.batches_runs, note=self._independence.reason,
+        )  # fmt: skip
+
+    def targets(self, config: AdapterConfig) -> list[str]:
+        """Names of the linear layers that an adapter updates.
+
+        Raises: ServiceError (user) where the model has none of them.
+        """
+        found = [
+            name
+            for name in self._inner
+            if (config.train_attn if any(word in name for word in _ATTENTION) else config.train_mlp)
+        ]
+        if config.train_unembed:
+            found.append(head_name(self.model))
+        if not found:
+            raise ServiceError(f"lora_config: '{self.name}' has no linear layer of the kinds asked for", "user")
+        return found
+
+    @contextmanager
+    def holding(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+        """The model with other weights of its own shapes inside; afterwards it is the very same again.
+
+        Args:
+            weights: by the name of a parameter. A weight that is tied to others replaces only those that are named, or
+                all where the first name of the parameter is given.
+        """
+        aliases = _aliases(self.model)
+        replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        try:
+            for name, weight in weights.items():
+                for place in aliases.get(name, [name]):
+                    owner, _, attribute = place.rpartition(".")
+                    module = self.model.get_submodule(owner)
+                    replaced.append((module, attribute, module._parameters[attribute]))
+                    module._parameters[attribute] = nn.Parameter(weight, requires_grad=False)
+            yield self.model
+        finally:
+            for module, attribute, parameter in reversed(replaced):
+                module._parameters[attribute] = parameter
+
+    def backend(self, eos_ids: Sequence[int]) -> RolloutBackend:
+        """The rollout engine over the model's present weights, ending actions at these tokens."""
+        if self._backend is None:
+            self._backend = make_backend(
+                self.model, eos_ids=eos_ids, pad_id=self.pad_id, max_length=self.limits.context
+            )
+        self._backend.end_at(eos_ids)
+        return self._backend
+
+
+def head_name(model: Any) -> str:
+    """Name of the output head's module."""
+    head = model.get_output_embeddings()
+    return next(name for name, part in model.named_modules() if part is head)
+
+
+def _aliases(model: nn.Module) -> dict[str, list[str]]:
+    """First name of each tied parameter -> all its names."""
+    first: dict[int, str] = {}
+    names: dict[str, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return {name: places for name, places in names.items() if len(places) > 1}
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens that end a sequence, by the model's generation settings and the tokenizer."""
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = set(named if isinstance(named, list | tuple) else [] if named is None else [named])
+    return tuple(sorted(found | {tokenizer.eos_token_id}))

@@ -1,0 +1,272 @@
+"""The training engine: training runs and samplers over base models, by requests of plain data.
+
+One thread calls it. Faults of a request are `ServiceError`s; where several requests are given at once, each has its own
+answer, and a fault of one leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rl_core.cpu.allocator import keep_freed_memory
+from rl_core.cpu.waiting import bound_waiting
+from rl_core.errors import CheckpointError, DataError, ModelError, PosttrainError, ServiceError, nearest
+from rl_core.memory import first_line
+from rl_core.service.answers import BaseInfo, ForwardBackwardResult, ModelInfo, OptimStepResult, SampleResult
+from rl_core.service.guarded_update import guarded_step
+from rl_core.service.input_checks import check_adam, check_adapter, check_forward_backward, check_sample
+from rl_core.service.pass_planner import cut, run_jobs
+from rl_core.service.requests import CreateModel, CreateSampler, ForwardBackward, OptimStep, SampleRequest
+from rl_core.service.samplers import Published, Sampler, Weights, sample_all
+from rl_core.service.saved_weights import (
+    export_model,
+    export_peft,
+    read_state,
+    request_of,
+    sampling_state,
+    sampling_weights,
+    write_state,
+)
+from rl_core.service.served_base import ServedBase
+from rl_core.service.training_run import TrainingRun
+from rl_core.settings import ServiceEngineSettings
+
+__all__ = ["TrainingEngine"]
+
+
+class TrainingEngine:
+    """All training runs and samplers of one process."""
+
+    def __init__(self, settings: ServiceEngineSettings) -> None:
+        keep_freed_memory()
+        bound_waiting()
+        self.settings = settings
+        self._bases: dict[str, ServedBase] = {}
+        self._runs: dict[str, TrainingRun] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._published: dict[str, Published] = {}  # by run
+
+    # -- base models and runs ------------------------------------------------------------------------------------------
+
+    def base_info(self, name: str) -> BaseInfo:
+        """A base model, which is loaded if it is not yet. Raises: ServiceError."""
+        return self._base(name).info
+
+    def create_model(self, request: CreateModel) -> ModelInfo:
+        """A new training run. Raises: ServiceError."""
+        self._check_new(request.model_id, self._runs, self.settings.max_runs, "model", "max_runs")
+        if request.optimizer not in ("adamw", "muon"):
+            raise ServiceError(f"optimizer: '{request.optimizer}', expected adamw or muon", "user")
+        if request.adapter is not None:
+            check_adapter(request.adapter, self.settings)
+        elif self.settings.dtype != "float32":
+            raise ServiceError("training all weights needs base models in float32 (dtype); train an adapter", "user")
+        run = TrainingRun(request, self._base(request.base))
+        self._runs[request.model_id] = run
+        return run.info
+
+    def unload_model(self, model_id: str) -> None:
+        """Forget a run; its samplers keep their weights. Raises: ServiceError where there is none."""
+        self._run(model_id)
+        del self._runs[model_id]
+        self._published.pop(model_id, None)
+
+    def model_info(self, model_id: str) -> ModelInfo:
+        """A training run. Raises: ServiceError where there is none."""
+        return self._run(model_id).info
+
+    # -- training ------------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, requests: Sequence[ForwardBackward]) -> list[ForwardBackwardResult | ServiceError]:
+        """Answers in order. Requests of one run are computed in their order, those of several runs together.
+
+        A request's numbers do not depend on the others, nor does the gradient that it adds to its run's.
+        """
+        answers: dict[int, ForwardBackwardResult | ServiceError] = {}
+        jobs = {}
+        for index, request in enumerate(requests):
+            try:
+                run = self._run(request.model_id)
+                checked = check_forward_backward(request, run.base.limits, self.settings)
+                jobs[index] = cut(run, request, checked, self.settings.micro_batch_tokens)
+            except ServiceError as error:
+                answers[index] = error
+        run_jobs(list(jobs.values()), self.settings)
+        for index, job in jobs.items():
+            answers[index] = job.finish()
+        return [answers[index] for index in range(len(requests))]
+
+    def optim_step(self, request: OptimStep) -> OptimStepResult:
+        """One update by the gradient accumulated so far. Raises: ServiceError."""
+        run = self._run(request.model_id)
+        check_adam(request.adam, request.muon_momentum)
+        return OptimStepResult(metrics=guarded_step(run, request))
+
+    # -- states --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, model_id: str) -> dict[str, Any]:
+        """All that a run's later results depend on. Raises: ServiceError."""
+        return self._run(model_id).state_dict()
+
+    def restore_model(self, model_id: str, state: Mapping[str, Any]) -> ModelInfo:
+        """A run as it was when its state was taken, in place of one of this name. Raises: ServiceError."""
+        self._runs.pop(model_id, None)
+        self.create_model(request_of(state, model_id))
+        self._load(model_id, state, optimizer=True, gradient=True)
+        return self.model_info(model_id)
+
+    def save_weights(self, model_id: str, folder: str | Path, note: Mapping[str, Any] | None = None) -> None:
+        """Write a run's state (see `state_dict`), with the caller's note, as a whole. Raises: ServiceError."""
+        self._write(folder, self._run(model_id).state_dict() | {"note": dict(note or {})})
+
+    def load_weights(self, model_id: str, folder: str | Path, *, optimizer: bool) -> ModelInfo:
+        """Take saved weights, and the optimizer's moments if asked for; the accumulated gradient is forgotten.
+
+        A run that does not exist is made as the saved one was. Raises: ServiceError.
+        """
+        state = self._read(folder)
+        if model_id not in self._runs:
+            self.create_model(request_of(state, model_id))
+        self._load(model_id, state, optimizer=optimizer, gradient=False)
+        return self.model_info(model_id)
+
+    def note_of(self, folder: str | Path) -> dict[str, Any]:
+        """The note that was saved with weights. Raises: ServiceError."""
+        note: dict[str, Any] = self._read(folder).get("note", {})
+        return note
+
+    def save_sampler_weights(self, model_id: str, folder: str | Path) -> None:
+        """Write what samplers of a run need. Raises: ServiceError."""
+        self._write(folder, sampling_state(self._run(model_id).state_dict()))
+
+    def export(self, source: str | Path, folder: str | Path, *, peft: bool = False) -> None:
+        """Saved weights as a model folder of Hugging Face, or as an adapter of peft. Raises: ServiceError."""
+        state = self._read(source)
+        base = self._base(state["run"]["base"])
+        try:
+            (export_peft if peft else export_model)(base, state, folder)
+        except CheckpointError as error:
+            raise ServiceError(str(error), "server") from error
+
+    # -- sampling ------------------------------------------------------------------------------------------------------
+
+    def create_sampler(self, request: CreateSampler) -> BaseInfo:
+        """A sampler; the base model that it samples from. Raises: ServiceError."""
+        self._check_new(request.sampler_id, self._samplers, self.settings.max_samplers, "sampler", "max_samplers")
+        base, weights = self._source(request)
+        if request.kind == "inflight":
+            published = self._published.setdefault(str(request.model_id), Published(weights))
+            published.newest = weights
+            weights = published
+        self._samplers[request.sampler_id] = Sampler(request.sampler_id, base, weights)
+        return base.info
+
+    def _source(self, request: CreateSampler) -> tuple[ServedBase, Weights]:
+        """Base model and fixed weights of a new sampler."""
+        named = [name for name in ("base", "model_id", "folder") if getattr(request, name) is not None]
+        if request.kind == "inflight" and named not in (["model_id"], ["model_id", "folder"]):
+            raise ServiceError("create_sampler: inflight needs model_id, and may have folder", "user")
+        if request.kind != "inflight" and len(named) != 1:
+            raise ServiceError("create_sampler: give exactly one of base, model_id and folder", "user")
+        if request.folder is not None:
+            state = sampling_state(self._read(request.folder))
+        elif request.model_id is not None:
+            state = sampling_state(self._run(request.model_id).state_dict())
+        else:
+            return self._base(str(request.base)), dict
+        base = self._base(state["run"]["base"])
+        return base, lambda: sampling_weights(base, state)
+
+    def unload_sampler(self, sampler_id: str) -> None:
+        """Forget a sampler. Raises: ServiceError where there is none."""
+        self._sampler(sampler_id)
+        del self._samplers[sampler_id]
+
+    def sample(self, requests: Sequence[SampleRequest]) -> list[SampleResult | ServiceError]:
+        """Answers in order; a request's samples depend on its sampler's weights, prompt, parameters and seed alone."""
+        answers: dict[int, SampleResult | ServiceError] = {}
+        groups: dict[str, list[tuple[int, np.ndarray]]] = {}
+        for index, request in enumerate(requests):
+            try:
+                limits = self._sampler(request.sampler_id).base.limits
+                prompt = check_sample(request, limits, self.settings)
+                groups.setdefault(request.sampler_id, []).append((index, prompt))
+            except ServiceError as error:
+                answers[index] = error
+        for sampler_id, chosen in groups.items():
+            indices = [index for index, _ in chosen]
+            try:
+                found = sample_all(
+                    self._samplers[sampler_id], [requests[i] for i in indices], [p for _, p in chosen],
+                    self.settings.slots,
+                )  # fmt: skip
+                answers |= dict(zip(indices, found, strict=True))
+            except Exception as error:
+                answers |= dict.fromkeys(indices, _failure(error))
+        return [answers[index] for index in range(len(requests))]
+
+    # -- looking up ----------------------------------------------------------------------------------------------------
+
+    def _base(self, name: str) -> ServedBase:
+        if name not in self._bases:
+            if name not in self.settings.bases:
+                raise ServiceError(
+                    f"base_model: there is no '{name}' here; {nearest(name, self.settings.bases)}", "user"
+                )
+            try:
+                self._bases[name] = ServedBase(name, str(self.settings.bases[name]), self.settings)
+            except (CheckpointError, ModelError) as error:
+                raise ServiceError(str(error), "server") from error
+        return self._bases[name]
+
+    def _run(self, model_id: str) -> TrainingRun:
+        if model_id not in self._runs:
+            raise ServiceError(f"model_id: there is no training run '{model_id}'", "user")
+        return self._runs[model_id]
+
+    def _sampler(self, sampler_id: str) -> Sampler:
+        if sampler_id not in self._samplers:
+            raise ServiceError(f"sampler_id: there is no sampler '{sampler_id}'", "user")
+        return self._samplers[sampler_id]
+
+    @staticmethod
+    def _check_new(name: str, known: Mapping[str, Any], most: int, noun: str, setting: str) -> None:
+        if name in known:
+            raise ServiceError(f"{noun}_id: '{name}' exists already", "user")
+        if len(known) >= most:
+            raise ServiceError(f"{len(known)} {noun}s are in memory ({setting}); unload some", "server")
+
+    def _load(self, model_id: str, state: Mapping[str, Any], *, optimizer: bool, gradient: bool) -> None:
+        run = self._run(model_id)
+        if state["run"]["base"] != run.base.name:
+            raise ServiceError(
+                f"the saved weights are of base model '{state['run']['base']}', the run is of '{run.base.name}'", "user"
+            )
+        try:
+            run.load_state_dict(state, optimizer=optimizer, gradient=gradient)
+        except CheckpointError as error:
+            raise ServiceError(str(error), "user") from error
+
+    @staticmethod
+    def _read(folder: str | Path) -> dict[str, Any]:
+        try:
+            return read_state(folder)
+        except CheckpointError as error:
+            raise ServiceError(str(error), "user") from error
+
+    @staticmethod
+    def _write(folder: str | Path, state: Mapping[str, Any]) -> None:
+        try:
+            write_state(folder, state)
+        except PosttrainError as error:
+            raise ServiceError(str(error), "server") from error
+
+
+def _failure(error: Exception) -> ServiceError:
+    if isinstance(error, ServiceError):
+        return error
+    return ServiceError(first_line(error), "user" if isinstance(error, DataError) else "server")

@@ -1,0 +1,261 @@
+"""One training run: what it trains, its gradient so far, its optimizer, and all of it as a state.
+
+Everything that later results depend on is in `state_dict`, so a run that is loaded from it goes on bit for bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from rl_core.errors import CheckpointError, ServiceError
+from rl_core.inference.sampling import sequence_seed
+from rl_core.models.critic import ValueHead
+from rl_core.models.routed_adapters import LowRank
+from rl_core.models.trainable_weights import load_trainable_weights
+from rl_core.service.answers import ModelInfo
+from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
+from rl_core.service.served_base import ServedBase, head_name
+from rl_core.storage.moments import load_moments, moments
+from rl_core.training.optimizers import JointOptimizer, hidden_matrices
+
+__all__ = ["KLGuard", "TrainingRun"]
+
+FORMAT = 1
+
+
+@dataclass(slots=True)
+class KLGuard:
+    """Limit of the KL that the next update may make, and the tokens on which it is measured."""
+
+    limit: float  # mean KL(old || new), nats per token
+    temperature: float
+    tokens: list[np.ndarray]  # int64 [T] of each sequence
+    targets: list[np.ndarray]  # int64 [T]
+    masks: list[np.ndarray]  # bool [T]
+    old_logprobs: list[np.ndarray]  # float32 [T], of the policy before the update
+
+
+class _Heads(nn.Module):
+    """Scalar heads on the last hidden states; without a gradient they are not trained."""
+
+    def __init__(self, size: int, seed: int, device: torch.device) -> None:
+        super().__init__()
+        self.value_head = ValueHead(size)
+        # the scale of Stiennon et al. 2020, arXiv:2009.01325, as in `models.heads`
+        generator = torch.Generator().manual_seed(seed)
+        self.score_head = nn.Parameter(torch.randn(1, size, generator=generator) * (size + 1) ** -0.5)
+        self.to(device)
+
+
+class TrainingRun:
+    """Adapters over a shared base, or a whole model of its own, with gradient, optimizer and heads."""
+
+    def __init__(self, request: CreateModel, base: ServedBase) -> None:
+        self.model_id, self.base, self.config = request.model_id, base, request.adapter
+        self.optimizer_kind, self.seed = request.optimizer, request.seed
+        self.model: Any = base.model
+        self.adapter: dict[str, LowRank] | None = None
+        self.heads = _Heads(base.hidden_size, request.seed, base.device)
+        if request.adapter is None:
+            self.model = copy.deepcopy(base.model).requires_grad_(True)
+            trained = dict(self.model.named_parameters())
+            hidden = hidden_matrices(self.model)
+        else:
+            self.adapter = _new_adapter(base, request.adapter)
+            trained = _factors(self.adapter)
+            hidden = {name for name in trained if not name.startswith(f"{head_name(base.model)}.")}
+        self.num_trained = sum(parameter.numel() for parameter in trained.values())
+        self.parameters: dict[str, torch.Tensor] = {
+            **trained, **{f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
+        }  # fmt: skip
+        self.gradient: dict[str, torch.Tensor] = {}  # by name; what no loss has touched is left out
+        self.guards: list[KLGuard] = []
+        self.steps = 0
+        self._hidden = hidden if request.optimizer == "muon" else set()
+        self._optimizer = self._new_optimizer()
+
+    @property
+    def info(self) -> ModelInfo:
+        """For people and clients."""
+        return ModelInfo(
+            model_id=self.model_id, base=self.base.name, adapter=self.config, optimizer=self.optimizer_kind,
+            steps=self.steps, num_trained=self.num_trained,
+        )  # fmt: skip
+
+    @property
+    def head_update(self) -> LowRank | None:
+        """The adapter of the output head."""
+        return None if self.adapter is None else self.adapter.get(head_name(self.base.model))
+
+    def add_gradient(self, gradient: Mapping[str, torch.Tensor]) -> None:
+        """Add the gradient of one request."""
+        for name, part in gradient.items():
+            self.gradient[name] = self.gradient[name] + part if name in self.gradient else part
+
+    def step(self, request: OptimStep) -> dict[str, float]:
+        """One update by the gradient so far, which is then forgotten.
+
+        Raises: ServiceError (user) for a gradient that is not finite; nothing is changed but that it is forgotten.
+        """
+        gradient, self.gradient = self.gradient, {}
+        used = [gradient[name] for name in self.parameters if name in gradient]
+        norm = torch.nn.utils.get_total_norm(used) if used else torch.zeros(())
+        if not bool(torch.isfinite(norm)):
+            bad = next((name for name, part in gradient.items() if not bool(torch.isfinite(part).all())), "its norm")
+            raise ServiceError(
+                f"optim_step: the gradient is not finite (first: {bad}); the update was left out and the gradient "
+                "forgotten. Lower the learning rate, or look at the data of this step",
+                "user",
+            )
+        for name, parameter in self.parameters.items():
+            parameter.grad = gradient.get(name)
+        clip = request.adam.grad_clip_norm
+        if clip > 0 and used:
+            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), clip, norm)
+        self._set(request.adam, request.muon_momentum)
+        self._optimizer.step()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.steps += 1
+        return {
+            "grad_norm:mean": float(norm),
+            "clipped:mean": float(0 < clip < float(norm)),
+            "learning_rate:mean": request.adam.learning_rate,
+            "empty:mean": float(not used),
+            "step:max": float(self.steps),
+        }
+
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that later results depend on, on the CPU and apart from the run."""
+        return {
+            "run": {
+                "format": FORMAT,
+                "base": self.base.name,
+                "adapter": None if self.config is None else dataclasses.asdict(self.config),
+                "optimizer": self.optimizer_kind,
+                "seed": self.seed,
+                "steps": self.steps,
+            },
+            "model": {name: _copied(parameter) for name, parameter in self.parameters.items()},
+            "optimizer": _copied_tree(self._moments()),
+            "gradient": {name: _copied(part) for name, part in self.gradient.items()},
+            "guards": [{field.name: getattr(guard, field.name) for field in dataclasses.fields(guard)}
+                       for guard in self.guards],
+        }  # fmt: skip
+
+    def load_state_dict(self, state: Mapping[str, Any], *, optimizer: bool = True, gradient: bool = True) -> None:
+        """Inverse of `state_dict`; weights change in place.
+
+        Args:
+            optimizer: False = weights alone: the moments start afresh, and so does the count of steps.
+            gradient: False = nothing of what was accumulated when the state was taken.
+        Raises: CheckpointError for a state of another kind of run.
+        """
+        module = _named(self.parameters)
+        load_trainable_weights(module, {_flat(name): tensor for name, tensor in state["model"].items()})
+        self._optimizer = self._new_optimizer()
+        self.steps = 0
+        if optimizer:
+            if state["run"]["optimizer"] != self.optimizer_kind:
+                raise CheckpointError(
+                    f"the state is of optimizer {state['run']['optimizer']}, this run has {self.optimizer_kind}"
+                )
+            self._load_moments(state["optimizer"])
+            self.steps = int(state["run"]["steps"])
+        self.gradient, self.guards = {}, []
+        if gradient:
+            device = self.base.device
+            self.gradient = {name: part.to(device, copy=True) for name, part in state["gradient"].items()}
+            self.guards = [KLGuard(**fields) for fields in state["guards"]]
+
+    # -- optimizer -----------------------------------------------------------------------------------------------------
+
+    def _new_optimizer(self) -> torch.optim.Optimizer | JointOptimizer:
+        rest = [parameter for name, parameter in self.parameters.items() if name not in self._hidden]
+        adamw = torch.optim.AdamW(rest, lr=1e-4, fused=True)
+        if not self._hidden:
+            return adamw
+        matrices = [parameter for name, parameter in self.parameters.items() if name in self._hidden]
+        # adjust_lr_fn as in `training.optimizers`: one learning rate serves both
+        muon = torch.optim.Muon(matrices, lr=1e-4, weight_decay=0.0, adjust_lr_fn="match_rms_adamw")
+        return JointOptimizer({"adamw": adamw, "muon": muon})
+
+    def _set(self, adam: AdamParameters, momentum: float) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"], group["weight_decay"] = adam.learning_rate, adam.weight_decay
+            if "betas" in group:
+                group["betas"], group["eps"] = (adam.beta1, adam.beta2), adam.eps
+            else:
+                group["momentum"] = momentum
+
+    def _moments(self) -> dict[str, Any]:
+        if isinstance(self._optimizer, JointOptimizer):
+            return self._optimizer.state_dict()
+        return moments(self._optimizer)
+
+    def _load_moments(self, state: Mapping[str, Any]) -> None:
+        state = dict(_copied_tree(state))  # torch keeps what it is given
+        if isinstance(self._optimizer, JointOptimizer):
+            self._optimizer.load_state_dict(state)
+        else:
+            load_moments(self._optimizer, state)
+
+
+def merged_weights(base: ServedBase, adapter: Mapping[str, LowRank]) -> dict[str, torch.Tensor]:
+    """Weights of the base with an adapter's update, by the name of the parameter."""
+    return {
+        f"{name}.weight": update.added_to(base.model.get_submodule(name).weight.detach())
+        for name, update in adapter.items()
+    }
+
+
+def _new_adapter(base: ServedBase, config: AdapterConfig) -> dict[str, LowRank]:
+    """A ~ U(-1 / sqrt(I), 1 / sqrt(I)) (peft's), each matrix by a generator of its own; B = 0."""
+    adapter = {}
+    for name in base.targets(config):
+        rows, columns = base.model.get_submodule(name).weight.shape
+        generator = torch.Generator().manual_seed(sequence_seed("adapter", config.seed, name) % 2**63)
+        down_RI = torch.rand(config.rank, columns, generator=generator).mul_(2).sub_(1).mul_(columns**-0.5)
+        adapter[name] = LowRank(
+            nn.Parameter(down_RI.to(base.device)),
+            nn.Parameter(torch.zeros(rows, config.rank, device=base.device)),
+            config.alpha / config.rank,
+        )
+    return adapter
+
+
+def _factors(adapter: Mapping[str, LowRank]) -> dict[str, torch.Tensor]:
+    """Parameters by name; named as peft names them."""
+    return {
+        f"{name}.{part}.weight": factor
+        for name, update in adapter.items()
+        for part, factor in (("lora_A", update.down_RI), ("lora_B", update.up_OR))
+    }
+
+
+def _flat(name: str) -> str:
+    return name.replace(".", "/")  # no dots in the names of a ParameterDict
+
+
+def _named(parameters: Mapping[str, torch.Tensor]) -> nn.ParameterDict:
+    return nn.ParameterDict({_flat(name): parameter for name, parameter in parameters.items()})
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copied_tree(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return _copied(value)
+    return {key: _copied_tree(item) for key, item in value.items()} if isinstance(value, Mapping) else value

@@ -1,0 +1,67 @@
+"""Settings of learned thoughts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from rl_core.errors import SettingsError
+from rl_core.settings.base import setting
+from rl_core.settings.defaults import DEFAULTS
+from rl_core.settings.parts import SamplingSettings
+from rl_core.settings.training import LoopSettings, OptimizerSettings
+
+__all__ = ["ThoughtsSettings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThoughtsSettings(OptimizerSettings, LoopSettings):
+    """Thoughts before answers, trained by REINFORCE on their likelihood gain (similar to arXiv:2403.09629)."""
+
+    learning_rate: float = setting(DEFAULTS["ThoughtsSettings.learning_rate"], gt=0, le=1, doc="peak learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = setting("cosine", doc="shape after the warm-up")
+    weight_decay: float = setting(0.0, ge=0, doc="decoupled, on matrices only")
+    eval_every: int = setting(20, ge=0, doc="iterations between validations; 0 = only at the end")
+    patience: int | None = setting(5, ge=1, doc="validations without improvement before stopping; none = never stop")
+    iterations: int = setting(200, ge=1, doc="maximum rollout + update iterations")
+    episodes_per_iteration: int = setting(32, ge=1, le=1_048_576, doc="episodes of one round")
+    levels: tuple[str, ...] = setting((), doc="levels of the episodes, equally weighted; () = all")
+    reward: Literal["logprob_gain", "correctness_gain"] = setting(
+        "logprob_gain",
+        doc="gain of a thought: in the right answer's log-probability (nats) or probability, compared with no thought",
+    )
+    gain_clip: float = setting(3.0, gt=0, doc="gains are clipped to +-this; a turn without an answer gets minus this")
+    max_thought_tokens: int = setting(
+        DEFAULTS["ThoughtsSettings.max_thought_tokens"],
+        ge=1,
+        le=1_048_576,
+        doc="a longer thought counts as a turn without an answer",
+    )
+    gamma: float = setting(0.99, ge=0, le=1, doc="discount from one question of an episode to the next")
+    gae_lambda: float = setting(0.95, ge=0, le=1, doc="lambda of GAE over an episode's questions (arXiv:1506.02438)")
+    baseline_learning_rate: float = setting(0.05, gt=0, le=1, doc="constant AdamW learning rate of the value head")
+    entropy_coef: float = setting(0.01, ge=0, doc="initial weight of the entropy bonus on thought tokens")
+    entropy_decay: float = setting(0.9995, gt=0, le=1, doc="decay factor of entropy_coef per episode")
+    entropy_floor: float = setting(0.001, ge=0, doc="lower bound of entropy_coef")
+    answer_coef: float = setting(
+        1.0, ge=0, doc="weight of the right answers' negative log-likelihood, with and without the thought"
+    )
+    validation_episodes: int = setting(100, ge=2, le=10_000_000, doc="held-out episodes per validation")
+    select_by: Literal["success_rate", "thought_gain"] = setting(
+        "success_rate", doc="validation metric for model selection and patience"
+    )
+    check_episodes: int = setting(200, ge=2, le=10_000_000, doc="held-out episodes of the test for genuine thoughts")
+    min_dependence: float = setting(
+        0.5, ge=0, le=1, doc="share of the gain that must vanish if thoughts are shuffled or replaced by filler"
+    )
+    bootstrap_samples: int = setting(2000, ge=100, le=1_000_000, doc="bootstrap resamples of the test's intervals")
+    require_genuine: bool = setting(True, doc="fail the stage if the test finds thoughts not genuine")
+    sampling: SamplingSettings = setting(SamplingSettings(), doc="how episodes are played")
+
+    def check(self) -> None:
+        """entropy_floor must not exceed entropy_coef; sampling must not be greedy."""
+        self.sampling.check_trainable()
+        if self.sampling.stop:
+            raise SettingsError("sampling.stop: a thought ends by the end-of-turn token; remove it")
+        if self.entropy_floor > self.entropy_coef:
+            raise SettingsError(f"entropy_floor: {self.entropy_floor} is above entropy_coef {self.entropy_coef}")

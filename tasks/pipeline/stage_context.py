@@ -1,0 +1,98 @@
+"""Settings, inputs, folder, tracker and stop signal of a stage, in one object for its body."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tasks.config import PipelineSettings
+from tasks.pipeline.result import METRICS_HISTORY
+from tasks.tracking import RunTracker
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rl_core.api.recipes import Recipe
+    from rl_core.distributed import ProcessGroup
+    from rl_core.training.loop_state import LoopOutcome
+    from rl_core.training.optimizer_step import OptimizerStep
+    from tasks.pipeline.run import PipelineRun
+
+__all__ = ["StageContext"]
+
+
+def _alone() -> ProcessGroup:
+    from rl_core.distributed import SINGLE_PROCESS  # here, as it loads torch
+
+    return SINGLE_PROCESS
+
+
+@dataclass
+class StageContext:
+    """Settings, inputs, folder, tracker and stop signal of a stage, for its body."""
+
+    name: str
+    folder: Path  # write here; renamed when finished
+    settings: Any  # the stage's own settings
+    pipeline: PipelineSettings
+    inputs: dict[str, Path | str]  # folders of finished stages, model folders or hub names
+    tracker: RunTracker  # in one of several processes a Tracker alone, that tells the stage's own process
+    pipeline_run: PipelineRun  # not there in one of several processes
+    seed: int
+    fingerprint: dict[str, str]  # what has to be equal for a checkpoint to be resumed
+    stop: threading.Event
+    allow_drift: bool | tuple[str, ...] = False  # resume although the fingerprint differs, in these keys or in any
+    threads: int = 1  # of all processes of the stage on this machine together
+    process_group: ProcessGroup = field(default_factory=_alone)  # the processes that run this stage's body together
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the stage's checkpoints; removed when it has finished."""
+        return self.folder / "checkpoints"
+
+    def train(self, recipe: Recipe[Any]) -> LoopOutcome:
+        """Run a recipe's trainer to its end, or resume it: tracked, checkpointed and stoppable as every stage is.
+
+        Errors: as `rl_core.training.loop.run_loop`.
+        """
+        return recipe.run(
+            self.settings,
+            tracker=self.tracker,
+            checkpoints=self.checkpoints,
+            fingerprint=self.fingerprint,
+            allow_drift=self.allow_drift,
+            stop_event=self.stop,
+            history=self.folder / METRICS_HISTORY,
+        )
+
+    def save_model(
+        self,
+        optimizer_step: OptimizerStep,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        load: Callable[[PipelineSettings], PreTrainedModel],
+    ) -> None:
+        """Write the trained model into the stage's folder.
+
+        Where several processes share its weights out, the first one puts them together, in a model made anew on the
+        CPU: no GPU need hold them all.
+
+        Args:
+            optimizer_step: that has trained the model.
+            load: gives the model that training started from, for settings with another device.
+        """
+        from rl_core.models import causal_lm
+        from rl_core.models.trainable_weights import load_trainable_weights, trainable_weights
+
+        if self.process_group.size > 1:
+            weights = optimizer_step.sharded.gather_state(trainable_weights(model))
+            if not self.process_group.is_rank_zero:
+                return
+            on_cpu = dataclasses.replace(self.pipeline.model, device="cpu")
+            model = load(dataclasses.replace(self.pipeline, model=on_cpu))
+            load_trainable_weights(model, weights)
+        causal_lm.save(model, tokenizer, self.folder / "model")

@@ -1,0 +1,241 @@
+"""The list of runs: newest first, with their stages, the settings that differ, and filters."""
+
+from __future__ import annotations
+
+import operator
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rl_core.errors import DataError, SettingsError, nearest
+from tasks.tracking.store import default_uri
+from tasks.tracking.tracking import RunRow, Tracking
+
+__all__ = ["Filter", "differing", "find_run", "list_runs", "run_records", "runs_below"]
+
+_SHOWN = 4  # settings that differ, in a line
+_FILTERED = 5000  # runs that a filter looks at
+_CONDITION = re.compile(r"\s*([^<>=!~]+?)\s*(<=|>=|!=|=|<|>|~)\s*(.*?)\s*")
+_OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
+    "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge, "=": operator.eq, "!=": operator.ne,
+}  # fmt: skip
+# Settings that say where a run goes or how it is executed: they decide nothing of what it computes.
+_PLACES = re.compile(r"(output|name|tracking\..*|run\..*|.*\.launch\..*)")
+
+
+class Filter:
+    """A condition on runs: KEY OPERATOR VALUE, where KEY is a field, a setting, a metric or a tag."""
+
+    FIELDS = ("run", "status", "started", "result", "seconds", "pipeline")
+
+    def __init__(self, text: str) -> None:
+        """Raises: SettingsError."""
+        match = _CONDITION.fullmatch(text)
+        if match is None or not match[3]:
+            raise SettingsError(
+                f"--where {text!r}: must be KEY OPERATOR VALUE, as in status=finished, "
+                "'stages.policy.learning_rate<1e-3' or 'result~promoted'; operators: = != < <= > >= ~ (contains)"
+            )
+        self.text, self.key, self.operator, self.value = text, match[1], match[2], match[3]
+
+    def holds(self, row: RunRow) -> bool:
+        """False also where the run has no such value."""
+        found = _value_of(row, self.key)
+        if found is None:
+            return False
+        if self.operator == "~":
+            return self.value.lower() in str(found).lower()
+        numbers = _number(found), _number(self.value)
+        if None not in numbers:
+            return _OPERATORS[self.operator](*numbers)
+        if self.operator in ("=", "!="):
+            return _OPERATORS[self.operator](str(found).lower(), self.value.lower())
+        return _OPERATORS[self.operator](str(found), self.value)
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+def _value_of(row: RunRow, key: str) -> Any:
+    """Value of a field, a setting by its whole key or its end, a metric, or a tag; None = the run has none."""
+    fields = {
+        "run": row.name, "status": _status(row), "started": _started(row), "result": _result(row),
+        "seconds": row.seconds, "pipeline": row.tags.get("pipeline"),
+    }  # fmt: skip
+    if key in fields:
+        return fields[key]
+    for place, values in (("settings.", row.params), ("metrics.", row.metrics), ("tags.", row.tags)):
+        known: Mapping[str, Any] = values
+        name = key.removeprefix(place)
+        if name in known:
+            return known[name]
+    ends = [value for name, value in row.params.items() if name.endswith(f".{key}")]
+    return ends[0] if len(ends) == 1 else None
+
+
+def list_runs(
+    output: Path, uri: str | None = None, limit: int = 50, where: Sequence[str] = (), *, settings: bool = False
+) -> list[dict[str, str]]:
+    """Runs as lines of a table, the newest pipeline run first, its stages under it in their order.
+
+    [] where the default store does not exist yet; nothing is created.
+    Args:
+        limit: pipeline runs (sweeps count as one, with their trials). where: conditions that all hold (`Filter`).
+        settings: add a column of the settings in which the listed runs of one pipeline differ.
+    Raises: SettingsError for a condition that no run can be asked about.
+    """
+    found = _in_order(output, uri, limit, where)
+    told = differing([row for _, row in found if _is_whole(row)]) if settings else {}
+    lines = []
+    for depth, row in found:
+        line = _line(row, "  " * depth)
+        if settings:
+            line = {**{key: line[key] for key in ("run", "status", "started", "took")}, "settings": "", **line}
+            line["settings"] = _told(told.get(row.run_id, {}))
+        lines.append(line)
+    return lines
+
+
+def run_records(
+    output: Path, uri: str | None = None, limit: int = 50, where: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """The same runs for programs: ids, times in seconds, settings, newest metrics and tags, in the same order."""
+    rows = [row for _, row in _in_order(output, uri, limit, where)]
+    told = differing([row for row in rows if _is_whole(row)])
+    return [
+        {
+            "run_id": row.run_id,
+            "parent_run_id": row.parent_run_id,
+            "run": row.name,
+            "status": _status(row),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(row.start_time)),
+            "seconds": row.seconds,
+            "result": row.tags.get("result", ""),
+            "page": row.url,
+            "differs": told.get(row.run_id, {}),
+            "metrics": row.metrics,
+            "tags": row.tags,
+            "settings": row.params,
+        }
+        for row in rows
+    ]
+
+
+def differing(rows: Iterable[RunRow]) -> dict[str, dict[str, str]]:
+    """By run id, the settings that are not the same in all these runs of its pipeline; places do not count."""
+    by_pipeline: dict[str, list[RunRow]] = {}
+    for row in rows:
+        by_pipeline.setdefault(row.tags.get("pipeline", ""), []).append(row)
+    found: dict[str, dict[str, str]] = {}
+    for group in by_pipeline.values():
+        keys = dict.fromkeys(key for row in group for key in row.params if not _PLACES.fullmatch(key))
+        differ = [key for key in keys if len({row.params.get(key) for row in group}) > 1]
+        for row in group:
+            found[row.run_id] = {key: row.params.get(key, "-") for key in differ}
+    return found
+
+
+def _told(settings: Mapping[str, str]) -> str:
+    """Settings in a few words: the last parts of their keys."""
+    parts = [f"{key.rpartition('.')[2]}={value[:24]}" for key, value in settings.items() if value != "-"]
+    return ", ".join(parts[:_SHOWN]) + (f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else "")
+
+
+def _is_whole(row: RunRow) -> bool:
+    """True = a run of a pipeline with settings of its own, also a trial; not a stage's and not a sweep's."""
+    return row.tags.get("kind") in ("pipeline", "trial", "stage") and "stage" not in row.tags
+
+
+def _in_order(output: Path, uri: str | None, limit: int, where: Sequence[str] = ()) -> list[tuple[int, RunRow]]:
+    """(depth, run): the newest pipeline run first, each followed by what is nested in it, the oldest first."""
+    filters = [Filter(text) for text in where]
+    tracking = Tracking(uri, output)
+    local = default_uri(tracking.output)
+    if tracking.store.uri == local and not Path(local.removeprefix("sqlite:///")).exists():
+        return []
+    rows = tracking.list_runs(limit=_FILTERED if filters else min(50_000, 20 * limit))
+    _check_known(filters, rows)
+    known = {row.run_id for row in rows}
+    children: dict[str, list[RunRow]] = {}
+    for row in reversed(rows):
+        if row.parent_run_id in known:
+            children.setdefault(str(row.parent_run_id), []).append(row)
+    tops = [row for row in rows if not row.parent_run_id]
+    if filters:
+        tops = [row for row in rows if _is_whole(row) and all(one.holds(row) for one in filters)]
+    found: list[tuple[int, RunRow]] = []
+    for row in tops[:limit]:
+        found += _nested(row, children, 0)
+    return found
+
+
+def _nested(row: RunRow, children: Mapping[str, list[RunRow]], depth: int) -> list[tuple[int, RunRow]]:
+    return [
+        (depth, row),
+        *(one for child in children.get(row.run_id, []) for one in _nested(child, children, depth + 1)),
+    ]
+
+
+def _check_known(filters: Sequence[Filter], rows: Sequence[RunRow]) -> None:
+    """Raises: SettingsError for a key that no run has."""
+    wholes = [row for row in rows if _is_whole(row)]
+    for one in filters:
+        if wholes and one.key not in Filter.FIELDS and all(_value_of(row, one.key) is None for row in wholes):
+            names = {name for row in wholes for values in (row.params, row.metrics, row.tags) for name in values}
+            raise SettingsError(f"--where {one.text!r}: no run has '{one.key}'; {nearest(one.key, sorted(names))}")
+
+
+def find_run(rows: Sequence[RunRow], name: str) -> RunRow:
+    """The run of that name, id (or its beginning), or the newest whole run of that pipeline. Raises: DataError."""
+    wholes = [row for row in rows if _is_whole(row)]
+    same = [row for row in wholes if name in (row.name, row.run_id)]
+    same = same or [row for row in wholes if len(name) >= 6 and row.run_id.startswith(name)]
+    same = same or [row for row in wholes if row.tags.get("pipeline") == name and row.tags.get("kind") == "pipeline"]
+    if not same:
+        names = sorted({row.name for row in wholes})
+        raise DataError(f"no run '{name}'; {nearest(name, names) if names else 'there are none'} (posttrain runs)")
+    return same[0]
+
+
+def runs_below(rows: Sequence[RunRow], run: RunRow) -> list[RunRow]:
+    """Stage runs that are nested in a run, the oldest first."""
+    return [row for row in reversed(rows) if row.parent_run_id == run.run_id]
+
+
+def _started(row: RunRow) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row.start_time))
+
+
+def _status(row: RunRow) -> str:
+    waits = row.status == "FINISHED" and row.tags.get("approval") == "waiting"
+    return "waiting" if waits else row.status.lower()
+
+
+def _line(row: RunRow, indent: str) -> dict[str, str]:
+    seconds = "" if row.seconds is None else f"{row.seconds:.0f} s"
+    return {
+        "run": indent + row.name,
+        "status": _status(row),
+        "started": _started(row),
+        "took": seconds,
+        "result": _result(row),
+        "page": row.url,
+    }
+
+
+def _result(row: RunRow) -> str:
+    """Outcome of a run in a few words: its own `result` tag, the gate's decision, or its main figure."""
+    for tag in ("result", "gate.decision", "error", "interrupted"):
+        if row.tags.get(tag):
+            text = " ".join(row.tags[tag].split())
+            return text if len(text) <= 60 else text[:57] + "..."
+    for name in ("eval/success_rate", "success_rate", "eval/accuracy", "eval/loss", "train/loss"):
+        if name in row.metrics:
+            return f"{name} {row.metrics[name]:.4g}"
+    return ""

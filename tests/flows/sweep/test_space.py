@@ -1,0 +1,50 @@
+"""Settings that vary, as `--set` gives them."""
+
+import pytest
+
+from flows.sweep.space import Dimension, grid, parse_set, split_list
+from rl_core.errors import SettingsError
+
+
+def test_lists_and_ranges_vary_and_the_rest_is_an_override():
+    plain, varied = parse_set(
+        ["a.b=1e-4,3e-4", "c=[easy, hard]", "d=1..3", "e=1e-5..1e-3:3:log", "f='x,y'", "g={a: 1, b: 2}", "h=0.1..0.5"]
+    )
+    assert plain == ["c=[easy, hard]", "f='x,y'", "g={a: 1, b: 2}"]
+    assert [one.key for one in varied] == ["a.b", "d", "e", "h"]
+    assert varied[0] == Dimension("a.b", ("1e-4", "3e-4"))
+    assert varied[1].is_whole and varied[1].grid_values() == ("1", "2", "3")
+    assert varied[2].is_log and [float(text) for text in varied[2].grid_values()] == pytest.approx([1e-5, 1e-4, 1e-3])
+    assert split_list("[a, b], 'c,d', {e: 1, f: 2}") == ["[a, b]", "'c,d'", "{e: 1, f: 2}"]
+
+
+def test_the_grid_changes_the_last_setting_fastest():
+    varied = [Dimension("a", ("1", "2")), Dimension("b", (), 0.0, 1.0, points=3)]
+    assert [tuple(one.values()) for one in grid(varied)] == [
+        ("1", "0.0"), ("1", "0.5"), ("1", "1.0"), ("2", "0.0"), ("2", "0.5"), ("2", "1.0"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("a=3..1", "the first number must be below"),
+        ("a=0..1:3:log", "needs numbers above 0"),
+        ("a=1,1", "lists a value twice"),
+        ("a=1,,2", "a value of the list is empty"),
+        ("a=1..2:x", "a range is LOW..HIGH"),
+        ("a=0.5..1:1", "at least 2 points"),
+    ],
+)
+def test_what_cannot_vary_is_refused_with_a_remedy(text, said):
+    with pytest.raises(SettingsError, match=said):
+        parse_set([text])
+
+
+def test_a_grid_of_a_range_asks_for_points_and_has_a_limit():
+    with pytest.raises(SettingsError, match=r"as in 0.1..0.5:5; or draw from it with --method random"):
+        grid([Dimension("a", (), 0.1, 0.5)])
+    with pytest.raises(SettingsError, match="20,000 configurations"):
+        grid([Dimension("a", (), 0, 199, is_whole=True), Dimension("b", (), 0, 99, is_whole=True)])
+    with pytest.raises(SettingsError, match="varies twice"):
+        parse_set(["a=1,2", "a=3,4"])

@@ -1,0 +1,51 @@
+"""Edges of the imports that a process runs, whether the module was loaded before or not: importer -> imported.
+
+python -m helpers.import_recorder OUT.json ARGUMENTS...     posttrain ARGUMENTS, its edges into OUT.json
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import json
+import sys
+from pathlib import Path
+
+__all__ = ["record"]
+
+
+def record(edges: dict[str, set[str]], packages: tuple[str, ...]) -> None:
+    """Note every import statement and call of `import_module` in these packages from now on."""
+    plain, by_name = builtins.__import__, importlib.import_module
+
+    def note(importer: str, names: list[str]) -> None:
+        if importer.partition(".")[0] in packages:
+            known = {name for name in names if name.partition(".")[0] in packages and name in sys.modules}
+            edges.setdefault(importer, set()).update(known - {importer})
+
+    def statement(name, globals=None, locals=None, fromlist=(), level=0):
+        found = plain(name, globals, locals, fromlist, level)
+        note((globals or {}).get("__name__", ""), [name, *(f"{name}.{part}" for part in fromlist or ())])
+        return found
+
+    def call(name, package=None):
+        found = by_name(name, package)
+        note(sys._getframe(1).f_globals.get("__name__", ""), [name])
+        return found
+
+    builtins.__import__, importlib.import_module = statement, call
+
+
+def main() -> int:
+    out, *arguments = sys.argv[1:]
+    edges: dict[str, set[str]] = {}
+    record(edges, ("rl_core", "tasks"))
+    from flows.cli.main import main as posttrain
+
+    code = posttrain(arguments)
+    Path(out).write_text(json.dumps({name: sorted(found) for name, found in edges.items()}))
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

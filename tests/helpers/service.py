@@ -1,0 +1,87 @@
+"""A small base model in a folder, an engine over it, and requests with random contents."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from helpers.model_tokenizer import make_tokenizer
+from rl_core.models import causal_lm
+from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, Datum, ForwardBackward, OptimStep
+from rl_core.service.training_engine import TrainingEngine
+from rl_core.settings import ServiceEngineSettings
+
+VOCAB, CONTEXT = 60, 48
+# Widths that compiled code takes, so that rows of several runs are batched.
+SHAPE = dict(
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    intermediate_size=48, max_position_embeddings=CONTEXT, initializer_range=0.2, pad_token_id=0, bos_token_id=None,
+    eos_token_id=1,
+)  # fmt: skip
+
+
+def make_base(folder: Path, seed: int = 0, model_class=LlamaForCausalLM, config_class=LlamaConfig, **options) -> Path:
+    """A model folder with random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config_class(**{**SHAPE, **options}))
+    causal_lm.save(model, make_tokenizer(VOCAB), folder)
+    return folder
+
+
+def make_engine(folder: Path, **settings) -> TrainingEngine:
+    """An engine whose only base model is 'base'."""
+    return TrainingEngine(ServiceEngineSettings(**{"bases": {"base": str(folder)}, "device": "cpu", **settings}))
+
+
+def new_run(engine: TrainingEngine, name: str, rank: int = 4, seed: int = 0, **adapter) -> None:
+    """A training run whose adapter is not 0, as after some updates."""
+    engine.create_model(CreateModel(model_id=name, base="base", adapter=AdapterConfig(rank=rank, seed=seed, **adapter)))
+    state = engine.state_dict(name)
+    generator = torch.Generator().manual_seed(seed + 1)
+    for key, tensor in state["model"].items():
+        if "lora_B" in key:
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.05)
+    engine.restore_model(name, state)
+
+
+def random_data(seed: int, rows: int = 3, *, policy: bool = False, shared: int = 0) -> tuple[Datum, ...]:
+    """Ragged datums; with `policy` those of ratio losses. shared: tokens that all of them begin with."""
+    rng = np.random.default_rng(seed)
+    start = rng.integers(2, VOCAB, shared)
+    data = []
+    for _ in range(rows):
+        tokens = np.concatenate([start, rng.integers(2, VOCAB, int(rng.integers(3, 17)))])
+        inputs = {"target_tokens": np.append(tokens[1:], rng.integers(2, VOCAB))}
+        size = len(tokens)
+        if policy:
+            inputs |= {"logprobs": -rng.exponential(2.0, size).astype(np.float32) - 1,
+                       "advantages": rng.standard_normal(size).astype(np.float32)}  # fmt: skip
+        else:
+            inputs["weights"] = rng.standard_normal(size).astype(np.float32)
+        data.append(Datum(tokens, inputs))
+    return tuple(data)
+
+
+def loss_request(name: str, data: tuple[Datum, ...], loss: str = "cross_entropy", **more) -> ForwardBackward:
+    return ForwardBackward(model_id=name, data=data, loss_fn=loss, **more)
+
+
+def step_request(name: str, learning_rate: float = 1e-2, **adam) -> OptimStep:
+    return OptimStep(model_id=name, adam=AdamParameters(learning_rate=learning_rate, **adam))
+
+
+def bits(state: object) -> object:
+    """A state with every tensor and array as its bytes, for comparison to the last bit."""
+    if isinstance(state, torch.Tensor):
+        return str(state.dtype), tuple(state.shape), state.contiguous().view(-1).numpy().tobytes()
+    if isinstance(state, np.ndarray):
+        return state.dtype.str, state.shape, state.tobytes()
+    if isinstance(state, dict):
+        return {key: bits(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return [bits(value) for value in state]
+    return state

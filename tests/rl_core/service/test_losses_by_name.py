@@ -1,0 +1,178 @@
+"""Every loss that clients name: value and gradient against numpy float64, metrics, refusals."""
+
+import numpy as np
+import pytest
+import torch
+from oracles import service_oracles
+
+from rl_core.errors import DataError, ServiceError
+from rl_core.service.loss_function import LossInputs
+from rl_core.service.losses_by_name import LOSSES, REFUSED, loss_named
+
+LENGTHS = (5, 1, 7, 3)
+
+
+def draw(name, seed):
+    """Inputs of each datum in float64, and the numbers that have a gradient."""
+    rng = np.random.default_rng([7, seed])
+    spread = 3.0 if seed % 3 == 2 else 0.5
+    rows, current = [], []
+    for size in LENGTHS:
+        q = -rng.exponential(2.0, size)
+        current.append(q + spread * rng.standard_normal(size) * 0.9)
+        row = {"logprobs": q, "advantages": rng.standard_normal(size) * (rng.random(size) < 0.7)}
+        row |= {"weights": rng.standard_normal(size) * (rng.random(size) < 0.8)}
+        row |= {"clip_low_threshold": rng.uniform(0.3, 0.9, size), "clip_high_threshold": rng.uniform(1.1, 3, size)}
+        row |= {"sequence_ratio_mask": (rng.random(size) < 0.8).astype(float), "mask": (rng.random(size) < 0.8) * 1.0}
+        row |= {"rewards": rng.standard_normal(size) * row["mask"], "values": rng.standard_normal(size)}
+        row |= {"ref_logprobs": q + 0.3 * rng.standard_normal(size)}
+        row |= {"margin": rng.random(1), "preferred": np.array([float(len(rows) % 2 == seed % 2)])}
+        rows.append(row)
+    kept = LOSSES[name].inputs
+    if name == "conservative_ppo":
+        rows = [{key: value for key, value in row.items() if key != "mask"} for row in rows]
+    if seed % 2:  # thresholds by the options
+        rows = [{key: value for key, value in row.items() if not key.startswith("clip")} for row in rows]
+    return [{key: value for key, value in row.items() if key in kept} for row in rows], current
+
+
+def padded(arrays):
+    found = torch.full((len(arrays), max(map(len, arrays))), 0.0, dtype=torch.float64)
+    for index, array in enumerate(arrays):
+        found[index, : len(array)] = torch.from_numpy(array)
+    return found
+
+
+def given(name, rows, options, **leaves):
+    mask = padded([np.ones(size) for size in LENGTHS]) != 0
+    inputs = {
+        key: torch.from_numpy(np.concatenate([row[key] for row in rows]))
+        if LOSSES[name].inputs[key].shape == "one"
+        else padded([row[key] for row in rows])
+        for key in rows[0]
+    }
+    return LossInputs(mask, options, inputs, **leaves)
+
+
+def slopes(function, arrays, step=1e-6):
+    """Central differences of a function of some arrays."""
+    found = []
+    for array in arrays:
+        slope = np.zeros_like(array)
+        for index in range(len(array)):
+            kept = array[index]
+            array[index] = kept + step
+            above = function()
+            array[index] = kept - step
+            slope[index] = (above - function()) / (2 * step)
+            array[index] = kept
+        found.append(slope)
+    return found
+
+
+def options_of(name, seed):
+    rng = np.random.default_rng(seed)
+    options = {key: option.default for key, option in LOSSES[name].options.items()}
+    for key, value in {"entropy_coef": 0.3, "kl_coef": 0.4, "gamma": 0.9, "scale": 0.7, "beta": 0.2}.items():
+        if key in options:
+            options[key] = value * float(rng.uniform(0.5, 1))
+    return options
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", sorted(set(LOSSES) - {"reward_modeling"}))
+def test_loss_and_gradient_are_the_formulas(name, seed):
+    rows, current = draw(name, seed)
+    options = options_of(name, seed)
+    rng = np.random.default_rng(seed)
+    values, entropy = ([rng.standard_normal(size) for size in LENGTHS] for _ in range(2))
+    own = (values, entropy) if name in ("enhanced_ppo", "conservative_ppo") else ()
+    oracle = getattr(service_oracles, name)
+    fixed = [array.copy() for array in current]
+
+    def expected():
+        return oracle(current, fixed, rows, options, *own)
+
+    leaves = {"logprobs": padded(current).requires_grad_()}
+    if own:
+        leaves |= {"entropy_BT": padded(entropy).requires_grad_()}
+    if name == "enhanced_ppo":
+        leaves |= {"values_BT": padded(values).requires_grad_()}
+    loss = LOSSES[name].loss(given(name, rows, options, **leaves))
+    assert float(loss.detach()) == pytest.approx(expected(), rel=1e-9, abs=1e-9)
+    loss.backward()
+    moved = {"logprobs": current, "entropy_BT": entropy, "values_BT": values}
+    for key, leaf in leaves.items():
+        wanted = padded(slopes(expected, moved[key]))
+        found = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
+        assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5 * (1 + float(wanted.abs().max()))), key
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_reward_modeling_is_bradley_terry(seed):
+    rows, _ = draw("reward_modeling", seed)
+    options = options_of("reward_modeling", seed)
+    scores = np.random.default_rng(seed).standard_normal(len(rows))
+
+    def expected():
+        return service_oracles.reward_modeling(scores, rows, options)
+
+    leaf = torch.from_numpy(scores.copy()).requires_grad_()
+    loss = LOSSES["reward_modeling"].loss(given("reward_modeling", rows, options, scores_B=leaf))
+    assert float(loss.detach()) == pytest.approx(expected(), rel=1e-9)
+    loss.backward()
+    assert torch.allclose(leaf.grad, torch.from_numpy(slopes(expected, [scores])[0]), atol=1e-7)
+
+
+def test_values_by_hand():
+    # one token: p = ln 2 above q, so r = 2; A = +1 and -1
+    def loss(name, advantage, **options):
+        q, a = torch.tensor([[-2.0]]), torch.tensor([[advantage]])
+        p = q + np.log(2.0)
+        every = {key: option.default for key, option in LOSSES[name].options.items()} | options
+        return float(
+            LOSSES[name].loss(LossInputs(a.bool() | True, every, {"logprobs": q, "advantages": a}, logprobs=p))
+        )
+
+    assert loss("importance_sampling", 1.0) == pytest.approx(-2) and loss("importance_sampling", -1.0) == pytest.approx(
+        2
+    )
+    assert loss("ppo", 1.0) == pytest.approx(-1.2) and loss("ppo", -1.0) == pytest.approx(2)
+    p = np.log(2.0) - 2
+    assert loss("cispo", 1.0) == pytest.approx(-2 * p) and loss("cispo", 1.0, clip_high_threshold=1.5) == pytest.approx(
+        -1.5 * p
+    )
+    assert loss("dro", 1.0) == pytest.approx(-(p - 0.025 * np.log(2.0) ** 2))
+    assert loss("gspo", 1.0) == pytest.approx(-(1 + 4e-4)) and loss("gspo", -1.0) == pytest.approx(2)
+
+
+def test_log_ratios_are_held_within_20():
+    # p - q = 25: r = exp(20), and no gradient
+    p = torch.tensor([[25.0]], dtype=torch.float64, requires_grad=True)
+    inputs = {"logprobs": torch.zeros(1, 1, dtype=torch.float64), "advantages": torch.ones(1, 1, dtype=torch.float64)}
+    loss = LOSSES["importance_sampling"].loss(LossInputs(torch.ones(1, 1, dtype=torch.bool), {}, inputs, logprobs=p))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(-np.exp(20.0)) and float(p.grad) == 0
+
+
+def test_refused_and_unknown_names():
+    for name in REFUSED:
+        with pytest.raises(ServiceError, match=f"'{name}' is not supported") as refused:
+            loss_named(name)
+        assert refused.value.category == "user"
+    with pytest.raises(ServiceError, match="there is no 'pp0'; did you mean 'ppo'"):
+        loss_named("pp0")
+
+
+def test_a_kl_term_needs_a_reference_and_thresholds_an_order():
+    rows, current = draw("conservative_ppo", 0)
+    rows = [{key: value for key, value in row.items() if key != "ref_logprobs"} for row in rows]
+    options = options_of("conservative_ppo", 0) | {"kl_coef": 0.1}
+    with pytest.raises(DataError, match="needs ref_logprobs"):
+        LOSSES["conservative_ppo"].loss(
+            given("conservative_ppo", rows, options, logprobs=padded(current), entropy_BT=padded(current))
+        )
+    rows, current = draw("ppo", 0)
+    rows[0]["clip_low_threshold"][0] = 9.0
+    with pytest.raises(DataError, match="clip_low_threshold <= clip_high_threshold"):
+        LOSSES["ppo"].loss(given("ppo", rows, options_of("ppo", 0), logprobs=padded(current)))

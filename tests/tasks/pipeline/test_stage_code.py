@@ -1,0 +1,156 @@
+"""The code that a stage's key rests on: what its body reaches by imports, never less, and no other algorithm's."""
+
+import ast
+import json
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+from helpers.import_graph import modules, parsed
+
+from tasks import stage_registry
+from tasks.config import from_dict
+from tasks.pipeline import stage_code
+from tasks.pipeline.key import stage_key, stage_key_parts
+from tasks.pipeline.stage_code import imported, is_frame, stage_sources
+
+ALL = modules("rl_core") | modules("tasks")
+TRAINERS = {
+    "sft": "rl_core/trainers/sft.py", "preference": "rl_core/losses/preference.py",
+    "policy": "rl_core/losses/policy.py", "thoughts": "rl_core/thoughts/trainer.py",
+}  # fmt: skip
+
+
+def under_type_checking(tree):
+    """Import statements that only a type checker sees."""
+    tests = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    blocks = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) in tests]
+    return {id(node) for block in blocks for part in block.body for node in ast.walk(part)}
+
+
+def by_syntax_tree(tree):
+    """Modules of the project that a source imports, read as a whole."""
+    left_out = under_type_checking(tree)
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_statements_found_by_their_first_word_are_those_of_the_syntax_tree():
+    missed = {
+        name: wrong
+        for name, path in ALL.items()
+        if (wrong := (set(by_syntax_tree(parsed(path))) & ALL.keys()) - imported(path.read_text()))
+    }
+    assert len(ALL) > 200 and missed == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("from rl_core import types as t, errors", {"rl_core", "rl_core.types", "rl_core.errors"}),
+        ("def f():\n    from rl_core.losses.policy import (\n        a,  # one\n        b,\n    )\n",
+         {"rl_core.losses.policy", "rl_core.losses.policy.a", "rl_core.losses.policy.b"}),
+        ("import rl_core.types, json as j", {"rl_core.types", "json"}),
+        ("import torch; x = 1", {"torch"}),
+        ('"""Text.\n\nfrom here on nothing\nimport ants are small\n"""', set()),
+        ("if TYPE_CHECKING:\n    from rl_core.a import (\n        b,\n    )\n\nimport rl_core.c", {"rl_core.c"}),
+        ("SHIPPED = {'maze': 'rl_core.environments.maze:Maze'}", {"rl_core.environments.maze"}),
+        ("import_module('tasks.stages.sft')", {"tasks.stages.sft"}),
+    ],
+)  # fmt: skip
+def test_what_is_read(text, expected):
+    assert imported(text) == expected
+
+
+@pytest.mark.parametrize("stage", TRAINERS)
+def test_a_stage_has_its_own_algorithm_and_no_other_one_s(stage):
+    sources = set(stage_sources(stage))
+    others = {path for name, path in TRAINERS.items() if name != stage}
+    if stage == "thoughts":
+        others -= {"rl_core/losses/policy.py"}
+    assert TRAINERS[stage] in sources and not sources & others
+    assert {f"tasks/stages/{stage}.py", "rl_core/training/loop.py", "tasks/pipeline/key.py"} <= sources
+    assert {"rl_core/models/causal_lm.py", "rl_core/api/__init__.py", "rl_core/__init__.py"} <= sources
+
+
+def test_what_is_started_compiled_and_named_by_text_counts():
+    sources = set(stage_sources("policy"))
+    assert {"rl_core/cpu/kernels.py", "rl_core/cpu/decode_ops.c", "rl_core/cpu/vectors.h"} <= sources
+    assert {"rl_core/environments/maze.py", "rl_core/environments/math_child.py"} <= sources
+
+
+def test_an_edit_runs_the_stages_that_reach_it_and_no_other(monkeypatch):
+    pipeline = from_dict({"name": "x", "stages": {"sft": {}, "policy": {}}}, check_files=False)
+
+    def keys():
+        return {name: stage_key(name, getattr(pipeline.stages, name), pipeline, {}) for name in ("sft", "policy")}
+
+    before, content = keys(), stage_code._content
+    edited = {"rl_core/losses/policy.py"}
+    monkeypatch.setattr(stage_code, "_content", lambda path: content(path) + b"#" * (path in edited))
+    stage_code._digest.cache_clear()
+    after = keys()
+    assert (after["sft"] == before["sft"], after["policy"] == before["policy"]) == (True, False)
+    edited.add("rl_core/training/loop.py")
+    stage_code._digest.cache_clear()
+    assert keys()["sft"] != before["sft"]
+    monkeypatch.undo()
+    stage_code._digest.cache_clear()
+
+
+def test_what_the_user_s_modules_import_counts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reader.py").write_text("def measure(trajectory):\n    from rl_core.thoughts import gain\n")
+    values = {"name": "x", "stages": {"sft": {}, "evaluate": {}, "analyze": {"measures": ["reader.py:measure"]}}}
+    pipeline = from_dict(values, check_files=False)
+    found = stage_key_parts("analyze", pipeline.stages.analyze, pipeline, {})
+    gain = "rl_core/thoughts/gain.py"
+    assert gain in found.sources and gain not in stage_sources("analyze")
+    assert set(found.sources) > set(stage_sources("analyze"))
+
+
+def test_a_task_of_another_package_has_the_whole_project(monkeypatch):
+    monkeypatch.setattr(stage_registry, "_STAGES", stage_registry._STAGES)
+    stage_registry.register(stage_registry.PipelineStage(name="odd", task="json:dumps", takes=()))
+    assert stage_sources("odd") == stage_sources("nowhere") == stage_code.project_sources()
+    assert stage_code.stage_code("odd") == stage_code.code_version()
+
+
+def test_the_closure_is_not_everything():
+    whole = len(stage_code.project_sources())
+    for stage in stage_registry.names():
+        assert 30 < len(stage_sources(stage)) < 0.9 * whole, stage
+
+
+@pytest.mark.slow
+def test_it_holds_every_module_that_a_run_reaches(tmp_path):
+    """A whole pipeline in a fresh process; edges of its imports, followed from each stage's module."""
+    out = tmp_path / "edges.json"
+    program = [sys.executable, "-m", "helpers.import_recorder", str(out), "run", "test", "--quiet"]
+    pairs = "stages.preference={num_pairs: 20, group_size: 4, max_steps: 2, batch_size: 4, warmup_steps: 1}"
+    options = ["--set", f"output={tmp_path / 'out'}", "--set", pairs]
+    subprocess.run([*program, *options], cwd=ROOT, check=True, capture_output=True, text=True)
+    edges = json.loads(out.read_text())
+    seen = 0
+    for stage in stage_registry.stages():
+        start = stage.task.partition(":")[0]
+        if start not in edges:
+            continue
+        seen += 1
+        reached, waiting = set(), [start]
+        while waiting:
+            module = waiting.pop()
+            if module not in reached:
+                reached.add(module)
+                waiting += [] if is_frame(module) else edges.get(module, [])
+        sources = set(stage_sources(stage.name))
+        missing = {name for name in reached if str(ALL[name].relative_to(ROOT)) not in sources}
+        assert missing == set(), stage.name
+        assert len(reached) > 30
+    assert seen >= 8  # all of them but distill and thoughts
