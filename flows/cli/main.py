@@ -103,6 +103,8 @@ def _run(arguments: argparse.Namespace) -> int:
     """Run the command; user errors become a message and an exit code."""
     try:
         faults.check()
+        if sys.flags.optimize:
+            raise SettingsError("`python -O` (PYTHONOPTIMIZE) takes out checks that this relies on; run without it")
         return COMMANDS[arguments.command](arguments)
     except Stopped as stopped:
         return _failed(arguments, str(stopped), 128 + stopped.signum)
@@ -124,6 +126,8 @@ def _run(arguments: argparse.Namespace) -> int:
         where = f"{os.fsdecode(error.filename)}: " if error.filename is not None else ""
         return _failed(arguments, f"{where}{os.strerror(error.errno)}; {REFUSALS[error.errno]}", 1)
     except Exception as error:  # a writer of another language or a database says it in words of its own
+        if type(error).__module__.startswith("pydantic") and any(name.startswith("PREFECT_") for name in os.environ):
+            return _failed(arguments, f"Prefect refuses a variable PREFECT_... of its settings: {error}", 2)
         if (message := _with_advice(f"{type(error).__name__}: {error}")) == f"{type(error).__name__}: {error}":
             raise
         return _failed(arguments, message, 1)

@@ -81,3 +81,16 @@ def test_too_many_open_files_name_the_limit():
 def test_a_wrong_plan_of_faults_is_an_error_of_the_command_not_of_an_import(variable, value, said):
     done = run("fault('loop.step')", **{variable: value})
     assert done.returncode == 2 and done.stderr.startswith(f"posttrain: {said}")
+
+
+def test_prefect_s_own_variables_are_refused_in_words():
+    does = "from prefect.settings import get_current_settings; get_current_settings()"
+    done = run(does, PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS="abc")
+    assert done.returncode == 2 and "\nposttrain: Prefect refuses a variable PREFECT_..." in done.stderr
+    assert "startup_timeout_seconds" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_python_without_asserts_is_refused(level):
+    done = run("return 0", PYTHONOPTIMIZE=level)
+    assert done.returncode == 2 and "`python -O` (PYTHONOPTIMIZE) takes out checks" in done.stderr
