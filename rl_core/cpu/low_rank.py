@@ -17,11 +17,11 @@ from rl_core.cpu import gemm
 from rl_core.cpu.gemm import Operand, Product
 from rl_core.cpu.kernels import input_grad, linear, weight_grad
 
-__all__ = ["Span", "add_low_rank", "low_rank_grads"]
+__all__ = ["AdapterSpan", "add_low_rank", "low_rank_grads"]
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class AdapterSpan:
     """Tokens of one adapter, and its updates of some layers side by side."""
 
     start: int
@@ -37,7 +37,7 @@ class Span:
         return [up_OR.shape[1] for up_OR in self.ups]
 
 
-def add_low_rank(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[Span]) -> list[torch.Tensor]:
+def add_low_rank(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> list[torch.Tensor]:
     """Add scale x A^T B^T to the outputs of each span, in place; returns scale x A^T of each, [n, R]."""
     compiled = _compiled(out_NO, x_NI, spans)
     if compiled is None:
@@ -67,7 +67,7 @@ def add_low_rank(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[Span]
     return lows
 
 
-def _add_to_span(out_NO: torch.Tensor, x_NI: torch.Tensor, span: Span) -> torch.Tensor:
+def _add_to_span(out_NO: torch.Tensor, x_NI: torch.Tensor, span: AdapterSpan) -> torch.Tensor:
     x_nI, out_nO = x_NI[span.start : span.stop], out_NO[span.start : span.stop]
     low_nR = linear(x_nI.to(span.downs[0].dtype), span.downs).mul_(span.scale)
     for (begin, end), part_nR, up_OR in zip(span.columns, low_nR.split(span.ranks, dim=1), span.ups, strict=True):
@@ -76,7 +76,12 @@ def _add_to_span(out_NO: torch.Tensor, x_NI: torch.Tensor, span: Span) -> torch.
 
 
 def low_rank_grads(
-    grad_NO: torch.Tensor, x_NI: torch.Tensor, lows: Sequence[torch.Tensor], spans: Sequence[Span], *, with_x: bool
+    grad_NO: torch.Tensor,
+    x_NI: torch.Tensor,
+    lows: Sequence[torch.Tensor],
+    spans: Sequence[AdapterSpan],
+    *,
+    with_x: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Gradients of what `add_low_rank` added: of x (0 outside the spans), and of each span's A, then its B."""
     grad_x_NI = torch.zeros_like(x_NI) if with_x else None
@@ -112,7 +117,7 @@ def low_rank_grads(
 
 
 def _grads_of_span(
-    grad_NO: torch.Tensor, x_NI: torch.Tensor, low_nR: torch.Tensor, span: Span, grad_x_NI: torch.Tensor | None
+    grad_NO: torch.Tensor, x_NI: torch.Tensor, low_nR: torch.Tensor, span: AdapterSpan, grad_x_NI: torch.Tensor | None
 ) -> list[torch.Tensor]:
     grad_nO = grad_NO[span.start : span.stop].to(low_nR.dtype)
     grad_low_nR, grad_ups = torch.empty_like(low_nR), []
@@ -127,7 +132,7 @@ def _grads_of_span(
     return [*weight_grad(grad_low_nR, x_nI).split(span.ranks), *grad_ups]
 
 
-def _places(span: Span) -> list[tuple[int, int]]:
+def _places(span: AdapterSpan) -> list[tuple[int, int]]:
     """First column and rank of each update among the R."""
     places, at = [], 0
     for rank in span.ranks:
@@ -136,7 +141,7 @@ def _places(span: Span) -> list[tuple[int, int]]:
     return places
 
 
-def _compiled(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[Span]) -> gemm.Gemm | None:
+def _compiled(out_NO: torch.Tensor, x_NI: torch.Tensor, spans: Sequence[AdapterSpan]) -> gemm.Gemm | None:
     """The compiled products, where all of these operands suit them."""
     factors = [factor for span in spans for factor in (*span.downs, *span.ups)]
     for operand in (out_NO, x_NI, *factors):

@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from rl_core.cpu.kernels import input_grad, linear, linears, weight_grad
-from rl_core.cpu.low_rank import Span, add_low_rank, low_rank_grads
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
 from rl_core.cpu.shared_prefixes import RowGroups
 
 __all__ = ["Adapter", "AdapterRouter", "LowRank", "low_rank_input"]
@@ -76,7 +76,7 @@ class AdapterRouter:
                 parent._modules[attribute] = layer
             self.groups, self._adapters = RowGroups([]), []
 
-    def spans(self, names: Sequence[str], widths: Sequence[int]) -> list[Span]:
+    def spans(self, names: Sequence[str], widths: Sequence[int]) -> list[AdapterSpan]:
         """Tokens that have updates of some of these layers, whose outputs of these widths lie side by side."""
         ends = list(itertools.accumulate(widths))
         spans, start = [], 0
@@ -86,7 +86,7 @@ class AdapterRouter:
             if found and tokens:
                 updates = [update for *_, update in found]
                 spans.append(
-                    Span(
+                    AdapterSpan(
                         start, start + tokens, [(begin, end) for begin, end, _ in found], updates[0].scale,
                         [update.down_RI for update in updates], [update.up_OR for update in updates],
                     )
@@ -136,7 +136,7 @@ class _AddLowRank(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: list[Span], *factors: torch.Tensor
+        ctx: Any, out_NO: torch.Tensor, x_NI: torch.Tensor, spans: list[AdapterSpan], *factors: torch.Tensor
     ) -> torch.Tensor:
         ctx.mark_dirty(out_NO)
         lows = add_low_rank(out_NO, x_NI, spans)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_core.cpu import gemm
-from rl_core.cpu.low_rank import Span, add_low_rank, low_rank_grads
+from rl_core.cpu.low_rank import AdapterSpan, add_low_rank, low_rank_grads
 
 OUTPUTS = [(0, 40), (40, 57)]  # two layers side by side
 
@@ -17,7 +17,7 @@ def spans_of(seed, *given):
         columns = [OUTPUTS[layer] for layer in layers]
         downs = [torch.randn(rank, 24, generator=generator) for _ in columns]
         ups = [torch.randn(end - begin, rank, generator=generator) for begin, end in columns]
-        found.append(Span(start, stop, columns, 0.5 + rank, downs, ups))
+        found.append(AdapterSpan(start, stop, columns, 0.5 + rank, downs, ups))
     return found
 
 
@@ -65,7 +65,7 @@ def test_a_span_gets_the_bits_of_the_span_alone(way):
     taken = 0
     for span, low in zip(together, lows, strict=True):
         size, part = span.stop - span.start, slice(span.start, span.stop)
-        alone = Span(0, size, span.columns, span.scale, span.downs, span.ups)
+        alone = AdapterSpan(0, size, span.columns, span.scale, span.downs, span.ups)
         own = computed(x[part].clone(), out[part].clone(), grad[part].clone(), [alone])
         count = 2 * len(span.columns)
         assert torch.equal(own[0], found[part]) and torch.equal(own[1][0], low) and torch.equal(own[2], grad_x[part])
