@@ -6,9 +6,7 @@ import dataclasses
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rl_core.api.data import conversations, preference_pairs
 from rl_core.api.policy import ModelSource, Policy, load_policy, model_folder, model_name, on_device_of
@@ -28,6 +26,9 @@ from rl_core.trainers.reward_model import RewardModelTrainer
 from rl_core.trainers.sft import SFTTrainer
 from rl_core.training.callbacks import Callback
 from rl_core.training.trainer_protocol import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["dpo", "reward_model", "sft"]
 

@@ -10,9 +10,9 @@ a token's sampling and its log-probability come from one pass over the logits, w
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import PreTrainedModel
 
 from rl_core.capabilities import decoding
 from rl_core.capabilities.positions import row_limit
@@ -26,6 +26,9 @@ from rl_core.inference.transformers_backend import TransformersBackend
 from rl_core.memory import MemoryFit, first_line, is_out_of_memory
 from rl_core.models.lora import merged
 from rl_core.settings import SamplingSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["Engine", "RolloutBackend", "RolloutSequence", "make_backend"]
 

@@ -7,14 +7,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from rl_core.errors import SettingsError
 from rl_core.settings import LoraSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = [
     "add_adapter",
@@ -36,6 +37,8 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
 
     Raises: SettingsError when peft is missing, or no layer has one of these names.
     """
+    from transformers.pytorch_utils import Conv1D
+
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
@@ -63,6 +66,8 @@ def add_adapter(model: PreTrainedModel, settings: LoraSettings) -> PreTrainedMod
 
 def _checked_targets(model: PreTrainedModel, settings: LoraSettings) -> tuple[str, ...] | str:
     """Names of the layers with an adapter. Raises: SettingsError for one that is none, or shares its weights."""
+    from transformers.pytorch_utils import Conv1D
+
     if settings.target_modules == ALL:
         return ALL
     linear_names = {

@@ -13,7 +13,7 @@ import torch
 from rl_core.errors import CheckpointError, ServiceError
 from rl_core.models.routed_adapters import LowRank
 from rl_core.service.requests import AdapterConfig, CreateModel
-from rl_core.service.served_base import ServedBase, head_name
+from rl_core.service.served_base import ServedBase
 from rl_core.service.training_run import merged_weights
 from rl_core.storage.checkpoint import CheckpointStore
 from rl_core.storage.folders import put_bytes
@@ -100,7 +100,7 @@ def export_model(base: ServedBase, state: Mapping[str, Any], folder: str | Path)
     An adapter of the output head unties it from the embedding.
     Raises: CheckpointError where the disk refuses, or the folder holds other files.
     """
-    weights, head = sampling_weights(base, state), f"{head_name(base.model)}.weight"
+    weights, head = sampling_weights(base, state), f"{base.head_name}.weight"
     unties = state["run"]["adapter"] is not None and head in weights and base.model.config.tie_word_embeddings
 
     def write(place: Path) -> None:

@@ -21,7 +21,7 @@ from rl_core.service.input_checks import ModelLimits
 from rl_core.service.requests import AdapterConfig
 from rl_core.settings import ModelSettings, ServiceEngineSettings
 
-__all__ = ["ServedBase", "head_name"]
+__all__ = ["ServedBase"]
 
 _ATTENTION = ("attn", "attention")
 
@@ -38,6 +38,7 @@ class ServedBase:
             raise ModelError(f"base model '{name}' cannot be served: {decision.reason}")
         self.device = next(self.model.parameters()).device
         self.head: nn.Linear = self.model.get_output_embeddings()
+        self.head_name = next(name for name, part in self.model.named_modules() if part is self.head)
         vocab_size = min(self.model.get_input_embeddings().weight.shape[0], self.head.weight.shape[0])
         self.limits = ModelLimits(longest_sequence(self.model), vocab_size)
         self.hidden_size = hidden_size(self.model)
@@ -74,7 +75,7 @@ class ServedBase:
             if (config.train_attn if any(word in name for word in _ATTENTION) else config.train_mlp)
         ]
         if config.train_unembed:
-            found.append(head_name(self.model))
+            found.append(self.head_name)
         if not found:
             raise ServiceError(f"lora_config: '{self.name}' has no linear layer of the kinds asked for", "user")
         return found
@@ -109,12 +110,6 @@ class ServedBase:
             )
         self._backend.end_at(eos_ids)
         return self._backend
-
-
-def head_name(model: Any) -> str:
-    """Name of the output head's module."""
-    head = model.get_output_embeddings()
-    return next(name for name, part in model.named_modules() if part is head)
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:

@@ -22,7 +22,7 @@ from rl_core.models.routed_adapters import LowRank
 from rl_core.models.trainable_weights import load_trainable_weights
 from rl_core.service.answers import ModelInfo
 from rl_core.service.requests import AdamParameters, AdapterConfig, CreateModel, OptimStep
-from rl_core.service.served_base import ServedBase, head_name
+from rl_core.service.served_base import ServedBase
 from rl_core.storage.moments import load_moments, moments
 from rl_core.training.optimizers import JointOptimizer, hidden_matrices
 
@@ -71,7 +71,7 @@ class TrainingRun:
         else:
             self.adapter = _new_adapter(base, request.adapter)
             trained = _factors(self.adapter)
-            hidden = {name for name in trained if not name.startswith(f"{head_name(base.model)}.")}
+            hidden = {name for name in trained if not name.startswith(f"{base.head_name}.")}
         self.num_trained = sum(parameter.numel() for parameter in trained.values())
         self.parameters: dict[str, torch.Tensor] = {
             **trained, **{f"heads.{name}": parameter for name, parameter in self.heads.named_parameters()}
@@ -93,7 +93,7 @@ class TrainingRun:
     @property
     def head_update(self) -> LowRank | None:
         """The adapter of the output head."""
-        return None if self.adapter is None else self.adapter.get(head_name(self.base.model))
+        return None if self.adapter is None else self.adapter.get(self.base.head_name)
 
     def add_gradient(self, gradient: Mapping[str, torch.Tensor]) -> None:
         """Add the gradient of one request."""

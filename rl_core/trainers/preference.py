@@ -9,10 +9,9 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.data.batches import attention_mask, pad_rows
 from rl_core.data.pairs import Pair, PairSide
@@ -32,6 +31,9 @@ from rl_core.settings import PreferenceSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["PreferenceTrainer", "reference_logprobs"]
 

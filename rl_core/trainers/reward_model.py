@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.data.batches import pad_rows
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -21,6 +20,9 @@ from rl_core.models import heads
 from rl_core.settings import RewardModelSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer, pair_micro_batches
 from rl_core.training.optimizer_step import LossFn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["RewardModelTrainer", "ScoredPair", "longer_answer_baseline"]
 

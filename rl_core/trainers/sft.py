@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.capabilities import sequence_packing
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
@@ -23,6 +22,9 @@ from rl_core.settings import SFTSettings
 from rl_core.trainers.supervised_trainer import SupervisedTrainer
 from rl_core.training.optimizer_step import LossFn
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["SFTTrainer"]
 

@@ -7,16 +7,18 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from transformers import PreTrainedModel
 
 from rl_core.data.batches import DataOrder, micro_batches
 from rl_core.distributed import DummyBatch, ProcessGroup
 from rl_core.errors import DataError
 from rl_core.settings import PreferenceSettings, RewardModelSettings, SFTSettings
 from rl_core.training.optimizer_step import LossFn, OptimizerStep, combine_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["SupervisedTrainer", "pair_micro_batches", "training_length"]
 

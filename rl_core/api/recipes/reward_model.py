@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from rl_core.api.recipes import Recipe
 from rl_core.data.pairs import Pair
 from rl_core.distributed import SINGLE_PROCESS, ProcessGroup
 from rl_core.settings import RewardModelSettings
 from rl_core.trainers.reward_model import RewardModelTrainer, ScoredPair
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["reward_model"]
 

@@ -10,10 +10,10 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from rl_core.distributed import SINGLE_PROCESS, DummyBatch, ProcessGroup
 from rl_core.errors import DataError
@@ -38,6 +38,9 @@ from rl_core.trainers.policy_gradient.own_parts import OwnParts, own_parts
 from rl_core.trainers.policy_gradient.replay_buffer import Sample
 from rl_core.training.optimizer_step import OptimizerStep
 from rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["ActorCritic", "RolloutBuffer", "make_actor_critic"]
 

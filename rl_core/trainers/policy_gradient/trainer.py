@@ -12,11 +12,10 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
-from transformers import PreTrainedModel
 
 from rl_core.curriculum.manager import CurriculumManager
 from rl_core.curriculum.snapshots import StageSnapshots
@@ -44,6 +43,9 @@ from rl_core.trainers.policy_gradient.rollout_buffer import make_actor_critic
 from rl_core.trainers.policy_gradient.update import PolicyUpdate
 from rl_core.trainers.rollout_trainer import RolloutRecord, RolloutTrainer
 from rl_core.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 __all__ = ["PolicyGradientTrainer"]
 
