@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rl_core.errors import SettingsError
+from rl_core.storage.folder_removal import clear_leftovers
 from rl_core.storage.single_files import make_folder, write_json_atomic
 from tasks import stage_registry
 from tasks.config import PipelineSettings
@@ -283,7 +284,8 @@ def read_records(home: Path) -> list[Retraining]:
 
 
 def open_record(home: Path, record: Retraining) -> None:
-    """Record the start, or the resumption, of a retraining."""
+    """Record the start, or the resumption, of a retraining; the caller holds the pipeline's lock."""
+    clear_leftovers(make_folder(home / "retrainings"), locked=True)
     _write(home, record)
 
 

@@ -283,7 +283,7 @@ def test_a_finished_gate_asks_once_and_takes_the_answer(monkeypatch, known, asks
     pipeline_run = SimpleNamespace(
         tracking=SimpleNamespace(registry=SimpleNamespace(version=lambda name, number: None)),
         parent=SimpleNamespace(name="run", run_id="id", set_tag=tags.__setitem__), await_approval=waiting.append,
-        options=RunOptions(flow_run=FlowRunAddress(id="f", api="http://x")),
+        resumed=False, options=RunOptions(flow_run=FlowRunAddress(id="f", api="http://x")),
     )  # fmt: skip
     found = promote._asked(pipeline_run, result, 1)
     assert len(calls) == asks and found.summary["decision"] == decision

@@ -1,6 +1,8 @@
 """When a retraining is worth it, where it starts and with which settings."""
 
 import dataclasses
+import platform
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -220,3 +222,14 @@ def test_an_answer_that_came_meanwhile_closes_what_waited(file, tmp_path, state,
     assert read_records(tmp_path) == found
     assert ("ada" in found[0].note) is (state in ("approved", "rejected"))
     assert found[1].note == "no gain"
+
+
+def test_what_a_killed_record_left_is_removed_by_the_next(file, tmp_path):
+    record = plan(settings(file), champion(1, settings(file)), force=True).record
+    open_record(tmp_path, record)
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left = tmp_path / "retrainings" / f".tmp-0001.json@{platform.node()}-{dead.pid}.0"
+    left.write_text("{")
+    open_record(tmp_path, record)
+    assert [path.name for path in (tmp_path / "retrainings").iterdir()] == ["0001.json"]

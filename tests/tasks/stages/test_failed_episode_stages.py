@@ -69,7 +69,7 @@ def test_a_reward_that_fails_is_kept_too(base, tmp_path, monkeypatch):
     module = types.ModuleType("failing_reward_for_test")
     module.score = lambda trajectories: [math.nan if t.sample else 0.5 for t in trajectories]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr("tasks.pipeline.user_code.user_code_digests", lambda *names: {})
+    monkeypatch.setattr("rl_core.user_code.user_code_digests", lambda *names: {})
     options = {**OPTIONS, "rewards": {"task": 1.0, "failing_reward_for_test:score": 1.0}}
     context = context_of(base, tmp_path / "stage", **options, sampling={"max_completion_tokens": 20, "max_turns": 1})
     with pytest.raises(RewardError, match=r"gave nan, no finite number; play it again: posttrain replay policy/0/"):
